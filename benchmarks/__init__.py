@@ -1,0 +1,1 @@
+"""Programs that measure: each one command, a table, JSON."""

@@ -1,0 +1,111 @@
+"""Start a real SGLang server as a child process, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+
+class ServerFailed(RuntimeError):
+    """The server ended or did not become ready; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its address, process and log file."""
+
+    url: str
+    process: subprocess.Popen
+    log: Path
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server_command(model: str | Path, port: int, args: Sequence[str]) -> list[str]:
+    """The command line of a server on 127.0.0.1."""
+    fixed = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
+    return [sys.executable, "-m", "sglang.launch_server", *fixed, *args]
+
+
+@contextlib.contextmanager
+def serve(
+    model: str | Path,
+    *args: str,
+    log: Path,
+    env: dict[str, str] | None = None,
+    ready_within_s: float = 300,
+) -> Iterator[Server]:
+    """Run a server for the length of the `with` block; it and all its children are gone afterwards.
+
+    Args:
+        model: model path.
+        args: further command-line arguments of the server.
+        log: file for its output.
+        env: environment variables on top of this process's.
+
+    Raises:
+        ServerFailed: it ended early or was not healthy within `ready_within_s` seconds.
+    """
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            server_command(model, port, args),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=os.environ | (env or {}),
+            start_new_session=True,
+        )
+    server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
+    try:
+        _wait_until_healthy(server, ready_within_s)
+        yield server
+    finally:
+        stop(process)
+
+
+def _wait_until_healthy(server: Server, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ServerFailed(f"server ended with {server.process.returncode}:\n{server.log_text()[-4000:]}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/health", timeout=20).status_code == 200:
+                return
+        time.sleep(0.5)
+    raise ServerFailed(f"server not healthy within {within_s} s:\n{server.log_text()[-4000:]}")
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End the server and every process that it started, and wait until they are gone."""
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        family = [parent, *parent.children(recursive=True)]
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(sign)
+        _, family = psutil.wait_procs(family, timeout=10)
+        if not family:
+            break
+    process.wait(timeout=10)

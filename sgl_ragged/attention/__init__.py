@@ -1,0 +1,1 @@
+"""Attention over slabs and tails: the SGLang backend and its kernels."""

@@ -1,0 +1,163 @@
+"""Attention over slabs and tails in plain torch: the oracle of the kernels, and what runs on CPUs.
+
+Design section 3: a query sees its own segment uncompressed up to itself, and of earlier segments what its
+head kept. Loops run over requests, segments and bands, never over tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, ExtendRequest
+from sgl_ragged.mem_pool.slab_store import SlabStore
+
+
+def extend(
+    store: SlabStore,
+    layer: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: ExtendBatch,
+    scale: float,
+) -> torch.Tensor:
+    """Store a chunk's keys and values (sealing segments that it finishes), then attend.
+
+    Args:
+        queries: [tokens, heads, q_per_kv, head_dim].
+        keys, values: [tokens, heads, head_dim], keys after RoPE.
+
+    Returns:
+        [tokens, heads, q_per_kv, head_dim]. Changes the slabs of finished segments and the requests' tails.
+    """
+    output = torch.zeros_like(queries)
+    for request in batch.requests:
+        if request.length == 0:
+            continue
+        tokens = slice(request.batch_start, request.batch_start + request.length)
+        own_keys, own_values = _store_chunk(store, layer, keys[tokens], values[tokens], request)
+        output[tokens] = _attend_chunk(store, layer, queries[tokens], own_keys, own_values, request, scale)
+    return output
+
+
+def _store_chunk(
+    store: SlabStore, layer: int, keys: torch.Tensor, values: torch.Tensor, request: ExtendRequest
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seal what the chunk finishes, keep the rest as the tail.
+
+    Returns the request's own keys and values from the start of the segment that was open, [heads, tokens, head_dim].
+    """
+    segment = store.layout.segment
+    own_keys, own_values = keys.transpose(0, 1), values.transpose(0, 1)
+    open_length = request.prefix % segment
+    if open_length:
+        tail = store.tails[request.row, layer, :, :, :open_length].to(keys.dtype)
+        own_keys, own_values = torch.cat([tail[0], own_keys], dim=1), torch.cat([tail[1], own_values], dim=1)
+    first = request.prefix // segment
+    finished = request.slots.shape[0] - first
+    if finished:
+        shape = (own_keys.shape[0], finished, segment, own_keys.shape[2])
+        numbers = torch.arange(first, first + finished, device=keys.device)
+        store.seal(
+            layer,
+            request.slots[first:],
+            numbers == 0,
+            own_keys[:, : finished * segment].reshape(shape).transpose(0, 1),
+            own_values[:, : finished * segment].reshape(shape).transpose(0, 1),
+        )
+    store.write_tail(layer, request.row, own_keys[:, finished * segment :], own_values[:, finished * segment :])
+    return own_keys, own_values
+
+
+def _attend_chunk(
+    store: SlabStore,
+    layer: int,
+    queries: torch.Tensor,
+    own_keys: torch.Tensor,
+    own_values: torch.Tensor,
+    request: ExtendRequest,
+    scale: float,
+) -> torch.Tensor:
+    """Attention of one request's chunk, segment by segment; shapes as in `extend` for this request's tokens."""
+    segment = store.layout.segment
+    first, open_length = request.prefix // segment, request.prefix % segment
+    total = own_keys.shape[1]
+    output = torch.empty_like(queries)
+    for index, band in enumerate(store.layout.bands[layer]):
+        heads = store.band_heads(layer, index)
+        history = store.band_view(layer, band)[request.slots].to(queries.dtype)
+        # [segments, heads, 2, kept, d] -> [2, heads, segments * kept, d]
+        history = history.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        band_queries = queries.index_select(1, heads).permute(1, 2, 0, 3)
+        band_keys, band_values = own_keys.index_select(0, heads), own_values.index_select(0, heads)
+        for start in range(0, total, segment):
+            stop = min(start + segment, total)
+            seen = (first + start // segment) * band.kept
+            begin = max(start, open_length)
+            mask = torch.ones((stop - start, seen + stop - start), dtype=torch.bool, device=queries.device)
+            mask = mask.tril(diagonal=seen)[begin - start :]
+            attended = _attend(
+                band_queries[:, :, begin - open_length : stop - open_length],
+                torch.cat([history[0, :, :seen], band_keys[:, start:stop]], dim=1),
+                torch.cat([history[1, :, :seen], band_values[:, start:stop]], dim=1),
+                mask,
+                scale,
+            )
+            output[begin - open_length : stop - open_length, heads] = attended.permute(2, 0, 1, 3)
+    return output
+
+
+def decode(
+    store: SlabStore,
+    layer: int,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: DecodeBatch,
+    scale: float,
+) -> torch.Tensor:
+    """Append one token per request to the tails, then attend.
+
+    Args:
+        queries: [batch, heads, q_per_kv, head_dim].
+        keys, values: [batch, heads, head_dim], keys after RoPE.
+
+    Returns:
+        [batch, heads, q_per_kv, head_dim]. Changes the tails; slabs are only read.
+    """
+    store.append(layer, batch.rows, batch.places, keys, values)
+    size, segments = batch.slots.shape
+    slots = batch.slots.flatten()
+    tails = store.tails[:, layer, :, :, : batch.longest_tail].index_select(0, batch.rows)
+    output = torch.empty_like(queries)
+    bands = store.layout.bands[layer]
+    for index, band in enumerate(bands):
+        heads = store.band_heads(layer, index)
+        seen = segments * band.kept
+        # K and V of all requests, padded to the longest: [2, batch, heads, seen + tail, d]
+        shape = (2, size, len(band.heads), seen + batch.longest_tail, store.layout.head_dim)
+        padded = torch.empty(shape, dtype=queries.dtype, device=queries.device)
+        if segments:
+            history = store.band_view(layer, band).index_select(0, slots).unflatten(0, (size, segments))
+            padded[:, :, :, :seen].unflatten(3, (segments, band.kept)).copy_(history.permute(3, 0, 2, 1, 4, 5))
+        whole = len(bands) == 1
+        padded[:, :, :, seen:] = (tails if whole else tails.index_select(2, heads)).transpose(0, 1)
+        band_queries = queries if whole else queries.index_select(1, heads)
+        attended = scaled_dot_product_attention(
+            band_queries, padded[0], padded[1], attn_mask=batch.mask(band.kept), scale=scale
+        )
+        if whole:
+            return attended
+        output[:, heads] = attended
+    return output
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attention of [heads, q_per_kv, tokens, d] queries to [heads, entries, d] keys under a [tokens, entries] mask."""
+    expanded = (*queries.shape[:2], *keys.shape[1:])
+    return scaled_dot_product_attention(
+        queries, keys[:, None].expand(expanded), values[:, None].expand(expanded), attn_mask=mask, scale=scale
+    )

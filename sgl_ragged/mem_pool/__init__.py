@@ -1,0 +1,1 @@
+"""The pool: slabs, tails, sealing and sizing."""

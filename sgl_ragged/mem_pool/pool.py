@@ -1,0 +1,75 @@
+"""SGLang's view of the pool: a KV cache whose pages are slabs."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.scorers import Scorer
+
+
+class RaggedTokenToKVPool(MHATokenToKVPool):
+    """The token-to-KV pool that SGLang's allocator and radix tree hand out pages of.
+
+    Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
+    read or write the wrong bytes, so those calls raise instead.
+    """
+
+    def __init__(
+        self,
+        plan: PoolPlan,
+        scorer: Scorer,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        enable_memory_saver: bool,
+        start_layer: int,
+        end_layer: int,
+    ) -> None:
+        self.plan = plan
+        self._scorer = scorer
+        super().__init__(
+            size=plan.max_total_tokens,
+            page_size=plan.layout.segment,
+            dtype=dtype,
+            head_num=plan.layout.num_heads,
+            head_dim=plan.layout.head_dim,
+            layer_num=plan.layout.num_layers,
+            device=device,
+            enable_memory_saver=enable_memory_saver,
+            start_layer=start_layer,
+            end_layer=end_layer,
+            enable_alt_stream=False,
+        )
+
+    def _create_buffers(self) -> None:
+        self.store = SlabStore(
+            self.plan.layout, self._scorer, self.plan.num_slots, self.plan.num_rows, self.dtype, self.device
+        )
+
+    def _clear_buffers(self) -> None:
+        del self.store
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        half = self.store.nbytes // 2
+        return half, half
+
+    def _no_token_access(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "the ragged KV pool has no per-token buffers; this SGLang feature is not supported with --kv-pool ragged"
+        )
+
+    get_key_buffer = _no_token_access
+    get_value_buffer = _no_token_access
+    get_kv_buffer = _no_token_access
+    get_raw_kv_buffer = _no_token_access
+    set_kv_buffer = _no_token_access
+    move_kv_cache = _no_token_access
+    get_cpu_copy = _no_token_access
+    load_cpu_copy = _no_token_access
+    get_contiguous_buf_infos = _no_token_access
+    get_device_pool_infos = _no_token_access

@@ -1,0 +1,1 @@
+"""Everything that touches SGLang start-up: flags, hooks, checks, platform."""

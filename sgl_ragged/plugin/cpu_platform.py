@@ -1,0 +1,19 @@
+"""The platform class behind `sgl_ragged.plugin.platform`; imports SGLang."""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """An x86 CPU with PyTorch's own operators in place of SGLang's AMX kernels."""
+
+    _enum = PlatformEnum.OOT
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"

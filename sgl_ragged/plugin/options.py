@@ -1,0 +1,93 @@
+"""What the user asked for, checked once, and carried from the launcher to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_ragged.budgets import check_ratio, check_segment
+from sgl_ragged.errors import RaggedConfigError
+
+ATTRIBUTE = "_sgl_ragged"
+"""Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
+
+KV_POOLS = ("token", "ragged")
+KERNELS = ("auto", "torch")
+
+DEFAULTS = {
+    "ragged_ratio": 0.5,
+    "ragged_segment": 256,
+    "ragged_scorer": "keydiff",
+    "ragged_profile": None,
+    "ragged_kernel": "auto",
+}
+"""Defaults of the flags that only mean something with --kv-pool ragged."""
+
+FLAGS = ("kv_pool", "kv_bytes", *DEFAULTS)
+
+
+@dataclass(frozen=True)
+class RaggedOptions:
+    """Checked options. `kv_bytes` is the KV budget per rank in bytes, None for SGLang's own profiling."""
+
+    kv_pool: str
+    kv_bytes: int | None
+    ratio: float
+    segment: int
+    scorer: str
+    profile: str | None
+    kernel: str
+    from_command_line: bool
+
+    @property
+    def ragged(self) -> bool:
+        return self.kv_pool == "ragged"
+
+
+def make_options(given: dict[str, Any], *, from_command_line: bool) -> RaggedOptions | None:
+    """Check the plugin's flags.
+
+    Args:
+        given: flag name (FLAGS) to value; absent or None means not given.
+
+    Returns:
+        The options, or None when nothing was asked of the plugin, which then stays inert.
+
+    Raises:
+        RaggedConfigError: a value is out of range, or a --ragged-* flag was given without --kv-pool ragged.
+    """
+    from sgl_ragged.mem_pool.sizing import parse_bytes
+
+    given = {name: value for name, value in given.items() if value is not None}
+    kv_pool = given.get("kv_pool", "token")
+    if kv_pool not in KV_POOLS:
+        raise RaggedConfigError(f"unknown --kv-pool {kv_pool!r}; known: {', '.join(KV_POOLS)}")
+    kv_bytes = given.get("kv_bytes")
+    if kv_bytes is not None:
+        kv_bytes = parse_bytes(str(kv_bytes))
+    stray = [name for name in DEFAULTS if name in given]
+    if kv_pool == "token":
+        if stray:
+            flags = ", ".join("--" + name.replace("_", "-") for name in stray)
+            raise RaggedConfigError(f"{flags} given without --kv-pool ragged: add it, or drop the flag")
+        if kv_bytes is None:
+            return None
+    values = DEFAULTS | {name: given[name] for name in stray}
+    check_ratio(float(values["ragged_ratio"]))
+    check_segment(int(values["ragged_segment"]))
+    if values["ragged_kernel"] not in KERNELS:
+        raise RaggedConfigError(f"unknown --ragged-kernel {values['ragged_kernel']!r}; known: {', '.join(KERNELS)}")
+    if kv_pool == "ragged":
+        from sgl_ragged.scorers import get_scorer
+
+        get_scorer(values["ragged_scorer"])
+    return RaggedOptions(
+        kv_pool=kv_pool,
+        kv_bytes=kv_bytes,
+        ratio=float(values["ragged_ratio"]),
+        segment=int(values["ragged_segment"]),
+        scorer=values["ragged_scorer"],
+        profile=values["ragged_profile"],
+        kernel=values["ragged_kernel"],
+        from_command_line=from_command_line,
+    )

@@ -1,0 +1,104 @@
+"""The seams inside SGLang's worker: which functions are wrapped, what they must look like, how they are installed.
+
+SGLang logs and swallows hook errors. Here a seam that is not as expected, or that did not take, is an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin.options import RaggedOptions
+
+BACKEND = "ragged"
+"""Name of the attention backend in SGLang's registry."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of SGLang that is wrapped: its dotted path, its parameters, and the hook's name in `worker`."""
+
+    target: str
+    parameters: tuple[str, ...]
+    hook: str
+
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+
+KV_BYTES_SEAMS = (Seam(f"{_CONFIGURATOR}._profile_available_bytes", ("self", "pre_model_load_memory"), "kv_bytes"),)
+
+RAGGED_SEAMS = (
+    *KV_BYTES_SEAMS,
+    Seam(f"{_CONFIGURATOR}._resolve_memory_pool_config", ("self", "pre_model_load_memory"), "size_pool"),
+    Seam(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool",
+        ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
+        "build_pool",
+    ),
+    Seam("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), "no_fused_kv_write"),
+)
+
+
+def resolve(target: str) -> object | None:
+    """The object at a dotted path, or None."""
+    try:
+        return pkgutil.resolve_name(target)
+    except (AttributeError, ImportError, ValueError):
+        return None
+
+
+def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
+    """The seams that serving with these options needs."""
+    return RAGGED_SEAMS if options.ragged else KV_BYTES_SEAMS
+
+
+def check_seams(seams: tuple[Seam, ...]) -> None:
+    """Raise RaggedConfigError with the list of seams that are missing or have other parameters than expected."""
+    wrong = []
+    for seam in seams:
+        function = resolve(seam.target)
+        if not callable(function):
+            wrong.append(f"{seam.target} (missing)")
+            continue
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters != seam.parameters:
+            wrong.append(f"{seam.target} (takes {', '.join(parameters)})")
+    if wrong:
+        raise RaggedConfigError(
+            f"this SGLang does not have the seams that --kv-pool and --kv-bytes need: {'; '.join(wrong)}. "
+            f"Install sglang==0.5.23, or a release of sgl-ragged made for this one"
+        )
+
+
+def install(options: RaggedOptions) -> None:
+    """Wrap the seams in this worker process and register the attention backend; verify that each took.
+
+    Raises:
+        RaggedConfigError: a seam is not as expected or was not wrapped.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    from sgl_ragged.plugin import worker
+
+    seams = seams_for(options)
+    check_seams(seams)
+    originals = [resolve(seam.target) for seam in seams]
+    for seam in seams:
+        hook: Callable = getattr(worker, seam.hook)
+        HookRegistry.register(
+            seam.target,
+            worker.bind(hook, options),
+            HookType.AROUND,
+            source=HookSource(plugin_name="sgl_ragged", dist_name="sgl-ragged"),
+        )
+    HookRegistry.apply_hooks()
+    lost = [seam.target for seam, original in zip(seams, originals, strict=True) if resolve(seam.target) is original]
+    if lost:
+        raise RaggedConfigError(f"hooks did not take effect: {', '.join(lost)}")
+    if options.ragged:
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend(BACKEND)(worker.create_backend)

@@ -1,0 +1,17 @@
+"""Key norm: keep the keys with the smallest norm."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KeyNorm:
+    """score_i = -|k_i|_2.
+
+    Source: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
+    """
+
+    name = "key_norm"
+
+    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return -keys.float().norm(dim=-1)

@@ -1,0 +1,21 @@
+"""KeyDiff: keep the keys that are least like the average key."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import normalize
+
+
+class KeyDiff:
+    """Negative cosine similarity to the mean of the normalised keys.
+
+    Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+    Resource-Constrained Environments" (2025), the anchor variant: score_i = -cos(k_i, mean_j k_j / |k_j|).
+    """
+
+    name = "keydiff"
+
+    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        directions = normalize(keys.float(), dim=-1)
+        anchor = normalize(directions.mean(dim=-2, keepdim=True), dim=-1)
+        return -(directions * anchor).sum(dim=-1)

@@ -1,0 +1,19 @@
+"""Value norm over key norm: PagedEviction's token score."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ValueKeyNorm:
+    """score_i = |v_i|_2 / |k_i|_2; a zero key counts as the smallest positive norm.
+
+    Source: Chitty-Venkata et al., "PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large
+    Language Model Inference" (2025), the token importance of its Algorithm 2 (prefill).
+    """
+
+    name = "value_key_norm"
+
+    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        tiny = torch.finfo(torch.float32).tiny
+        return values.float().norm(dim=-1) / keys.float().norm(dim=-1).clamp_min(tiny)
