@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -96,16 +95,18 @@ def _wait_until_healthy(server: Server, within_s: float) -> None:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End the server and every process that it started, and wait until they are gone."""
+    """End the server and every process that it started, and wait until they are gone.
+
+    All of them at once and without a grace period: SGLang takes the end of a single worker for a crash and
+    spends seconds on a post-mortem, and a benchmark's server has nothing to save.
+    """
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
+        parent.suspend()
         family = [parent, *parent.children(recursive=True)]
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.send_signal(sign)
-        _, family = psutil.wait_procs(family, timeout=10)
-        if not family:
-            break
-    process.wait(timeout=10)
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(timeout=30)
+    psutil.wait_procs(family, timeout=30)

@@ -30,7 +30,14 @@ def register() -> None:
     _hook(f"{_SERVER_ARGS}.from_cli_args", _from_cli_args, HookType.AROUND)
     _hook(f"{_SERVER_ARGS}.resolve_once", _resolve_once, HookType.AROUND)
     _hook(_PUBLISH, _install_in_worker, HookType.BEFORE)
-    # Engine.__init__ loads plugins before it reads this class attribute; elsewhere the module may not be there yet.
+    extend_engine()
+
+
+def extend_engine() -> None:
+    """Let `Engine` take the flags as keywords, if its module is loaded.
+
+    Engine.__init__ loads plugins before it reads this class attribute; elsewhere the import would be for nothing.
+    """
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
         engine.Engine.server_args_class = staticmethod(_server_args_from_kwargs)

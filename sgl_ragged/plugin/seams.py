@@ -43,11 +43,13 @@ RAGGED_SEAMS = (
 
 
 def resolve(target: str) -> object | None:
-    """The object at a dotted path, or None."""
+    """The object at a dotted path, or None; the function itself where it is a class method."""
     try:
-        return pkgutil.resolve_name(target)
+        found = pkgutil.resolve_name(target)
     except (AttributeError, ImportError, ValueError):
         return None
+    # A bound method is a new object each time: comparing identities would always see a change.
+    return getattr(found, "__func__", found)
 
 
 def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:

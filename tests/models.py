@@ -1,0 +1,63 @@
+"""Small models and profiles that tests make for themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
+
+from sgl_ragged.profile import Profile, config_fingerprint
+
+SIZES = dict(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=256,
+    max_position_embeddings=8192,
+    rope_theta=5e5,
+    bos_token_id=1,
+    eos_token_id=2,
+    # Ten times the usual spread: attention of such a model is far from uniform, so that a wrong mask shows.
+    initializer_range=0.2,
+)
+
+
+def make_llama(folder: Path) -> Path:
+    """A random Llama with 4 KV heads of dimension 64, 2 query heads each."""
+    config = LlamaConfig(**SIZES, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    return _save(LlamaForCausalLM, config, folder)
+
+
+def make_qwen3(folder: Path) -> Path:
+    """A random Qwen3 (norms on queries and keys) with 2 KV heads of dimension 128, 3 query heads each."""
+    config = Qwen3Config(**SIZES, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=128)
+    return _save(Qwen3ForCausalLM, config, folder)
+
+
+def _save(model_class: type, config: PretrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model_class(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def make_profile(model: Path, path: Path, *, scorer: str = "keydiff", segment: int = 256, seed: int = 0) -> Profile:
+    """A profile for `model` with strongly unequal random head statistics, saved at `path`."""
+    config = AutoConfig.from_pretrained(model)
+    shape = (config.num_hidden_layers, config.num_key_value_heads)
+    rng = np.random.default_rng(seed)
+    profile = Profile(
+        mu=(rng.uniform(0.05, 1.0, shape) ** 2).astype(np.float32),
+        sigma=rng.uniform(0.0, 0.05, shape).astype(np.float32),
+        model_id=model.name,
+        model_fingerprint=config_fingerprint(config.to_dict()),
+        head_dim=config.head_dim,
+        scorer=scorer,
+        method="random",
+        scope="model",
+        ratio=0.3,
+        segment=segment,
+        samples=0,
+    )
+    profile.save(path)
+    return profile

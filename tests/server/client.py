@@ -1,0 +1,59 @@
+"""Requests to a server's native API, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import numpy as np
+
+from benchmarks.launch import Server
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Generated tokens, their logprobs, the input logprobs that were asked for, and cached prompt tokens."""
+
+    tokens: list[int]
+    output_logprobs: np.ndarray
+    input_logprobs: np.ndarray
+    cached: int
+
+
+def generate(server: Server, tokens: Sequence[int], new: int, *, logprobs_from: int | None = None) -> Answer:
+    """Greedy decoding of exactly `new` tokens.
+
+    Args:
+        logprobs_from: input position from which logprobs are returned (its own first one is undefined and left
+            out). The radix cache serves no token after it. None: output logprobs only.
+    """
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    if logprobs_from is not None:
+        body["logprob_start_len"] = logprobs_from
+    response = httpx.post(f"{server.url}/generate", json=body, timeout=600)
+    response.raise_for_status()
+    meta = response.json()["meta_info"]
+    given = meta.get("input_token_logprobs") or []
+    return Answer(
+        tokens=[entry[1] for entry in meta["output_token_logprobs"]],
+        output_logprobs=np.array([entry[0] for entry in meta["output_token_logprobs"]]),
+        input_logprobs=np.array([entry[0] for entry in given if entry[0] is not None]),
+        cached=meta["cached_tokens"],
+    )
+
+
+def generate_all(server: Server, prompts: Sequence[Sequence[int]], new: int, **options: int | None) -> list[Answer]:
+    """`generate` for all prompts at once, in their order."""
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(lambda prompt: generate(server, prompt, new, **options), prompts))
+
+
+def flush(server: Server) -> None:
+    """Empty the radix cache; raises when the server is not idle."""
+    httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()

@@ -1,0 +1,51 @@
+"""rho = 1 is SGLang with its token pool: same greedy tokens, same logprobs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.launch import serve
+from tests.models import make_llama, make_qwen3
+from tests.server.client import generate
+
+pytestmark = pytest.mark.server
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 255, 256, 257, 383, 511, 512, 700, 1025, 2047, 3000)
+NEW = 8
+
+
+def conversations(server):
+    """20 first turns of all lengths, and a second turn on a few of them, that extends the first answer."""
+    rng = np.random.default_rng(1)
+    first = [rng.integers(3, 512, length).tolist() for length in LENGTHS]
+    follow = rng.integers(3, 512, 150).tolist()
+    answers = []
+    for number, prompt in enumerate(first):
+        answer = generate(server, prompt, NEW, logprobs_from=0)
+        answers.append(answer)
+        if number % 4 == 0:
+            prompt = prompt + answer.tokens + follow
+            answers.append(generate(server, prompt, NEW))
+            answers.append(generate(server, prompt, NEW, logprobs_from=0))
+    # Decode across a segment boundary.
+    answers.append(generate(server, first[4], 300))
+    return answers
+
+
+@pytest.mark.parametrize("make", [make_llama, make_qwen3])
+def test_full_ratio_equals_token_pool(make, tmp_path):
+    model = make(tmp_path / "model")
+    common = ("--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "20000")
+    # The same page size: with another one the radix cache would cut the prompt elsewhere.
+    with serve(model, *common, "--page-size", "128", log=tmp_path / "token.log") as server:
+        expected = conversations(server)
+    ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", "128")
+    with serve(model, *common, *ragged, log=tmp_path / "ragged.log") as server:
+        found = conversations(server)
+    assert any(answer.cached > 0 for answer in found)
+    for want, have in zip(expected, found, strict=True):
+        assert have.tokens == want.tokens
+        assert have.cached == want.cached
+        np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
+        np.testing.assert_allclose(have.input_logprobs, want.input_logprobs, atol=1e-4)

@@ -1,0 +1,192 @@
+"""Flags, refusals and inertness, in one process that loads SGLang and the plugin as the launcher does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin import seams
+from sgl_ragged.plugin.options import ATTRIBUTE, make_options
+from tests.models import make_llama, make_profile, make_qwen3
+
+load_plugins()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_qwen3(tmp_path_factory.mktemp("qwen3"))
+
+
+def resolved(model, *flags: str) -> ServerArgs:
+    """Arguments as the launcher resolves them; exits as the launcher does."""
+    args = prepare_server_args(["--model-path", str(model), "--device", "cpu", *flags])
+    args.resolve_once()
+    return args
+
+
+def refusal(model, *flags: str) -> str:
+    """The one line with which the launcher ends."""
+    with pytest.raises(SystemExit) as ended:
+        resolved(model, *flags)
+    message = str(ended.value.code)
+    assert message.startswith("sgl_ragged: ")
+    assert "\n" not in message
+    return message
+
+
+def test_one_flag_is_enough(llama):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    args = resolved(llama, "--kv-pool", "ragged")
+    options, view = getattr(args, ATTRIBUTE), resolving_view(args)
+    assert (options.ratio, options.segment, options.scorer, options.kernel) == (0.5, 256, "keydiff", "auto")
+    assert (view.page_size, view.attention_backend) == (256, "ragged")
+
+
+def test_options_travel_to_the_workers(llama):
+    import pickle
+
+    args = resolved(llama, "--kv-pool", "ragged", "--ragged-ratio", "0.3")
+    assert getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE) == getattr(args, ATTRIBUTE)
+
+
+def test_without_the_flag_nothing_changes(llama):
+    """Page size and backend are SGLang's own, no option is carried, and no seam of the worker is wrapped."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.runtime_context import publish
+
+    args = resolved(llama)
+    view = resolving_view(args)
+    assert not hasattr(args, ATTRIBUTE)
+    assert (view.page_size, view.attention_backend) == (1, "torch_native")
+    publish(args, role="scheduler")
+    assert all(not hasattr(seams.resolve(seam.target), "__wrapped__") for seam in seams.RAGGED_SEAMS)
+    assert KVCacheConfigurator._build_token_to_kv_pool.__module__ == KVCacheConfigurator.__module__
+
+
+def test_engine_takes_the_flags_as_keywords():
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sgl_ragged.plugin import register
+
+    register.extend_engine()  # here the plugin was loaded before the engine's module; Engine.__init__ does it itself
+    args = Engine.server_args_class(model_path="m", kv_pool="ragged", ragged_ratio=0.25, kv_bytes="1GiB")
+    options = getattr(args, ATTRIBUTE)
+    assert (options.kv_pool, options.ratio, options.kv_bytes) == ("ragged", 0.25, 2**30)
+    assert not hasattr(Engine.server_args_class(model_path="m"), ATTRIBUTE)
+    with pytest.raises(RaggedConfigError, match="outside"):
+        Engine.server_args_class(model_path="m", kv_pool="ragged", ragged_ratio=1.5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--ragged-ratio", "0"), "outside (0, 1]"),
+        (("--ragged-ratio", "1.01"), "outside (0, 1]"),
+        (("--ragged-ratio", "nan"), "outside (0, 1]"),
+        (("--ragged-segment", "250"), "multiple of 16"),
+        (("--ragged-scorer", "best"), "known: key_norm, keydiff, streaming, value_key_norm"),
+        (("--kv-bytes", "many"), "cannot read 'many'"),
+        (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
+        (("--speculative-algorithm", "NGRAM"), "speculative decoding"),
+        (("--attention-backend", "torch_native"), "drop --attention-backend"),
+        (("--kv-cache-dtype", "fp8_e4m3"), "quantised KV cache"),
+        (("--chunked-prefill-size", "128"), "shorter than a segment"),
+        (("--disaggregation-mode", "prefill"), "disaggregation"),
+        (("--enable-hierarchical-cache",), "host tiers"),
+        (("--pp-size", "2"), "pipeline parallelism"),
+        (("--ragged-profile", "/no/such/file"), "does not exist"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(llama, flags, words):
+    assert words in refusal(llama, "--kv-pool", "ragged", *flags)
+
+
+def test_ragged_flags_need_the_pool(llama):
+    assert "without --kv-pool ragged" in refusal(llama, "--ragged-ratio", "0.3")
+
+
+def test_profile_of_another_model_is_refused(llama, qwen3, tmp_path):
+    path = tmp_path / "p.safetensors"
+    make_profile(qwen3, path)
+    assert "pass a profile of this model" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+    make_profile(llama, path, scorer="key_norm")
+    assert "--ragged-scorer is 'keydiff'" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+    make_profile(llama, path)
+    resolved(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+
+
+def test_tampered_profile_is_refused(llama, tmp_path):
+    path = tmp_path / "p.safetensors"
+    make_profile(llama, path)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+    assert "does not match its own digest" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+    path.write_bytes(bytes(data[:100]))
+    assert "cannot be read" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+
+
+def test_mla_model_is_refused(tmp_path):
+    from transformers import DeepseekV2Config
+
+    DeepseekV2Config(
+        architectures=["DeepseekV2ForCausalLM"], num_hidden_layers=2, hidden_size=256, num_attention_heads=4
+    ).save_pretrained(tmp_path)
+    assert "MLA attention" in refusal(tmp_path, "--kv-pool", "ragged")
+
+
+@pytest.mark.parametrize("seam", seams.RAGGED_SEAMS, ids=lambda seam: seam.hook)
+def test_renamed_seam_is_refused(llama, monkeypatch, seam):
+    """A hook target that upstream has renamed, or whose parameters changed."""
+    owner, name = seam.target.rsplit(".", 1)
+    owner = seams.resolve(owner)
+    original = getattr(owner, name)
+    monkeypatch.delattr(owner, name)
+    assert f"{seam.target} (missing)" in refusal(llama, "--kv-pool", "ragged")
+    monkeypatch.setattr(owner, name, lambda self, something_else: original(self), raising=False)
+    assert f"{seam.target} (takes self, something_else)" in refusal(llama, "--kv-pool", "ragged")
+
+
+def test_kv_bytes_alone_is_checked_too(llama, monkeypatch):
+    owner = seams.resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    monkeypatch.delattr(owner, "_profile_available_bytes")
+    assert "_profile_available_bytes (missing)" in refusal(llama, "--kv-bytes", "1GiB")
+
+
+def test_command_line_ends_with_one_line_and_a_status(llama):
+    """The real launcher: refused before anything starts, without a traceback."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(llama), "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--kv-pool", "ragged", "--page-size", "1"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("sgl_ragged: --page-size 1 differs")
+    assert "Traceback" not in done.stderr
+
+
+def test_help_shows_the_flags(capsys):
+    with pytest.raises(SystemExit):
+        prepare_server_args(["--help"])
+    shown = capsys.readouterr().out
+    for flag in ("--kv-pool", "--kv-bytes", "--ragged-ratio", "--ragged-segment", "--ragged-scorer"):
+        assert flag in shown
+    for flag in ("--ragged-profile", "--ragged-kernel"):
+        assert flag in shown
+
+
+def test_nothing_asked_means_no_options():
+    assert make_options({}, from_command_line=True) is None
+    assert make_options({"kv_pool": "token"}, from_command_line=True) is None
+    assert make_options({"kv_pool": "token", "kv_bytes": "1k"}, from_command_line=True).kv_bytes == 1000
