@@ -66,7 +66,7 @@ def fit_kept(weights: np.ndarray, ratio: float, segment: int) -> np.ndarray:
     check_segment(segment)
     top = segment // UNIT
     flat = np.asarray(weights, dtype=np.float64).ravel()
-    target_units = max(int(round(ratio * top * flat.size)), flat.size)
+    target_units = max(round(ratio * top * flat.size), flat.size)
     shares = _water_fill(np.maximum(flat, 1e-12), float(target_units), 1.0, float(top))
     return (_apportion(shares, target_units, top) * UNIT).reshape(weights.shape)
 

@@ -94,9 +94,7 @@ class SlabLayout:
         for layer, bands in enumerate(self.bands):
             for band in bands:
                 for place, head in enumerate(band.heads):
-                    offsets[layer, head] = (
-                        self.layer_start[layer] + band.offset + place * 2 * band.kept * self.head_dim
-                    )
+                    offsets[layer, head] = self.layer_start[layer] + band.offset + place * 2 * band.kept * self.head_dim
         return offsets
 
     @cached_property

@@ -165,5 +165,7 @@ def load_profile(path: str | Path) -> Profile:
     except (KeyError, ValueError) as error:
         raise RaggedConfigError(f"profile {path} is incomplete or damaged: {error}") from None
     if metadata.get("digest") != profile.digest():
-        raise RaggedConfigError(f"profile {path} does not match its own digest: it was changed or damaged, make it anew")
+        raise RaggedConfigError(
+            f"profile {path} does not match its own digest: it was changed or damaged, make it anew"
+        )
     return profile

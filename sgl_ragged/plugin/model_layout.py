@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.profile import Profile, config_fingerprint, load_profile
-
-logger = logging.getLogger(__name__)
 
 
 def model_profile(options: RaggedOptions, model_config: Any) -> Profile | None:
@@ -43,18 +40,23 @@ def model_profile(options: RaggedOptions, model_config: Any) -> Profile | None:
     return profile
 
 
-def model_kept(options: RaggedOptions, model_config: Any) -> np.ndarray:
-    """Kept tokens per segment of the whole model, int64 [layers, heads]; logs where the budgets come from."""
-    shape = (model_config.num_hidden_layers, model_config.get_total_num_kv_heads())
+def budget_source(options: RaggedOptions, model_config: Any) -> str:
+    """One line for the log: where the budgets come from."""
     profile = model_profile(options, model_config)
     if profile is None:
-        logger.info(
-            "no --ragged-profile: every head gets the same budget (ratio %s). Heads differ in what they need; "
-            "a calibrated profile moves the same bytes to the heads that use them.",
-            options.ratio,
+        return (
+            f"no --ragged-profile: every head gets the same budget (ratio {options.ratio}). Heads differ in what they "
+            f"need; a calibrated profile moves the same bytes to the heads that use them (docs/profiles.md)"
         )
+    return f"budgets from profile {options.profile} ({profile.model_id}, digest {profile.digest()})"
+
+
+def model_kept(options: RaggedOptions, model_config: Any) -> np.ndarray:
+    """Kept tokens per segment of the whole model, int64 [layers, heads]."""
+    profile = model_profile(options, model_config)
+    if profile is None:
+        shape = (model_config.num_hidden_layers, model_config.get_total_num_kv_heads())
         return uniform_kept(*shape, options.ratio, options.segment)
-    logger.info("budgets from profile %s (%s, digest %s)", options.profile, profile.model_id, profile.digest())
     return profile_kept(profile, options.ratio, options.segment)
 
 

@@ -14,7 +14,7 @@ ATTRIBUTE = "_sgl_ragged"
 KV_POOLS = ("token", "ragged")
 KERNELS = ("auto", "torch")
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "ragged_ratio": 0.5,
     "ragged_segment": 256,
     "ragged_scorer": "keydiff",

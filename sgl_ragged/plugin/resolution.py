@@ -110,7 +110,10 @@ def refuse_model(model_config: Any) -> None:
 
     name = (model_config.hf_config.architectures or ["this model"])[0]
     reasons = (
-        (model_config.attention_arch == AttentionArch.MLA, "MLA attention keeps one latent per token, not one per head"),
+        (
+            model_config.attention_arch == AttentionArch.MLA,
+            "MLA attention keeps one latent per token, not one per head",
+        ),
         (mambaish_config(model_config) is not None, "its state-space or linear-attention layers have no KV cache"),
         (bool(getattr(model_config, "is_hybrid_swa", False)), "its sliding-window layers have a pool of their own"),
         (is_minimax_sparse(model_config.hf_config), "its sparse attention indexes single tokens"),

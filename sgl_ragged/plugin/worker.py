@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
-from sgl_ragged.plugin.model_layout import rank_layout
+from sgl_ragged.plugin.model_layout import budget_source, rank_layout
 from sgl_ragged.plugin.options import RaggedOptions
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ def build_pool(
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
+    logger.info("%s", budget_source(options, configurator.model_config))
     logger.info("ragged KV pool (ratio %s, scorer %s): %s", options.ratio, options.scorer, plan.describe())
     return pool
 

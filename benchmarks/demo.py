@@ -1,0 +1,199 @@
+"""Several multi-turn conversations at once, on the ragged pool and on SGLang's own pool with the same KV bytes.
+
+    python -m benchmarks.demo [--json] [--ratio 0.5] [--kv-bytes 48MiB]
+
+Facts are stated in early turns and asked for in later ones, through the OpenAI-compatible API. The same
+conversations run on both pools, one server after the other; prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+from openai import OpenAI
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.launch import Server, serve
+from benchmarks.recall.task import Conversation, conversation
+
+MODEL = Path(__file__).parent / "recall" / "checkpoint"
+POOLS = ("ragged", "token")
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """One answered turn of one conversation. Times in seconds, lengths in tokens."""
+
+    turn: int
+    prompt: int
+    cached: int
+    ttft_s: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class PoolResult:
+    """One pool's run: what it holds, and all its turns."""
+
+    pool: str
+    virtual_tokens: int
+    wall_s: float
+    turns: tuple[TurnResult, ...]
+    start_up: str
+
+
+def server_args(pool: str, kv_bytes: str, ratio: float, requests: int) -> list[str]:
+    """Arguments of the server under test; the two pools differ in --kv-pool and --ragged-ratio alone."""
+    args = ["--dtype", "float32", "--kv-bytes", kv_bytes, "--max-running-requests", str(requests)]
+    args += ["--enable-cache-report", "--kv-pool", pool]
+    return args + (["--ragged-ratio", str(ratio)] if pool == "ragged" else [])
+
+
+def answer_turn(client: OpenAI, messages: list[dict], right: str, turn: int) -> tuple[str, TurnResult]:
+    """Stream one answer; returns it and what was measured."""
+    started = time.perf_counter()
+    first, words, usage = None, [], None
+    stream = client.chat.completions.create(
+        model="recall",
+        messages=messages,
+        temperature=0,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first = first or time.perf_counter()
+            words.append(chunk.choices[0].delta.content)
+        usage = chunk.usage or usage
+    text = "".join(words).strip()
+    details = usage.prompt_tokens_details
+    return text, TurnResult(
+        turn=turn,
+        prompt=usage.prompt_tokens,
+        cached=details.cached_tokens if details else 0,
+        ttft_s=(first or time.perf_counter()) - started,
+        right=text.split()[:1] == [right],
+    )
+
+
+def run_pool(pool: str, talks: list[Conversation], options: argparse.Namespace, log: Path, progress: Progress):
+    """Start a server with the pool, hold all conversations turn by turn, stop it."""
+    task = progress.add_task(f"{pool}: starting the server", total=len(talks) * options.turns)
+    args = server_args(pool, options.kv_bytes, options.ratio, options.conversations)
+    with serve(MODEL, *args, log=log) as server:
+        progress.update(task, description=f"{pool}: {options.conversations} conversations")
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        histories: list[list[dict]] = [[] for _ in talks]
+        turns: list[TurnResult] = []
+        started = time.perf_counter()
+
+        def speak(index: int, turn: int) -> TurnResult:
+            messages = histories[index]
+            messages.append({"role": "user", "content": talks[index].turns[turn].user})
+            text, result = answer_turn(client, messages, talks[index].turns[turn].answer, turn)
+            messages.append({"role": "assistant", "content": text})
+            progress.advance(task)
+            return result
+
+        with ThreadPoolExecutor(len(talks)) as threads:
+            for turn in range(options.turns):
+                turns += threads.map(lambda index, turn=turn: speak(index, turn), range(len(talks)))
+        wall_s = time.perf_counter() - started
+        virtual_tokens = int(httpx.get(f"{server.url}/server_info", timeout=30).json()["max_total_num_tokens"])
+        progress.update(task, description=f"{pool}: done")
+        return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line(server))
+
+
+def start_up_line(server: Server) -> str:
+    """The plugin's start-up line, empty on the token pool."""
+    found = re.search(r"ragged KV pool.*", server.log_text())
+    return found.group(0) if found else ""
+
+
+def mean(values) -> float:
+    return statistics.fmean(list(values))
+
+
+def show(results: list[PoolResult], options: argparse.Namespace, console: Console) -> None:
+    """One table: per turn and pool, cached prompt tokens, time to first token and recall."""
+    table = Table(title=f"{options.conversations} conversations at once, {options.kv_bytes} of KV for either pool")
+    for column in ("turn", "prompt tokens"):
+        table.add_column(column, justify="right")
+    for result in results:
+        label = f"ragged {options.ratio}" if result.pool == "ragged" else "token"
+        for column in ("cached", "TTFT ms", "recall"):
+            table.add_column(f"{label}\n{column}", justify="right")
+    for turn in range(options.turns):
+        cells = [str(turn + 1)]
+        for number, result in enumerate(results):
+            rows = [t for t in result.turns if t.turn == turn]
+            if number == 0:
+                cells.append(f"{mean(t.prompt for t in rows):.0f}")
+            cells += [
+                f"{mean(t.cached for t in rows):.0f}",
+                f"{1000 * mean(t.ttft_s for t in rows):.0f}",
+                f"{mean(t.right for t in rows):.2f}",
+            ]
+        table.add_row(*cells)
+    table.add_section()
+    cells = ["all", ""]
+    for result in results:
+        cells += [
+            f"{sum(t.cached for t in result.turns) / sum(t.prompt for t in result.turns):.0%}",
+            f"{1000 * mean(t.ttft_s for t in result.turns):.0f}",
+            f"{mean(t.right for t in result.turns):.2f}",
+        ]
+    table.add_row(*cells)
+    console.print(table)
+    for result in results:
+        console.print(
+            f"{result.pool}: {result.virtual_tokens} virtual tokens in {options.kv_bytes} of KV", highlight=False
+        )
+    console.print(results[0].start_up, style="dim", highlight=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--conversations", type=int, default=6, help="held at once [6]")
+    parser.add_argument("--turns", type=int, default=8, help="turns of each conversation [8]")
+    parser.add_argument("--tokens-per-turn", type=int, default=320, help="length of a turn [320]")
+    parser.add_argument("--ratio", type=float, default=0.5, help="kept / full KV bytes of the ragged pool [0.5]")
+    parser.add_argument("--kv-bytes", default="96MiB", help="KV budget of either pool [96MiB]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
+    options = parser.parse_args()
+    # A kill ends the servers as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console(stderr=options.json)
+    talks = [
+        conversation(options.seed + number, options.turns, options.tokens_per_turn)
+        for number in range(options.conversations)
+    ]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
+        results = [run_pool(pool, talks, options, Path(folder) / f"{pool}.log", progress) for pool in POOLS]
+    if options.json:
+        print(json.dumps({"options": vars(options), "results": [asdict(result) for result in results]}, indent=2))
+    else:
+        show(results, options, console)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,155 @@
+"""rho < 1 on a real server: against the dense-mask oracle, hit against miss, and what the radix tree shares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.demo import MODEL
+from benchmarks.launch import serve
+from benchmarks.recall import task
+from sgl_ragged.budgets import profile_kept
+from tests.models import make_profile
+from tests.oracle import Oracle
+from tests.server.client import flush, generate, generate_all
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO, NEW = 128, 0.3, 40
+
+
+def document(seed: int, length: int) -> list[int]:
+    return task.document(np.random.default_rng(seed), length, "chat")[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("semantics")
+
+
+@pytest.fixture(scope="module")
+def profile(folder):
+    return make_profile(MODEL, folder / "profile.safetensors", segment=SEGMENT)
+
+
+@pytest.fixture(scope="module")
+def flags(folder, profile):
+    return [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "160MiB", "--max-running-requests", "9"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(folder / "profile.safetensors")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(folder, flags):
+    with serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Eight prompts around segment borders; greedy answers cross borders too."""
+    lengths = (1, 100, 127, 128, 129, 500, 1000, 1400)
+    return [document(seed, max(length, 64))[:length] for seed, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def cold(server, prompts):
+    """Answers one at a time, each with an empty cache."""
+    answers = []
+    for prompt in prompts:
+        flush(server)
+        answers.append(generate(server, prompt, NEW, logprobs_from=0))
+        assert answers[-1].cached == 0
+    return answers
+
+
+def assert_same(found, expected):
+    for have, want in zip(found, expected, strict=True):
+        assert have.tokens == want.tokens
+        np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
+        if len(have.input_logprobs) == len(want.input_logprobs):
+            np.testing.assert_allclose(have.input_logprobs, want.input_logprobs, atol=1e-4)
+
+
+def test_server_agrees_with_the_oracle(server, profile):
+    """Log-probabilities at every position of a 2,000-token prompt and of 300 decoded tokens."""
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    assert kept.max() >= 4 * kept.min()
+    prompt = document(100, 2000)
+    answer = generate(server, prompt, 300, logprobs_from=0)
+    found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
+    sequence = prompt + answer.tokens
+    expected = Oracle(str(MODEL), kept, SEGMENT, "keydiff").logprobs(sequence)
+    assert len(found) == len(expected) == 2299
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    # The budgets matter: without them the same positions look different.
+    full = Oracle(str(MODEL), np.full_like(kept, SEGMENT), SEGMENT, "keydiff").logprobs(sequence)
+    assert np.abs(found - full).max() > 0.1
+
+
+def test_start_up_line(server, profile):
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    slab_bytes = int(kept.sum()) * 2 * 32 * 4
+    log = server.log_text()
+    assert f"{int(kept.min())}/" in log
+    assert f"(mean share {kept.mean() / SEGMENT:.4f}), slab {slab_bytes} bytes" in log
+    assert f"digest {profile.digest()}" in log
+
+
+def test_warm_cache_equals_cold(server, prompts, cold):
+    flush(server)
+    generate_all(server, prompts, NEW)
+    warm = [generate(server, prompt, NEW) for prompt in prompts]
+    assert [answer.cached for answer in warm] == [(len(prompt) - 1) // SEGMENT * SEGMENT for prompt in prompts]
+    assert_same(warm, cold)
+
+
+def test_batch_of_eight_equals_alone(server, prompts, cold):
+    flush(server)
+    assert_same(generate_all(server, prompts, NEW, logprobs_from=0), cold)
+
+
+def test_prefixes_share_whole_segments(server):
+    """A common prefix is served up to its last whole segment, a prompt that diverges inside one up to its start."""
+    flush(server)
+    base = document(7, 700)
+    generate(server, base, 1)
+    common = 300
+    other = base[:common] + document(8, 400)
+    assert generate(server, other, 1).cached == common // SEGMENT * SEGMENT
+    inside = base[: 4 * SEGMENT + 50] + document(9, 200)
+    assert generate(server, inside, 1).cached == 4 * SEGMENT
+    assert generate(server, base + document(10, 50), 1).cached == 700 // SEGMENT * SEGMENT
+
+
+def test_answers_extend_the_shared_prefix(server):
+    """Segments that decode filled are shared like those of the prompt (multi-turn)."""
+    flush(server)
+    prompt = document(11, 200)
+    answer = generate(server, prompt, 200)
+    turn = prompt + answer.tokens + document(12, 60)
+    follow = generate(server, turn, 8)
+    # The last answered token has no keys yet when the request ends.
+    assert follow.cached == (len(prompt) + 199) // SEGMENT * SEGMENT
+    flush(server)
+    assert_same([generate(server, turn, 8)], [follow])
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "env"),
+    [
+        ("no radix cache, chunks of 512", ["--disable-radix-cache", "--chunked-prefill-size", "512"], {}),
+        (
+            "retraction, chunks of 256",
+            ["--chunked-prefill-size", "256"],
+            {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"},
+        ),
+    ],
+)
+def test_other_servers_give_the_same(folder, flags, prompts, cold, name, more, env):
+    with serve(MODEL, *flags, *more, log=folder / "other.log", env=env) as other:
+        assert_same(generate_all(other, prompts, NEW), cold)
+        if env:
+            assert "retract" in other.log_text().lower()

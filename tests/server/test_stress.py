@@ -1,0 +1,104 @@
+"""500 random requests from 16 clients on a pool too small for them; SGLang's memory checks stay on."""
+
+from __future__ import annotations
+
+import collections
+import random
+import threading
+
+import httpx
+import pytest
+
+from benchmarks.demo import MODEL
+from benchmarks.launch import serve
+from tests.server.client import flush, generate
+
+pytestmark = pytest.mark.server
+
+CLIENTS, REQUESTS, CONTEXT, SEGMENT = 16, 500, 1200, 64
+VOCABULARY = range(10, 300)
+# SGLang's own accounting, after every batch and not only when idle.
+CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1"}
+
+
+class Client:
+    """Sends random requests; counts what came back."""
+
+    def __init__(self, url: str, seed: int, trunk: list[int]) -> None:
+        self.url, self.random, self.trunk = url, random.Random(seed), trunk
+        self.outcomes: collections.Counter[str] = collections.Counter()
+
+    def prompt(self) -> list[int]:
+        kind = self.random.random()
+        if kind < 0.05:
+            return []
+        if kind < 0.15:
+            return self.random.choices(VOCABULARY, k=self.random.randint(1, 3))
+        if kind < 0.22:
+            return self.random.choices(VOCABULARY, k=CONTEXT + self.random.randint(0, 50))
+        shared = self.trunk[: self.random.randint(0, 700)] if kind < 0.7 else []
+        return shared + self.random.choices(VOCABULARY, k=self.random.randint(1, 300))
+
+    def send(self) -> None:
+        new = 1 if self.random.random() < 0.2 else self.random.randint(2, 100)
+        body = {
+            "input_ids": self.prompt(),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": self.random.random() < 0.8},
+            "stream": True,
+        }
+        leaves_after = self.random.randint(0, 5) if self.random.random() < 0.15 else None
+        with httpx.stream("POST", f"{self.url}/generate", json=body, timeout=300) as response:
+            if response.status_code != 200:
+                self.outcomes[f"refused {response.status_code}"] += 1
+                return
+            for number, line in enumerate(response.iter_lines()):
+                if '"error"' in line:
+                    self.outcomes["refused in stream"] += 1
+                    return
+                if leaves_after is not None and number >= leaves_after:
+                    self.outcomes["left"] += 1
+                    return
+        self.outcomes["answered"] += 1
+
+
+def test_random_requests_on_a_small_pool(tmp_path):
+    flags = [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--context-length", str(CONTEXT)),
+        *("--kv-pool", "ragged", "--ragged-ratio", "0.3", "--ragged-segment", str(SEGMENT)),
+        *("--kv-bytes", "12MiB", "--max-running-requests", "7", "--chunked-prefill-size", "256"),
+    ]
+    trunk = random.Random(0).choices(VOCABULARY, k=700)
+    with serve(MODEL, *flags, log=tmp_path / "stress.log", env=CHECKS) as server:
+        clients = [Client(server.url, seed, trunk) for seed in range(CLIENTS)]
+        todo = iter(range(REQUESTS))
+        lock = threading.Lock()
+
+        def work(client: Client) -> None:
+            while True:
+                with lock:
+                    if next(todo, None) is None:
+                        return
+                client.send()
+
+        threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        outcomes = sum((client.outcomes for client in clients), collections.Counter())
+        print(dict(outcomes))
+        assert sum(outcomes.values()) == REQUESTS
+        assert all(not name.startswith("refused 5") for name in outcomes)
+        assert outcomes["answered"] > REQUESTS / 2
+        assert outcomes["left"] > 0
+        assert outcomes["refused 400"] > 0
+        # Idle: the check for leaks has run, the cache can be emptied, and then the whole pool can be used at once.
+        flush(server)
+        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+        whole = min(int(info["max_total_num_tokens"]), CONTEXT) - 70
+        answer = generate(server, random.Random(1).choices(VOCABULARY, k=whole), 60)
+        assert (answer.cached, len(answer.tokens)) == (0, 60)
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        log = server.log_text()
+        assert "leak" not in log.lower()
+        assert "Traceback" not in log
