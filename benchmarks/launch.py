@@ -39,10 +39,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def server_command(model: str | Path, port: int, args: Sequence[str]) -> list[str]:
-    """The command line of a server on 127.0.0.1."""
-    fixed = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
-    return [sys.executable, "-m", "sglang.launch_server", *fixed, *args]
+LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
+"""SGLang's two command lines for one and the same server."""
 
 
 @contextlib.contextmanager
@@ -50,6 +49,7 @@ def serve(
     model: str | Path,
     *args: str,
     log: Path,
+    launcher: Sequence[str] = LAUNCH_SERVER,
     env: dict[str, str] | None = None,
     ready_within_s: float = 300,
 ) -> Iterator[Server]:
@@ -59,15 +59,17 @@ def serve(
         model: model path.
         args: further command-line arguments of the server.
         log: file for its output.
+        launcher: LAUNCH_SERVER or SGLANG_SERVE.
         env: environment variables on top of this process's.
 
     Raises:
         ServerFailed: it ended early or was not healthy within `ready_within_s` seconds.
     """
     port = free_port()
+    fixed = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            server_command(model, port, args),
+            [*launcher, *fixed, *args],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

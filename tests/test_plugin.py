@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin import seams
+from sgl_ragged.plugin import resolution, seams
 from sgl_ragged.plugin.options import ATTRIBUTE, make_options
 from tests.models import make_llama, make_profile, make_qwen3
 
@@ -111,6 +111,13 @@ def test_engine_takes_the_flags_as_keywords():
 )
 def test_bad_input_is_refused_in_one_line(llama, flags, words):
     assert words in refusal(llama, "--kv-pool", "ragged", *flags)
+
+
+def test_forbidden_flags_exist():
+    """A misspelt name would never be looked at; an ordinary start must pass all of them."""
+    args = ServerArgs(model_path="m")
+    for name, fine, _ in resolution._FORBIDDEN_FLAGS:
+        assert getattr(args, name) in fine
 
 
 def test_ragged_flags_need_the_pool(llama):

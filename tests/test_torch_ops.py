@@ -111,11 +111,11 @@ def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
     expected = [sequence.expected(KEPT) for sequence in sequences]
     outputs = rig.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
-        torch.testing.assert_close(output.double(), want[:length], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.double(), want[:length], atol=1e-4, rtol=1e-4)
     for step in range(steps):
         output = rig.decode(sequences, [length + step for length in lengths])
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
-        torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=20, deadline=None)
@@ -132,7 +132,7 @@ def test_chunks_of_any_length_give_the_same(cuts, mix):
         for step in range(min(mix, end - begin)):
             outputs.append(rig.decode([sequence], [begin + step]))
         outputs += rig.extend([sequence], [begin + min(mix, end - begin)], [end])
-    torch.testing.assert_close(torch.cat(outputs).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(outputs).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_foreign_nan_does_not_spread():
@@ -147,4 +147,4 @@ def test_a_foreign_nan_does_not_spread():
     rig.extend(sequences, [0, 0], lengths)
     output = rig.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT)[n] for s, n in zip(sequences, lengths, strict=True)])
-    torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)

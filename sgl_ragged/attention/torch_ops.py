@@ -127,29 +127,42 @@ def decode(
         [batch, heads, q_per_kv, head_dim]. Changes the tails; slabs are only read.
     """
     store.append(layer, batch.rows, batch.places, keys, values)
-    size, segments = batch.slots.shape
-    slots = batch.slots.flatten()
-    tails = store.tails[:, layer, :, :, : batch.longest_tail].index_select(0, batch.rows)
+    tails = store.tails[:, layer, :, :, : batch.longest_tail].index_select(0, batch.rows).float()
     output = torch.empty_like(queries)
-    bands = store.layout.bands[layer]
-    for index, band in enumerate(bands):
+    for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
-        seen = segments * band.kept
-        # K and V of all requests, padded to the longest: [2, batch, heads, seen + tail, d]
-        shape = (2, size, len(band.heads), seen + batch.longest_tail, store.layout.head_dim)
-        padded = torch.empty(shape, dtype=queries.dtype, device=queries.device)
-        if segments:
-            history = store.band_view(layer, band).index_select(0, slots).unflatten(0, (size, segments))
-            padded[:, :, :, :seen].unflatten(3, (segments, band.kept)).copy_(history.permute(3, 0, 2, 1, 4, 5))
-        whole = len(bands) == 1
-        padded[:, :, :, seen:] = (tails if whole else tails.index_select(2, heads)).transpose(0, 1)
-        band_queries = queries if whole else queries.index_select(1, heads)
-        attended = scaled_dot_product_attention(
-            band_queries, padded[0], padded[1], attn_mask=batch.mask(band.kept), scale=scale
-        )
-        if whole:
-            return attended
-        output[:, heads] = attended
+        band_tails = tails.index_select(2, heads)
+        history = store.gather(layer, band, batch.slots.flatten()).float()
+        band_queries = queries.index_select(1, heads).float() * scale
+        output[:, heads] = _attend_band(band_queries, history, band_tails, batch.mask(band.kept)).to(output.dtype)
+    return output
+
+
+def _attend_band(queries: torch.Tensor, history: torch.Tensor, tails: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Decode attention of one band in float32.
+
+    The history is used in the order in which it was gathered: only the logits, head_dim times smaller, are
+    brought into one row per query.
+
+    Args:
+        queries: [batch, heads, q_per_kv, d], scaled.
+        history: [batch * segments, heads, 2 (K, V), kept, d].
+        tails: [batch, 2 (K, V), heads, tokens, d].
+        mask: bool [batch, 1, 1, segments * kept + tokens].
+    """
+    size, heads, per_head, dim = queries.shape
+    kept, segments = history.shape[3], history.shape[0] // size
+    seen = segments * kept
+    keys, values = (history[:, :, part].flatten(0, 1) for part in (0, 1))
+    repeated = queries[:, None].expand(size, segments, heads, per_head, dim).reshape(-1, per_head, dim)
+    past = torch.bmm(repeated, keys.transpose(1, 2)).view(size, segments, heads, per_head, kept)
+    past = past.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, seen)
+    logits = torch.cat([past, queries @ tails[:, 0].transpose(2, 3)], dim=-1)
+    weights = logits.masked_fill_(~mask, -torch.inf).softmax(dim=-1)
+    output = weights[..., seen:] @ tails[:, 1]
+    if segments:
+        past = weights[..., :seen].unflatten(3, (segments, kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, kept)
+        output += torch.bmm(past, values).view(size, segments, heads, per_head, dim).sum(dim=1)
     return output
 
 

@@ -51,6 +51,7 @@ class SlabStore:
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
         self._pending: list[PendingSeal] = []
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +66,21 @@ class SlabStore:
         start = int(self.layout.layer_start[layer]) + band.offset
         width = len(band.heads) * 2 * band.kept * self.layout.head_dim
         return self.slabs[:, start : start + width].unflatten(1, (len(band.heads), 2, band.kept, self.layout.head_dim))
+
+    def gather(self, layer: int, band: Band, slots: torch.Tensor) -> torch.Tensor:
+        """What a band kept in these slots: [slots, heads of band, 2 (K, V), kept, head_dim].
+
+        The result is scratch memory, valid until the next call: on CPUs, fresh pages for every layer of every
+        step cost more than the copy.
+        """
+        width = len(band.heads) * 2 * band.kept * self.layout.head_dim
+        needed = slots.shape[0] * width
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=self.slabs.dtype, device=self.slabs.device)
+        start = int(self.layout.layer_start[layer]) + band.offset
+        gathered = self._scratch[:needed].view(slots.shape[0], width)
+        torch.index_select(self.slabs[:, start : start + width], 0, slots, out=gathered)
+        return gathered.view(slots.shape[0], len(band.heads), 2, band.kept, self.layout.head_dim)
 
     def seal(
         self,

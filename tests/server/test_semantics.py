@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from benchmarks.demo import MODEL
-from benchmarks.launch import serve
+from benchmarks.launch import SGLANG_SERVE, serve
 from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
 from tests.models import make_profile
@@ -137,19 +141,52 @@ def test_answers_extend_the_shared_prefix(server):
     assert_same([generate(server, turn, 8)], [follow])
 
 
-@pytest.mark.parametrize(
-    ("name", "more", "env"),
-    [
-        ("no radix cache, chunks of 512", ["--disable-radix-cache", "--chunked-prefill-size", "512"], {}),
-        (
-            "retraction, chunks of 256",
-            ["--chunked-prefill-size", "256"],
-            {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"},
-        ),
-    ],
-)
-def test_other_servers_give_the_same(folder, flags, prompts, cold, name, more, env):
-    with serve(MODEL, *flags, *more, log=folder / "other.log", env=env) as other:
+def test_without_radix_cache_through_sglang_serve(folder, flags, prompts, cold):
+    more = ["--disable-radix-cache", "--chunked-prefill-size", "512"]
+    with serve(MODEL, *flags, *more, log=folder / "serve.log", launcher=SGLANG_SERVE) as other:
         assert_same(generate_all(other, prompts, NEW), cold)
-        if env:
-            assert "retract" in other.log_text().lower()
+
+
+def test_after_forced_retraction(folder, flags, prompts, cold):
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
+    with serve(MODEL, *flags, "--chunked-prefill-size", "256", log=folder / "retract.log", env=env) as other:
+        assert_same(generate_all(other, prompts, NEW), cold)
+        assert "retract" in other.log_text().lower()
+
+
+ENGINE = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    request = json.load(sys.stdin)
+    engine = sglang.Engine(**request["engine"])
+    sampling = {"temperature": 0, "max_new_tokens": request["new"], "ignore_eos": True}
+    outputs = engine.generate(input_ids=request["prompts"], sampling_params=sampling, return_logprob=True)
+    print("RESULT " + json.dumps([output["meta_info"]["output_token_logprobs"] for output in outputs]))
+    engine.shutdown()
+"""
+
+
+def test_engine_gives_the_same(folder, prompts, cold):
+    """`sglang.Engine(kv_pool="ragged", ...)`, in a script of its own as a user would write it."""
+    script = folder / "engine.py"
+    script.write_text(ENGINE)
+    engine = dict(
+        model_path=str(MODEL),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        kv_bytes="160MiB",
+        max_running_requests=9,
+        kv_pool="ragged",
+        ragged_ratio=RATIO,
+        ragged_segment=SEGMENT,
+        ragged_profile=str(folder / "profile.safetensors"),
+    )
+    request = json.dumps({"engine": engine, "new": NEW, "prompts": prompts})
+    done = subprocess.run([sys.executable, script], input=request, capture_output=True, text=True, timeout=400)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stderr[-3000:]
+    for found, want in zip(json.loads(lines[0].removeprefix("RESULT ")), cold, strict=True):
+        assert [entry[1] for entry in found] == want.tokens
+        np.testing.assert_allclose([entry[0] for entry in found], want.output_logprobs, atol=1e-4)

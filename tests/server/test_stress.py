@@ -18,7 +18,14 @@ pytestmark = pytest.mark.server
 CLIENTS, REQUESTS, CONTEXT, SEGMENT = 16, 500, 1200, 64
 VOCABULARY = range(10, 300)
 # SGLang's own accounting, after every batch and not only when idle.
-CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1"}
+CHECKS = dict.fromkeys(
+    (
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
+        "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK",
+        "SGLANG_CHECK_KV_PAGE_INVARIANTS",
+    ),
+    "1",
+)
 
 
 class Client:
