@@ -1,7 +1,5 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
-# On few cores, threads that spin while they wait take the time from those that work.
-export OMP_WAIT_POLICY := passive
 
 .PHONY: setup demo test lint clean
 

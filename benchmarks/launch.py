@@ -73,7 +73,8 @@ def serve(
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            env=os.environ | (env or {}),
+            # On few cores, threads that spin while they wait take the time from those that work.
+            env={"OMP_WAIT_POLICY": "passive"} | os.environ | (env or {}),
             start_new_session=True,
         )
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)

@@ -12,6 +12,10 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     _enum = PlatformEnum.OOT
 
+    def get_device(self, device_id: int = 0) -> str:  # type: ignore[override]
+        # SGLang's argument resolution splits what an out-of-tree platform returns at ":", so it must be a string.
+        return "cpu"
+
     def get_dispatch_key_name(self) -> str:
         return "native"
 
