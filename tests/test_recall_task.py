@@ -53,7 +53,8 @@ def test_document_has_the_length_asked_for(style, length):
     for seed in SEEDS:
         ids, weights = task.document(np.random.default_rng(seed), length, style)
         assert ids.shape == weights.shape == (length,)
-        assert ids.max() < len(task.VOCABULARY) and not np.isin(ids, [0, 1]).any()
+        assert ids.max() < len(task.VOCABULARY)
+        assert not np.isin(ids, [0, 1]).any()
 
 
 def test_conversation_turns_have_the_length_asked_for():
@@ -86,7 +87,8 @@ def test_every_question_has_one_fact_stated_earlier():
         assert mentions == Counter(fact.key for fact in talk.facts) + questions
         for index, turn in enumerate(talk.turns):
             fact = turn.asked
-            assert turn.user.endswith(f"{task.QUESTION} {fact.key}") and fact.turn <= index
+            assert turn.user.endswith(f"{task.QUESTION} {fact.key}")
+            assert fact.turn <= index
             assert f" {' '.join(fact.words)} " in f" {text[fact.turn]} "
             assert text[fact.turn].index(f"{fact.key} {fact.value}") < text[fact.turn].rindex(task.QUESTION)
 
