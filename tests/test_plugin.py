@@ -53,6 +53,14 @@ def test_one_flag_is_enough(llama):
     assert (view.page_size, view.attention_backend) == (256, "ragged")
 
 
+def test_default_chunks_are_whole_segments(llama):
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    args = resolved(llama, "--kv-pool", "ragged", "--ragged-segment", "48")
+    assert resolving_view(args).chunked_prefill_size % 48 == 0
+    args.check_server_args()
+
+
 def test_options_travel_to_the_workers(llama):
     import pickle
 
@@ -102,7 +110,8 @@ def test_engine_takes_the_flags_as_keywords():
         (("--speculative-algorithm", "NGRAM"), "speculative decoding"),
         (("--attention-backend", "torch_native"), "drop --attention-backend"),
         (("--kv-cache-dtype", "fp8_e4m3"), "quantised KV cache"),
-        (("--chunked-prefill-size", "128"), "shorter than a segment"),
+        (("--chunked-prefill-size", "128"), "set it to 256"),
+        (("--chunked-prefill-size", "1000"), "set it to 768"),
         (("--disaggregation-mode", "prefill"), "disaggregation"),
         (("--enable-hierarchical-cache",), "host tiers"),
         (("--pp-size", "2"), "pipeline parallelism"),

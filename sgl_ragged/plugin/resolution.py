@@ -24,14 +24,13 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
 
     refuse_flags(server_args, options)
     declare_resolution(server_args, "sgl_ragged", page_size=options.segment, attention_backend=BACKEND)
-    if server_args.chunked_prefill_size is not None and 0 < server_args.chunked_prefill_size < options.segment:
-        raise RaggedConfigError(
-            f"--chunked-prefill-size {server_args.chunked_prefill_size} is shorter than a segment of "
-            f"{options.segment} tokens: raise it to a multiple of {options.segment}"
-        )
     original(server_args)
     view = resolving_view(server_args)
     declare_resolution(server_args, "sgl_ragged", cuda_graph_config=_without_cuda_graphs(view.cuda_graph_config))
+    if view.chunked_prefill_size > 0:
+        # SGLang's default need not be whole segments; what the user gave is checked by refuse_flags.
+        chunk = max(view.chunked_prefill_size // options.segment, 1) * options.segment
+        declare_resolution(server_args, "sgl_ragged", chunked_prefill_size=chunk)
     for name, wanted in (("attention_backend", BACKEND), ("page_size", options.segment)):
         found = getattr(view, name)
         if found != wanted:
@@ -95,6 +94,12 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
         raise RaggedConfigError(
             f"--page-size {server_args.page_size} differs from the segment length {options.segment}: a page is a "
             f"segment; drop --page-size, or set --ragged-segment"
+        )
+    chunk = server_args.chunked_prefill_size
+    if chunk is not None and chunk > 0 and chunk % options.segment:
+        raise RaggedConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of the segment length {options.segment}: "
+            f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
         )
     for name, fine, reason in _FORBIDDEN_FLAGS:
         value = getattr(server_args, name, fine[0])
