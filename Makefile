@@ -15,10 +15,10 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(PYTHON) -m benchmarks.demo
+	$(PYTHON) -m benchmarks.demo $(ARGS)
 
 test: setup
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

@@ -51,7 +51,11 @@ def profile_kept(profile: Profile, ratio: float, segment: int, alpha: float = 2.
 
 
 def fit_kept(weights: np.ndarray, ratio: float, segment: int) -> np.ndarray:
-    """Scale weights by water-filling until the kept tokens meet the ratio.
+    """Scale weights until the kept tokens meet the ratio.
+
+    Every head gets clip(round(c * weight), 1, S / UNIT) units, with the c for which they sum to the target: Webster's
+    divisor method with bounds. So budgets are proportional to weights between guard and segment, and no head ever
+    loses a token when the ratio grows. Ties are spread evenly over layers and heads.
 
     Args:
         weights: float [num_layers, num_heads], non-negative; only proportions matter.
@@ -59,36 +63,22 @@ def fit_kept(weights: np.ndarray, ratio: float, segment: int) -> np.ndarray:
         segment: tokens per segment S.
 
     Returns:
-        int64 [num_layers, num_heads]: n = min(S, UNIT * integer) with sum(n) within one unit of
+        int64 [num_layers, num_heads]: multiples of UNIT in [GUARD, S] with a sum within one unit of
         ratio * S * num_layers * num_heads, unless the guard of every head alone is more than that.
     """
     check_ratio(ratio)
     check_segment(segment)
     top = segment // UNIT
-    flat = np.asarray(weights, dtype=np.float64).ravel()
-    target_units = max(round(ratio * top * flat.size), flat.size)
-    shares = _water_fill(np.maximum(flat, 1e-12), float(target_units), 1.0, float(top))
-    return (_apportion(shares, target_units, top) * UNIT).reshape(weights.shape)
-
-
-def _water_fill(weights: np.ndarray, total: float, low: float, high: float) -> np.ndarray:
-    """clip(c * weights, low, high) with the c for which the sum is `total`, by bisection on log c."""
-    log_low, log_high = np.log(low / weights.max()), np.log(high / weights.min())
-    for _ in range(200):
-        middle = (log_low + log_high) / 2
-        if np.clip(np.exp(middle) * weights, low, high).sum() < total:
-            log_low = middle
-        else:
-            log_high = middle
-    return np.clip(np.exp(log_high) * weights, low, high)
-
-
-def _apportion(shares: np.ndarray, total: int, top: int) -> np.ndarray:
-    """Round shares to integers that sum to `total`: cumulative rounding, so equal shares spread evenly.
-
-    A head's count is the difference of two rounded running sums, hence within one of its share.
-    """
-    running = np.concatenate([[0.0], np.cumsum(shares)])
-    running *= total / running[-1]
-    units = np.diff(np.floor(running + 0.5 + 1e-9)).astype(np.int64)
-    return np.clip(units, 1, top)
+    flat = np.maximum(np.asarray(weights, dtype=np.float64).ravel(), 1e-12)
+    heads = np.arange(flat.size)
+    to_hand_out = max(round(ratio * top * flat.size) - flat.size, 0)
+    # Scale at which each head gains its unit k = 2 .. top, the smallest first.
+    gains = (np.arange(2, top + 1) - 0.5) / flat[:, None]
+    # Any first m of the heads in the order of a golden-ratio sequence lie evenly among all of them.
+    spread = np.argsort((heads * (5**0.5 - 1) / 2) % 1.0)
+    place = np.empty_like(spread)
+    place[spread] = heads
+    order = np.lexsort((np.broadcast_to(place[:, None], gains.shape).ravel(), gains.ravel()))
+    winners = order[:to_hand_out] // (top - 1)
+    units = 1 + np.bincount(winners, minlength=flat.size)
+    return (units * UNIT).reshape(weights.shape)

@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin import resolution, seams
+from sgl_ragged.plugin import register, resolution, seams
 from sgl_ragged.plugin.options import ATTRIBUTE, make_options
 from tests.models import make_llama, make_profile, make_qwen3
 
@@ -85,8 +85,6 @@ def test_without_the_flag_nothing_changes(llama):
 
 def test_engine_takes_the_flags_as_keywords():
     from sglang.srt.entrypoints.engine import Engine
-
-    from sgl_ragged.plugin import register
 
     register.extend_engine()  # here the plugin was loaded before the engine's module; Engine.__init__ does it itself
     args = Engine.server_args_class(model_path="m", kv_pool="ragged", ragged_ratio=0.25, kv_bytes="1GiB")
@@ -173,6 +171,13 @@ def test_renamed_seam_is_refused(llama, monkeypatch, seam):
     assert f"{seam.target} (missing)" in refusal(llama, "--kv-pool", "ragged")
     monkeypatch.setattr(owner, name, lambda self, something_else: original(self), raising=False)
     assert f"{seam.target} (takes self, something_else)" in refusal(llama, "--kv-pool", "ragged")
+
+
+def test_a_flag_hook_that_did_not_take_is_refused(llama, monkeypatch):
+    """SGLang swallows the errors of hooks: flags that nothing would honour must not be accepted."""
+    target = "sglang.srt.server_args.set_global_server_args_for_tokenizer"
+    monkeypatch.setattr(register, "_hooked", [*register._hooked, (target, seams.resolve(target))])
+    assert f"could not hook {target}" in refusal(llama, "--kv-pool", "ragged")
 
 
 def test_kv_bytes_alone_is_checked_too(llama, monkeypatch):

@@ -1,0 +1,61 @@
+"""The console script."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+
+from sgl_ragged import cli
+from tests.models import SIZES
+
+
+@pytest.fixture
+def model(tmp_path):
+    LlamaConfig(
+        **SIZES, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def run(monkeypatch, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["sgl-ragged", *args])
+    cli.main()
+
+
+def test_layout_as_json(model, monkeypatch, capsys):
+    run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    kept = np.array(plan["kept"])
+    assert kept.shape == (3, 4)
+    assert plan["slab_bytes"] == int(kept.sum()) * 2 * 64 * 2
+    assert plan["total_bytes"] == plan["num_slots"] * plan["slab_bytes"] + plan["tails_bytes"] <= 64 * 2**20
+    assert plan["max_total_tokens"] == (plan["num_slots"] - 1) * 256 > 2.5 * plan["full_tokens"]
+
+
+def test_layout_as_a_line(model, monkeypatch, capsys):
+    run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB")
+    assert "mean share 0.5000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--model", "/nowhere", "--kv-bytes", "1GiB"), "cannot read /nowhere/config.json"),
+        (("--model", "MODEL", "--kv-bytes", "1KiB"), "too small"),
+        (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "2"), "outside (0, 1]"),
+    ],
+)
+def test_bad_input_ends_with_one_line(model, monkeypatch, args, words):
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, "layout", *(str(model) if arg == "MODEL" else arg for arg in args))
+    assert words in str(ended.value.code)
+    assert "\n" not in str(ended.value.code)
+
+
+def test_check_finds_the_seams(monkeypatch, capsys):
+    run(monkeypatch, "check")
+    assert "as expected" in capsys.readouterr().out
