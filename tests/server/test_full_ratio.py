@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import httpx
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from benchmarks.launch import serve
 from tests.models import make_llama, make_qwen3
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.server
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 255, 256, 257, 383, 511, 512, 700, 1025, 2047, 3000)
 NEW = 8
+PAGE = 128
 
 
 def conversations(server):
@@ -33,14 +36,23 @@ def conversations(server):
     return answers
 
 
+def bytes_per_token(model) -> int:
+    config = AutoConfig.from_pretrained(model)
+    return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+
+
 @pytest.mark.parametrize("make", [make_llama, make_qwen3])
 def test_full_ratio_equals_token_pool(make, tmp_path):
     model = make(tmp_path / "model")
-    common = ("--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "20000")
+    common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4")
     # The same page size: with another one the radix cache would cut the prompt elsewhere.
-    with serve(model, *common, "--page-size", "128", log=tmp_path / "token.log") as server:
+    with serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log") as server:
         expected = conversations(server)
-    ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", "128")
+        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+        assert info["max_total_num_tokens"] == 96 * 2**20 // bytes_per_token(model) // PAGE * PAGE
+        assert info["attention_backend"] == "torch_native"
+        assert "ragged KV pool" not in server.log_text()
+    ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", str(PAGE))
     with serve(model, *common, *ragged, log=tmp_path / "ragged.log") as server:
         found = conversations(server)
     assert any(answer.cached > 0 for answer in found)
