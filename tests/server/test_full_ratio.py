@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import numpy as np
 import pytest
@@ -45,16 +48,21 @@ def bytes_per_token(model) -> int:
 def test_full_ratio_equals_token_pool(make, tmp_path):
     model = make(tmp_path / "model")
     common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4")
+    common = (*common, "--sleep-on-idle")  # both are up at once
+    ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", str(PAGE))
     # The same page size: with another one the radix cache would cut the prompt elsewhere.
-    with serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log") as server:
-        expected = conversations(server)
-        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+    starts = (
+        serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log"),
+        serve(model, *common, *ragged, log=tmp_path / "ragged.log"),
+    )
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        token_server, ragged_server = threads.map(stack.enter_context, starts)
+        expected = conversations(token_server)
+        found = conversations(ragged_server)
+        info = httpx.get(f"{token_server.url}/server_info", timeout=60).json()
         assert info["max_total_num_tokens"] == 96 * 2**20 // bytes_per_token(model) // PAGE * PAGE
         assert info["attention_backend"] == "torch_native"
-        assert "ragged KV pool" not in server.log_text()
-    ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", str(PAGE))
-    with serve(model, *common, *ragged, log=tmp_path / "ragged.log") as server:
-        found = conversations(server)
+        assert "ragged KV pool" not in token_server.log_text()
     assert any(answer.cached > 0 for answer in found)
     for want, have in zip(expected, found, strict=True):
         assert have.tokens == want.tokens

@@ -141,15 +141,13 @@ def test_answers_extend_the_shared_prefix(server):
     assert_same([generate(server, turn, 8)], [follow])
 
 
-def test_without_radix_cache_through_sglang_serve(folder, flags, prompts, cold):
-    more = ["--disable-radix-cache", "--chunked-prefill-size", "512"]
-    with serve(MODEL, *flags, *more, log=folder / "serve.log", launcher=SGLANG_SERVE) as other:
-        assert_same(generate_all(other, prompts, NEW), cold)
-
-
-def test_after_forced_retraction(folder, flags, prompts, cold):
+def test_without_radix_cache_and_with_retraction_through_sglang_serve(folder, flags, prompts, cold):
+    more = ["--disable-radix-cache", "--chunked-prefill-size", "256"]
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
-    with serve(MODEL, *flags, "--chunked-prefill-size", "256", log=folder / "retract.log", env=env) as other:
+    with serve(MODEL, *flags, *more, log=folder / "serve.log", launcher=SGLANG_SERVE, env=env) as other:
+        # One alone is never retracted: this is the plain server without a radix cache.
+        assert_same([generate(other, prompt, NEW) for prompt in prompts[-2:]], cold[-2:])
+        assert "Testing retraction. #retracted_reqs: 1" not in other.log_text()
         assert_same(generate_all(other, prompts, NEW), cold)
         assert "Testing retraction. #retracted_reqs: 1" in other.log_text()
 
@@ -169,7 +167,7 @@ if __name__ == "__main__":
 
 
 def test_engine_gives_the_same(folder, prompts, cold):
-    """`sglang.Engine(kv_pool="ragged", ...)`, in a script of its own as a user would write it."""
+    """`sglang.Engine(kv_pool="ragged", ...)`, in a script of its own as a user would write it; chunks of 512."""
     script = folder / "engine.py"
     script.write_text(ENGINE)
     engine = dict(
@@ -178,6 +176,7 @@ def test_engine_gives_the_same(folder, prompts, cold):
         skip_tokenizer_init=True,
         kv_bytes="160MiB",
         max_running_requests=9,
+        chunked_prefill_size=512,
         kv_pool="ragged",
         ragged_ratio=RATIO,
         ragged_segment=SEGMENT,
