@@ -69,9 +69,10 @@ def test_options_travel_to_the_workers(llama):
 
 
 def test_without_the_flag_nothing_changes(llama):
-    """Page size and backend are SGLang's own, no option is carried, and no seam of the worker is wrapped."""
+    """Page size, backend and pool class are SGLang's own, no option is carried, no seam of the worker is wrapped."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.runtime_context import publish
 
     args = resolved(llama)
@@ -81,6 +82,8 @@ def test_without_the_flag_nothing_changes(llama):
     publish(args, role="scheduler")
     assert all(not hasattr(seams.resolve(seam.target), "__wrapped__") for seam in seams.RAGGED_SEAMS)
     assert KVCacheConfigurator._build_token_to_kv_pool.__module__ == KVCacheConfigurator.__module__
+    pool_class = KVCacheConfigurator._resolve_kv_pool_class(None, kind="mha", default=MHATokenToKVPool)
+    assert pool_class is MHATokenToKVPool
 
 
 def test_engine_takes_the_flags_as_keywords():
