@@ -27,7 +27,7 @@ class RaggedAttnBackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
-        _refuse_layers(model_runner.model)
+        _refuse_layers(model_runner.model, pool.plan.layout.num_layers)
         self.store = pool.store
         self.segment = pool.page_size
         self.first_layer = pool.start_layer
@@ -116,11 +116,15 @@ class RaggedAttnBackend(AttentionBackend):
         return output.reshape(-1, layer.tp_q_head_num * dim)
 
 
-def _refuse_layers(model: torch.nn.Module) -> None:
+def _refuse_layers(model: torch.nn.Module, num_layers: int) -> None:
     """Raise RaggedConfigError for attention that the operations do not compute."""
-    for module in model.modules():
-        if not isinstance(module, RadixAttention):
-            continue
+    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    if len({module.layer_id for module in layers}) != len(layers) or len(layers) != num_layers:
+        raise RaggedConfigError(
+            f"the model has {len(layers)} attention modules for {num_layers} layers of keys and values (layers that "
+            f"share them?), which --kv-pool ragged does not support; use --kv-pool token"
+        )
+    for module in layers:
         reasons = (
             (module.logit_cap > 0, "logit capping"),
             (module.sliding_window_size > 0, "a sliding window"),

@@ -26,7 +26,6 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         *,
         dtype: torch.dtype,
         device: str,
-        enable_memory_saver: bool,
         start_layer: int,
         end_layer: int,
     ) -> None:
@@ -40,7 +39,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             head_dim=plan.layout.head_dim,
             layer_num=plan.layout.num_layers,
             device=device,
-            enable_memory_saver=enable_memory_saver,
+            enable_memory_saver=False,
             start_layer=start_layer,
             end_layer=end_layer,
             enable_alt_stream=False,

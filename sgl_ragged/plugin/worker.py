@@ -61,7 +61,6 @@ def build_pool(
         get_scorer(options.scorer),
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
-        enable_memory_saver=False,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
