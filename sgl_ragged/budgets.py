@@ -1,12 +1,14 @@
 """Budgets: how many tokens of each sealed segment every (layer, head) keeps.
 
-Counts are multiples of UNIT tokens, at least the guard and at most the segment. The sum over the model meets
-the ratio to within one unit, whatever the profile: what is promised to the sizing is what is stored.
+Counts are multiples of UNIT tokens, at least the guard and at most the segment. With `fit="exact"` their sum meets
+the ratio to within one unit, in every layer or over the model, whatever the profile: what is promised to the sizing
+is what is stored.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profile import Profile
@@ -41,16 +43,30 @@ def uniform_kept(num_layers: int, num_heads: int, ratio: float, segment: int) ->
     return fit_kept(np.ones((num_layers, num_heads)), ratio, segment)
 
 
-def profile_kept(profile: Profile, ratio: float, segment: int, alpha: float = 2.0) -> np.ndarray:
+def profile_kept(profile: Profile, ratio: float, segment: int) -> np.ndarray:
     """Budgets of a profile: int64 [num_layers, num_heads] tokens per segment.
 
-    The weights are TANGRAM Eq. 5, mu + alpha * sigma, scaled by `fit_kept` until they meet the ratio.
+    Method `coverage` hands out units to the steepest curves. Method `implied` takes mu + alpha * sigma (TANGRAM Eq. 5)
+    as weights and scales them to the ratio, or, with `fit="paper"`, applies Eq. 5 as written.
+
+    Raises:
+        RaggedConfigError: `fit="paper"` and a ratio other than the profile's, for which Eq. 5 has no answer.
     """
-    weights = profile.mu.astype(np.float64) + alpha * profile.sigma.astype(np.float64)
-    return fit_kept(weights, ratio, segment)
+    if profile.coverage is not None:
+        return coverage_kept(profile.coverage, ratio, segment, profile.scope)
+    weights = profile.mu.astype(np.float64) + profile.alpha * profile.sigma.astype(np.float64)
+    if profile.fit == "exact":
+        return fit_kept(weights, ratio, segment, profile.scope)
+    if not np.isclose(ratio, profile.ratio):
+        raise RaggedConfigError(
+            f"the profile applies Eq. 5 as written (fit=paper), so it serves the ratio {profile.ratio} that it was "
+            f"calibrated at, not {ratio}: calibrate at {ratio}, or with --fit exact"
+        )
+    check_segment(segment)
+    return np.clip(np.ceil(np.minimum(weights, 1.0) * segment / UNIT).astype(np.int64) * UNIT, GUARD, segment)
 
 
-def fit_kept(weights: np.ndarray, ratio: float, segment: int) -> np.ndarray:
+def fit_kept(weights: np.ndarray, ratio: float, segment: int, scope: str = "model") -> np.ndarray:
     """Scale weights until the kept tokens meet the ratio.
 
     Every head gets clip(round(c * weight), 1, S / UNIT) units, with the c for which they sum to the target: Webster's
@@ -61,24 +77,58 @@ def fit_kept(weights: np.ndarray, ratio: float, segment: int) -> np.ndarray:
         weights: float [num_layers, num_heads], non-negative; only proportions matter.
         ratio: kept / full KV bytes, in (0, 1].
         segment: tokens per segment S.
+        scope: "model" meets the ratio over the model, "layer" in every layer.
 
     Returns:
-        int64 [num_layers, num_heads]: multiples of UNIT in [GUARD, S] with a sum within one unit of
-        ratio * S * num_layers * num_heads, unless the guard of every head alone is more than that.
+        int64 [num_layers, num_heads]: multiples of UNIT in [GUARD, S]; per scope, the sum is within one unit of
+        ratio * S * heads, unless the guard of every head alone is more than that.
     """
-    check_ratio(ratio)
     check_segment(segment)
     top = segment // UNIT
-    flat = np.maximum(np.asarray(weights, dtype=np.float64).ravel(), 1e-12)
-    heads = np.arange(flat.size)
-    to_hand_out = max(round(ratio * top * flat.size) - flat.size, 0)
-    # Scale at which each head gains its unit k = 2 .. top, the smallest first.
-    gains = (np.arange(2, top + 1) - 0.5) / flat[:, None]
+    weights = np.maximum(np.asarray(weights, dtype=np.float64), 1e-12)
+    # Scale at which each head gains its unit k = 2 .. top: the smallest first.
+    return _hand_out(-(np.arange(2, top + 1) - 0.5) / weights[..., None], ratio, segment, scope)
+
+
+def coverage_kept(coverage: np.ndarray, ratio: float, segment: int, scope: str = "model") -> np.ndarray:
+    """Hand out tokens to the heads whose coverage curves are steepest, until the ratio is spent.
+
+    Curves are replaced by their smallest concave majorants first: then always taking the steepest is optimal for the
+    total coverage, and no head ever loses a token when the ratio grows.
+
+    Args:
+        coverage: float [num_layers, num_heads, units]: what a head's best 16, 32, .. tokens of a segment cover.
+            Curves of another segment length are read at the same share of the segment.
+        ratio, segment, scope: as in `fit_kept`, also for the returned array.
+    """
+    check_segment(segment)
+    top, measured = segment // UNIT, coverage.shape[2]
+    shares = np.arange(1, top + 1) / top
+    flat = coverage.reshape(-1, measured).astype(np.float64)
+    known = np.arange(0, measured + 1) / measured
+    curves = np.stack([np.interp(shares, known, np.concatenate([[0.0], curve])) for curve in flat])
+    gains = np.stack([isotonic_regression(np.diff(curve), increasing=False).x for curve in curves])
+    return _hand_out(gains.reshape(*coverage.shape[:2], top - 1), ratio, segment, scope)
+
+
+def _hand_out(gains: np.ndarray, ratio: float, segment: int, scope: str) -> np.ndarray:
+    """One unit for every head, then the units of greatest gain until the target is met.
+
+    Args:
+        gains: float [num_layers, num_heads, S / UNIT - 1], what unit 2, 3, .. of each head brings; never rising.
+    """
+    check_ratio(ratio)
+    if scope == "layer" and gains.shape[0] > 1:
+        return np.concatenate([_hand_out(row[None], ratio, segment, scope) for row in gains])
+    heads = gains.shape[0] * gains.shape[1]
+    to_hand_out = max(round(ratio * (segment // UNIT) * heads) - heads, 0)
+    flat = gains.reshape(heads, -1)
     # Any first m of the heads in the order of a golden-ratio sequence lie evenly among all of them.
-    spread = np.argsort((heads * (5**0.5 - 1) / 2) % 1.0)
+    spread = np.argsort((np.arange(heads) * (5**0.5 - 1) / 2) % 1.0)
     place = np.empty_like(spread)
-    place[spread] = heads
-    order = np.lexsort((np.broadcast_to(place[:, None], gains.shape).ravel(), gains.ravel()))
-    winners = order[:to_hand_out] // (top - 1)
-    units = 1 + np.bincount(winners, minlength=flat.size)
-    return (units * UNIT).reshape(weights.shape)
+    place[spread] = np.arange(heads)
+    number = np.broadcast_to(np.arange(flat.shape[1]), flat.shape)
+    order = np.lexsort((np.broadcast_to(place[:, None], flat.shape).ravel(), number.ravel(), -flat.ravel()))
+    winners = order[:to_hand_out] // flat.shape[1]
+    units = 1 + np.bincount(winners, minlength=heads)
+    return (units * UNIT).reshape(gains.shape[:2])

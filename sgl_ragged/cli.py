@@ -10,9 +10,10 @@ from typing import Any
 
 from sgl_ragged.budgets import profile_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import parse_bytes, plan_pool
-from sgl_ragged.profile import config_fingerprint, load_profile
+from sgl_ragged.profile import load_profile
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 

@@ -1,18 +1,17 @@
 """Profiles: the calibrated statistics of one model and one scorer, as one safetensors file.
 
-A file holds the tensors `mu` and `sigma` (float32 [layers, heads], share of a segment that each head
-needs: mean and standard deviation over segments and samples) and string metadata. It is JSON and raw
-numbers only, carries a format version, the fingerprint of the model's attention geometry and a digest
-of its own contents, and is refused when any of them does not fit.
+A file is JSON and raw numbers only. It carries a format version, the fingerprint of the model's attention geometry
+and a digest of its own contents, and is refused when any of them does not fit. docs/profiles.md lists tensors and
+metadata.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,47 +21,28 @@ from safetensors.numpy import save_file
 from sgl_ragged.errors import RaggedConfigError
 
 FORMAT = "sgl_ragged.profile"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
-# Everything that decides which (layer, head) a budget belongs to and what its keys look like.
-_FINGERPRINT_KEYS = (
-    "architectures",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_size",
-    "intermediate_size",
-    "head_dim",
-    "rope_theta",
-    "vocab_size",
-)
+METHODS = ("implied", "coverage")
+SCOPES = ("layer", "model")
+FITS = ("exact", "paper")
 
-
-def config_fingerprint(config: Mapping[str, Any]) -> str:
-    """Fingerprint of a Hugging Face model config: 16 hex digits over its attention geometry.
-
-    Args:
-        config: `config.json` as a mapping. Keys that are absent count as absent; `head_dim` falls back to
-            hidden_size / num_attention_heads and `num_key_value_heads` to num_attention_heads, and
-            `rope_theta` is found inside `rope_parameters` too, so that the file and the loaded config agree.
-    """
-    values = dict(config)
-    rope = values.get("rope_parameters") or {}
-    if values.get("rope_theta") is None and isinstance(rope, Mapping):
-        values["rope_theta"] = rope.get("rope_theta")
-    if values.get("num_key_value_heads") is None:
-        values["num_key_value_heads"] = values.get("num_attention_heads")
-    if values.get("head_dim") is None and values.get("hidden_size") and values.get("num_attention_heads"):
-        values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-    if values.get("rope_theta") is not None:
-        values["rope_theta"] = float(values["rope_theta"])
-    geometry = {key: values.get(key) for key in _FINGERPRINT_KEYS}
-    return hashlib.sha256(json.dumps(geometry, sort_keys=True).encode()).hexdigest()[:16]
+_STATISTIC = "statistic."
+"""Prefix of the scorer's own tensors in the file."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Calibrated head statistics. Arrays are float32 [num_layers, num_heads]; shares are in [0, 1]."""
+    """Calibrated head statistics of one model and one scorer; L layers, H heads, N samples, S tokens per segment.
+
+    Arrays are float32. `mu` and `sigma` [L, H]: share of a segment that each head needs, mean and standard deviation
+    (TANGRAM Eq. 5). `coverage` [L, H, S / 16]: mean peak attention of later queries that the head's best 16, 32, .. S
+    tokens of a segment receive; method `coverage` only. `shares` [N, L, H]: the share of each sample, with its task in
+    `tasks`. `statistics`: tensors [L, H, ...] that the scorer needs at run time.
+
+    `ratio` is the kept share that mu was measured at; `scope` says whether it holds in each layer or over the model.
+    `fit` and `alpha` say how mu and sigma become budgets (see `budgets.profile_kept`).
+    """
 
     mu: np.ndarray
     sigma: np.ndarray
@@ -75,16 +55,42 @@ class Profile:
     ratio: float
     segment: int
     samples: int
+    alpha: float = 2.0
+    fit: str = "exact"
     dataset_hash: str = ""
+    provenance: str = ""
+    license: str = ""
+    tasks: tuple[str, ...] = ()
+    coverage: np.ndarray | None = None
+    shares: np.ndarray | None = None
+    statistics: MappingProxyType[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         if self.mu.ndim != 2 or self.mu.shape != self.sigma.shape:
             raise RaggedConfigError(f"profile: mu {self.mu.shape} and sigma {self.sigma.shape} must be [layers, heads]")
-        for name, array in (("mu", self.mu), ("sigma", self.sigma)):
-            if not np.isfinite(array).all() or (array < 0).any():
-                raise RaggedConfigError(f"profile: {name} has negative or non-finite entries")
+        for name, array in self._tensors().items():
+            if not np.isfinite(array).all():
+                raise RaggedConfigError(f"profile: {name} has non-finite entries")
+            if not name.startswith(_STATISTIC) and (array < 0).any():
+                raise RaggedConfigError(f"profile: {name} has negative entries")
         if (self.mu > 1).any():
             raise RaggedConfigError("profile: mu has entries above 1; it is a share of a segment")
+        for name, value, known in (
+            ("method", self.method, METHODS),
+            ("scope", self.scope, SCOPES),
+            ("fit", self.fit, FITS),
+        ):
+            if value not in known:
+                raise RaggedConfigError(f"profile: unknown {name} {value!r}; known: {', '.join(known)}")
+        if (self.coverage is not None) != (self.method == "coverage"):
+            raise RaggedConfigError(f"profile: method {self.method!r} and coverage curves do not go together")
+        if self.coverage is not None and (self.coverage.shape[:2] != self.mu.shape or self.coverage.ndim != 3):
+            raise RaggedConfigError(f"profile: coverage {self.coverage.shape} must be [layers, heads, units]")
+        if self.shares is not None and self.shares.shape != (len(self.tasks), *self.mu.shape):
+            raise RaggedConfigError(f"profile: shares {self.shares.shape} do not fit {len(self.tasks)} tasks")
+        for name, array in self.statistics.items():
+            if array.shape[:2] != self.mu.shape:
+                raise RaggedConfigError(f"profile: statistic {name} {array.shape} must be [layers, heads, ...]")
 
     @property
     def num_layers(self) -> int:
@@ -97,18 +103,24 @@ class Profile:
     def digest(self) -> str:
         """16 hex digits over tensors and metadata; two profiles with equal digests serve alike."""
         state = hashlib.sha256(json.dumps(self._metadata(), sort_keys=True).encode())
-        for array in (self.mu, self.sigma):
-            state.update(np.ascontiguousarray(array, dtype=np.float32).tobytes())
+        for name, array in sorted(self._tensors().items()):
+            state.update(json.dumps([name, array.shape]).encode())
+            state.update(array.tobytes())
         return state.hexdigest()[:16]
 
+    def _tensors(self) -> dict[str, np.ndarray]:
+        named = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares")}
+        named |= {_STATISTIC + name: array for name, array in self.statistics.items()}
+        return {n: np.ascontiguousarray(a, dtype=np.float32) for n, a in named.items() if a is not None}
+
     def _metadata(self) -> dict[str, str]:
-        names = [f.name for f in fields(self) if f.name not in ("mu", "sigma")]
-        return {"format": FORMAT, "format_version": str(FORMAT_VERSION)} | {n: str(getattr(self, n)) for n in names}
+        values = {name: getattr(self, name) for name in _METADATA}
+        texts = {name: json.dumps(value) if name == "tasks" else str(value) for name, value in values.items()}
+        return {"format": FORMAT, "format_version": str(FORMAT_VERSION)} | texts
 
     def save(self, path: str | Path) -> None:
         """Write the profile to `path` (replaces it)."""
-        tensors = {name: np.ascontiguousarray(getattr(self, name), dtype=np.float32) for name in ("mu", "sigma")}
-        save_file(tensors, str(path), metadata=self._metadata() | {"digest": self.digest()})
+        save_file(self._tensors(), str(path), metadata=self._metadata() | {"digest": self.digest()})
 
     def require_model(self, *, fingerprint: str, num_layers: int, num_heads: int, head_dim: int, model: str) -> None:
         """Raise RaggedConfigError unless the profile was made for this model."""
@@ -124,6 +136,11 @@ class Profile:
                 f"the profile was calibrated for {self.model_id!r} (fingerprint {self.model_fingerprint}), "
                 f"but {model!r} has fingerprint {fingerprint}: pass a profile of this model or none"
             )
+
+
+_TENSOR_FIELDS = ("mu", "sigma", "coverage", "shares", "statistics")
+_METADATA = {f.name: str(f.type) for f in fields(Profile) if f.name not in _TENSOR_FIELDS}
+_READERS: dict[str, Any] = {"str": str, "int": int, "float": float, "tuple[str, ...]": lambda t: tuple(json.loads(t))}
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -145,22 +162,18 @@ def load_profile(path: str | Path) -> Profile:
         raise RaggedConfigError(f"profile {path} is a safetensors file but not an sgl_ragged profile")
     if metadata.get("format_version") != str(FORMAT_VERSION):
         raise RaggedConfigError(
-            f"profile {path} has format version {metadata.get('format_version')}, this release reads {FORMAT_VERSION}"
+            f"profile {path} has format version {metadata.get('format_version')}, this release reads "
+            f"{FORMAT_VERSION}: calibrate again"
         )
+    statistics = {n.removeprefix(_STATISTIC): a for n, a in tensors.items() if n.startswith(_STATISTIC)}
     try:
         profile = Profile(
             mu=tensors["mu"],
             sigma=tensors["sigma"],
-            model_id=metadata["model_id"],
-            model_fingerprint=metadata["model_fingerprint"],
-            head_dim=int(metadata["head_dim"]),
-            scorer=metadata["scorer"],
-            method=metadata["method"],
-            scope=metadata["scope"],
-            ratio=float(metadata["ratio"]),
-            segment=int(metadata["segment"]),
-            samples=int(metadata["samples"]),
-            dataset_hash=metadata.get("dataset_hash", ""),
+            coverage=tensors.get("coverage"),
+            shares=tensors.get("shares"),
+            statistics=MappingProxyType(statistics),
+            **{name: _READERS[kind](metadata[name]) for name, kind in _METADATA.items()},
         )
     except (KeyError, ValueError) as error:
         raise RaggedConfigError(f"profile {path} is incomplete or damaged: {error}") from None

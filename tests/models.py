@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
-from sgl_ragged.profile import Profile, config_fingerprint
+from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.profile import Profile
 
 SIZES = dict(
     vocab_size=512,
@@ -53,7 +54,7 @@ def make_profile(model: Path, path: Path, *, scorer: str = "keydiff", segment: i
         model_fingerprint=config_fingerprint(config.to_dict()),
         head_dim=config.head_dim,
         scorer=scorer,
-        method="random",
+        method="implied",
         scope="model",
         ratio=0.3,
         segment=segment,

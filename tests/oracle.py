@@ -6,6 +6,8 @@ time, in float64 on the model's own keys and values.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
@@ -14,8 +16,49 @@ NAME = "segment_budget_oracle"
 SINKS, GUARD = 4, 16
 
 
-def scores(scorer: str, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[S] scores of one head's segment from float64 keys and values [S, d]."""
+@dataclass(frozen=True)
+class Tokens:
+    """What one head knows of consecutive tokens, in float64: keys and values [T, d], queries [q_per_kv, T, d].
+
+    `gates` [T] are token scores; `statistics` the head's query mean [q_per_kv, d] and covariance [q_per_kv, d, d].
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    queries: np.ndarray | None = None
+    scale: float = 1.0
+    gates: np.ndarray | None = None
+    statistics: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def part(self, start: int, stop: int) -> Tokens:
+        return replace(
+            self,
+            keys=self.keys[start:stop],
+            values=self.values[start:stop],
+            queries=None if self.queries is None else self.queries[:, start:stop],
+            gates=None if self.gates is None else self.gates[start:stop],
+        )
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def attention(tokens: Tokens, position: int) -> np.ndarray:
+    """[T]: attention of the query at `position` inside these tokens, mean over query heads, 0 for later tokens."""
+    weights = np.zeros(len(tokens))
+    logits = tokens.queries[:, position] @ tokens.keys[: position + 1].T * tokens.scale
+    weights[: position + 1] = softmax(logits).mean(0)
+    return weights
+
+
+def scores(scorer: str, tokens: Tokens) -> np.ndarray:
+    """[S] scores of one head's segment."""
+    keys, values, length = tokens.keys, tokens.values, len(tokens)
     norms = np.sqrt((keys**2).sum(-1))
     if scorer == "keydiff":
         unit = keys / norms[:, None]
@@ -26,40 +69,66 @@ def scores(scorer: str, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     if scorer == "value_key_norm":
         return np.sqrt((values**2).sum(-1)) / norms
     if scorer == "streaming":
-        return np.arange(len(keys), dtype=np.float64)
+        return np.arange(length, dtype=np.float64)
+    if scorer == "tova":
+        return attention(tokens, length - 1)
+    if scorer == "h2o":
+        return sum(attention(tokens, i) for i in range(length)) / (length - np.arange(length))
+    if scorer == "snapkv":
+        seen = sum(attention(tokens, i) for i in range(length - 16, length)) / 16
+        before = length - 16
+        pooled = [seen[max(i - 2, 0) : min(i + 3, before)].mean() for i in range(before)]
+        return np.concatenate([pooled, seen[before:]])
+    if scorer == "expected_attention":
+        mean, covariance = tokens.statistics
+        logits = tokens.scale * mean @ keys.T
+        logits = logits + tokens.scale**2 / 2 * np.einsum("sd,qde,se->qs", keys, covariance, keys)
+        return softmax(logits).mean(0) * np.sqrt((values**2).sum(-1))
+    if scorer == "fastkvzip":
+        return tokens.gates
     raise ValueError(scorer)
 
 
-def kept_tokens(scorer: str, keys: np.ndarray, values: np.ndarray, count: int, first: bool) -> list[int]:
+def kept_tokens(scorer: str, tokens: Tokens, count: int, first: bool) -> list[int]:
     """Positions inside the segment that a head with budget `count` keeps, ascending."""
-    length = len(keys)
+    length = len(tokens)
     sinks = list(range(SINKS)) if first else []
     guard = [p for p in range(length - 1, length - 1 - GUARD, -1) if p not in sinks]
     chosen = (sinks + guard)[:count]
-    ranking = scores(scorer, keys, values)
+    ranking = scores(scorer, tokens)
     others = sorted((p for p in range(length) if p not in chosen), key=lambda p: (-ranking[p], p))
     return sorted(chosen + others[: count - len(chosen)])
 
 
-def visible(scorer: str, keys: np.ndarray, values: np.ndarray, count: int, segment: int) -> np.ndarray:
-    """bool [T, T]: which token each position of one head may attend to; keys and values are [T, d]."""
-    total = len(keys)
+def visible(scorer: str, tokens: Tokens, count: int, segment: int) -> np.ndarray:
+    """bool [T, T]: which token each position of one head may attend to."""
+    total = len(tokens)
     mask = np.zeros((total, total), dtype=bool)
     for start in range(0, total, segment):
         stop = min(start + segment, total)
         for position in range(start, stop):
             mask[position, start : position + 1] = True
         if stop - start == segment:
-            kept = kept_tokens(scorer, keys[start:stop], values[start:stop], count, start == 0)
+            kept = kept_tokens(scorer, tokens.part(start, stop), count, start == 0)
             mask[stop:, [start + p for p in kept]] = True
     return mask
 
 
 class Oracle:
-    """A model whose attention heads keep `kept[layer, head]` tokens of every finished segment."""
+    """A model whose attention heads keep `kept[layer, head]` tokens of every finished segment.
 
-    def __init__(self, path: str, kept: np.ndarray, segment: int, scorer: str) -> None:
-        self.kept, self.segment, self.scorer = kept, segment, scorer
+    `statistics`: query mean [layers, heads, q_per_kv, d] and covariance [layers, heads, q_per_kv, d, d].
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kept: np.ndarray,
+        segment: int,
+        scorer: str,
+        statistics: tuple[np.ndarray, np.ndarray] | None = None,
+    ) -> None:
+        self.kept, self.segment, self.scorer, self.statistics = kept, segment, scorer, statistics
         AttentionInterface.register(NAME, self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME).eval()
 
@@ -67,10 +136,17 @@ class Oracle:
         per_head = query.shape[1] // key.shape[1]
         output = torch.empty_like(query)
         for head in range(key.shape[1]):
-            keys, values = (x[0, head].double().numpy() for x in (key, value))
-            mask = visible(self.scorer, keys, values, int(self.kept[module.layer_idx, head]), self.segment)
+            group = range(head * per_head, (head + 1) * per_head)
+            tokens = Tokens(
+                keys=key[0, head].double().numpy(),
+                values=value[0, head].double().numpy(),
+                queries=query[0, group].double().numpy(),
+                scale=scaling,
+                statistics=self.statistics and tuple(s[module.layer_idx, head] for s in self.statistics),
+            )
+            mask = visible(self.scorer, tokens, int(self.kept[module.layer_idx, head]), self.segment)
             blocked = torch.from_numpy(~mask)
-            for q in range(head * per_head, (head + 1) * per_head):
+            for q in group:
                 logits = (query[0, q] @ key[0, head].T * scaling).masked_fill(blocked, -torch.inf)
                 output[0, q] = logits.softmax(-1) @ value[0, head]
         return output.transpose(1, 2).contiguous(), None

@@ -13,9 +13,10 @@ from hypothesis.extra.numpy import arrays
 
 from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolPlan, parse_bytes, plan_pool
-from sgl_ragged.profile import Profile, config_fingerprint, load_profile
+from sgl_ragged.profile import Profile, load_profile
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +40,7 @@ def profile() -> Profile:
         head_dim=32,
         scorer="keydiff",
         method="implied",
-        scope="layer",
+        scope="model",
         ratio=0.3,
         segment=256,
         samples=50,

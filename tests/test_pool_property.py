@@ -25,11 +25,11 @@ from sgl_ragged.attention.batch import decode_batch, extend_batch
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
 from sgl_ragged.scorers import get_scorer
-from tests.oracle import kept_tokens
+from tests.oracle import Tokens, kept_tokens
 
 SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 32, 4, 12, 4, 50
 LAYOUT = SlabLayout(kept=np.array([[16, 32, 16], [32, 16, 16]]), head_dim=DIM, segment=SEGMENT)
-SCORER = "keydiff"
+SCORER = "snapkv"
 
 _rng = np.random.default_rng(7)
 BY_TOKEN = _rng.normal(size=(VOCABULARY, LAYOUT.num_layers, 2, LAYOUT.num_heads, DIM)).astype(np.float32)
@@ -48,13 +48,13 @@ def kv(tokens: list[int], start: int) -> torch.Tensor:
 def expected_slab(tokens: list[int], index: int) -> np.ndarray:
     """What the slab of segment `index` of a sequence must hold, flat."""
     start = index * SEGMENT
-    content = kv(tokens[start : start + SEGMENT], start).numpy()
+    content = kv(tokens[start : start + SEGMENT], start).double().numpy()
     slab = np.full(LAYOUT.slab_elems, np.nan, dtype=np.float32)
     for layer in range(LAYOUT.num_layers):
         for head in range(LAYOUT.num_heads):
             count = int(LAYOUT.kept[layer, head])
             keys, values = content[:, layer, 0, head], content[:, layer, 1, head]
-            kept = kept_tokens(SCORER, keys.astype(np.float64), values.astype(np.float64), count, index == 0)
+            kept = kept_tokens(SCORER, Tokens(keys, values, queries=keys[None], scale=DIM**-0.5), count, index == 0)
             for offset, source in ((LAYOUT.key_offset, keys), (LAYOUT.value_offset, values)):
                 begin = offset[layer, head]
                 slab[begin : begin + count * DIM] = source[kept].ravel()
@@ -121,7 +121,7 @@ class PoolMachine(RuleBasedStateMachine):
         content = kv(tokens[begin:end], begin)
         for layer in range(LAYOUT.num_layers):
             keys, values = content[:, layer, 0], content[:, layer, 1]
-            torch_ops.extend(self.store, layer, keys[:, :, None], keys, values, batch, 1.0)
+            torch_ops.extend(self.store, layer, keys[:, :, None], keys, values, batch, keys)
 
     def _release(self, request: Request, *, keep: bool) -> None:
         """Give back rows and pages; with `keep`, whole segments go to the tree first."""
@@ -190,7 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
         content = torch.cat([kv(r.tokens[-1:], len(r.tokens) - 1) for r in self.running])
         for layer in range(LAYOUT.num_layers):
             keys, values = content[:, layer, 0], content[:, layer, 1]
-            torch_ops.decode(self.store, layer, keys[:, :, None], keys, values, batch, 1.0)
+            torch_ops.decode(self.store, layer, keys[:, :, None], keys, values, batch, keys)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, ROWS))

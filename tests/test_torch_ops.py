@@ -15,7 +15,7 @@ from sgl_ragged.attention.batch import decode_batch, extend_batch
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
 from sgl_ragged.scorers import get_scorer
-from tests.oracle import visible
+from tests.oracle import Tokens, visible
 
 SEGMENT = 32
 KEPT = np.array([[16, 32, 16, 32], [16, 16, 16, 16], [32, 32, 32, 32]])
@@ -29,24 +29,44 @@ class Sequence:
         self.q = torch.randn(length, layers, heads, per_head, dim, generator=generator)
         self.k = torch.randn(length, layers, heads, dim, generator=generator)
         self.v = torch.randn(length, layers, heads, dim, generator=generator)
+        self.gates = torch.rand(length, layers, heads, 1, generator=generator)
         self.scorer = scorer
 
     def expected(self, kept: np.ndarray) -> torch.Tensor:
         output = torch.empty(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
             keys, values = self.k[:, layer, head].double(), self.v[:, layer, head].double()
-            mask = visible(self.scorer, keys.numpy(), values.numpy(), int(kept[layer, head]), SEGMENT)
+            queries = self.q[:, layer, head].double()
+            tokens = Tokens(
+                keys=keys.numpy(),
+                values=values.numpy(),
+                queries=queries.transpose(0, 1).numpy(),
+                scale=0.5,
+                gates=self.gates[:, layer, head, 0].double().numpy(),
+                statistics=statistics(queries.shape[1], keys.shape[1])[head],
+            )
+            mask = visible(self.scorer, tokens, int(kept[layer, head]), SEGMENT)
             logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
             weights = logits.masked_fill(torch.from_numpy(~mask), -torch.inf).softmax(-1)
             output[:, layer, head] = torch.einsum("gts,sd->tgd", weights, values)
         return output
 
 
+def statistics(per_head: int, dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each head, a query mean [q_per_kv, d] and covariance [q_per_kv, d, d]."""
+    rng = np.random.default_rng(11)
+    roots = rng.normal(size=(KEPT.shape[1], per_head, dim, dim)) / dim**0.5
+    return list(zip(rng.normal(size=(KEPT.shape[1], per_head, dim)), roots @ roots.swapaxes(-1, -2), strict=True))
+
+
 class Rig:
     """A store with a request table that gives request i row i + 1 and slots of its own, in scattered order."""
 
-    def __init__(self, kept: np.ndarray, dim: int, scorer: str, requests: int, segments: int) -> None:
+    def __init__(
+        self, kept: np.ndarray, dim: int, scorer: str, requests: int, segments: int, per_head: int = 2
+    ) -> None:
         self.kept = kept
+        mean, covariance = (torch.tensor(np.stack(x)).float() for x in zip(*statistics(per_head, dim), strict=True))
         count = requests * segments
         self.store = SlabStore(
             SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT),
@@ -55,9 +75,13 @@ class Rig:
             requests + 1,
             torch.float32,
             "cpu",
+            q_per_kv=per_head,
+            statistics=[{"query_mean": mean, "query_covariance": covariance}] * len(kept),
         )
+        self.store.scales = [0.5] * len(kept)
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
         self.store.slabs[1:] = 1e4
+        self.store.sides[:] = 1e4
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
@@ -68,7 +92,13 @@ class Rig:
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         batch = extend_batch(self.table, list(range(1, len(sequences) + 1)), starts, lengths, SEGMENT)
         layers = [
-            torch_ops.extend(self.store, layer, *self._rows(sequences, starts, ends, layer), batch, 0.5)
+            torch_ops.extend(
+                self.store,
+                layer,
+                *self._rows(sequences, starts, ends, layer),
+                batch,
+                self._sides(sequences, starts, ends, layer),
+            )
             for layer in range(len(self.kept))
         ]
         return list(torch.stack(layers, dim=1).split(lengths))
@@ -84,7 +114,13 @@ class Rig:
                 self.store.defer_seal(PendingSeal(row=row, slot=slot, segment_index=position // SEGMENT))
         ends = [position + 1 for position in positions]
         layers = [
-            torch_ops.decode(self.store, layer, *self._rows(sequences, positions, ends, layer), batch, 0.5)
+            torch_ops.decode(
+                self.store,
+                layer,
+                *self._rows(sequences, positions, ends, layer),
+                batch,
+                self._sides(sequences, positions, ends, layer),
+            )
             for layer in range(len(self.kept))
         ]
         return torch.stack(layers, dim=1)
@@ -95,10 +131,28 @@ class Rig:
             for name in "qkv"
         ]
 
+    def _sides(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> torch.Tensor | None:
+        if not self.store.has_sides:
+            return None
+        source = "gates" if self.store.scorer.reads_hidden_states else "q"
+        parts = [getattr(s, source)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)]
+        return torch.cat(parts).flatten(2)
+
 
 @pytest.mark.parametrize(
     ("scorer", "per_head", "dim"),
-    [("keydiff", 1, 64), ("keydiff", 4, 128), ("key_norm", 8, 64), ("value_key_norm", 2, 16), ("streaming", 3, 8)],
+    [
+        ("keydiff", 1, 64),
+        ("keydiff", 4, 128),
+        ("key_norm", 8, 64),
+        ("value_key_norm", 2, 16),
+        ("streaming", 3, 8),
+        ("snapkv", 4, 16),
+        ("tova", 2, 64),
+        ("h2o", 3, 16),
+        ("expected_attention", 2, 16),
+        ("fastkvzip", 1, 16),
+    ],
 )
 def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
     """Lengths 1, S-1, S, S+1, 2S and 5S+7 in one batch, then decode over a segment border together."""
@@ -107,7 +161,7 @@ def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
     sequences = [
         Sequence(length + steps, *KEPT.shape, per_head, dim, scorer, seed) for seed, length in enumerate(lengths)
     ]
-    rig = Rig(KEPT, dim, scorer, len(lengths), 8)
+    rig = Rig(KEPT, dim, scorer, len(lengths), 8, per_head)
     expected = [sequence.expected(KEPT) for sequence in sequences]
     outputs = rig.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
@@ -119,13 +173,17 @@ def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
 
 
 @settings(max_examples=20, deadline=None)
-@given(cuts=st.lists(st.integers(1, 4 * SEGMENT + 9), max_size=6), mix=st.integers(0, 3))
-def test_chunks_of_any_length_give_the_same(cuts, mix):
+@given(
+    cuts=st.lists(st.integers(1, 4 * SEGMENT + 9), max_size=6),
+    mix=st.integers(0, 3),
+    scorer=st.sampled_from(["keydiff", "snapkv", "tova", "h2o", "fastkvzip"]),
+)
+def test_chunks_of_any_length_give_the_same(cuts, mix, scorer):
     """A prompt in chunks that end anywhere, also inside segments, and with decode steps between, equals one pass."""
     total = 4 * SEGMENT + 10
-    sequence = Sequence(total, *KEPT.shape, 2, 8, "keydiff", seed=3)
+    sequence = Sequence(total, *KEPT.shape, 2, 8, scorer, seed=3)
     expected = sequence.expected(KEPT)
-    rig = Rig(KEPT, 8, "keydiff", 1, 5)
+    rig = Rig(KEPT, 8, scorer, 1, 5)
     borders = [0, *sorted(set(cuts)), total]
     outputs = []
     for begin, end in itertools.pairwise(borders):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
@@ -13,7 +15,24 @@ from sgl_ragged.attention import torch_ops
 from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, decode_batch, extend_batch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
-from sgl_ragged.mem_pool.slab_store import PendingSeal
+from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
+
+
+class Observer(Protocol):
+    """Looks at what prefill stores and attends; `calib.recorder` is one."""
+
+    def extend(
+        self,
+        store: SlabStore,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: ExtendBatch,
+        sides: torch.Tensor | None,
+    ) -> None:
+        """Called after `torch_ops.extend` with its arguments; must not change them."""
+        ...
 
 
 class RaggedAttnBackend(AttentionBackend):
@@ -22,13 +41,18 @@ class RaggedAttnBackend(AttentionBackend):
     Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, observer: Observer | None = None) -> None:
         super().__init__()
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
-        _refuse_layers(model_runner.model, pool.plan.layout.num_layers)
+        layers = _attention_layers(model_runner.model, pool.plan.layout.num_layers)
         self.store = pool.store
+        self.store.scales = [layer.scaling for layer in layers]
+        self.observer = observer
+        self._token_scores: dict[int, torch.Tensor] = {}
+        if self.store.scorer.reads_hidden_states:
+            self._read_hidden_states(model_runner.model, pool.start_layer)
         self.segment = pool.page_size
         self.first_layer = pool.start_layer
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
@@ -85,7 +109,13 @@ class RaggedAttnBackend(AttentionBackend):
         **_: Any,
     ) -> torch.Tensor:
         """Attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim]."""
-        return self._forward(torch_ops.extend, q, k, v, layer)
+        queries, keys, values, sides = self._heads(q, k, v, layer)
+        number, batch = layer.layer_id - self.first_layer, self.forward_metadata
+        assert isinstance(batch, ExtendBatch), "an extend batch must have been described first"
+        output = torch_ops.extend(self.store, number, queries, keys, values, batch, sides)
+        if self.observer is not None:
+            self.observer.extend(self.store, number, queries, keys, values, batch, sides)
+        return output.flatten(1)
 
     def forward_decode(
         self,
@@ -98,26 +128,52 @@ class RaggedAttnBackend(AttentionBackend):
         **_: Any,
     ) -> torch.Tensor:
         """Attention of one token per request; shapes as in `forward_extend`."""
-        return self._forward(torch_ops.decode, q, k, v, layer)
+        queries, keys, values, sides = self._heads(q, k, v, layer)
+        number, batch = layer.layer_id - self.first_layer, self.forward_metadata
+        assert isinstance(batch, DecodeBatch), "a decode batch must have been described first"
+        output = torch_ops.decode(self.store, number, queries, keys, values, batch, sides)
+        return output.flatten(1)
 
-    def _forward(
-        self, operation: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
-    ) -> torch.Tensor:
+    def _heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Queries [tokens, heads, q_per_kv, d], keys and values [tokens, heads, d], and the scorer's sides."""
         heads, dim = layer.tp_k_head_num, layer.head_dim
-        output = operation(
-            self.store,
-            layer.layer_id - self.first_layer,
-            q.reshape(-1, heads, layer.tp_q_head_num // heads, dim),
-            k.reshape(-1, heads, dim),
-            v.reshape(-1, heads, dim),
-            self.forward_metadata,
-            layer.scaling,
-        )
-        return output.reshape(-1, layer.tp_q_head_num * dim)
+        queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
+        sides = None
+        if self.store.scorer.reads_hidden_states:
+            sides = self._token_scores.pop(layer.layer_id)[: len(queries), :, None]
+        elif self.store.has_sides:
+            sides = queries.flatten(2)
+        return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), sides
+
+    def _read_hidden_states(self, model: torch.nn.Module, first_layer: int) -> None:
+        """Score every token from what enters its attention layer, before the layer runs."""
+        for parent in model.modules():
+            for child in parent.children():
+                if isinstance(child, RadixAttention):
+                    statistics = self.store.statistics[child.layer_id - first_layer]
+                    parent.register_forward_pre_hook(
+                        self._token_score_hook(child.layer_id, statistics, parent), with_kwargs=True
+                    )
+
+    def _token_score_hook(self, layer_id: int, statistics: Any, parent: torch.nn.Module) -> Callable[..., None]:
+        signature = inspect.signature(parent.forward)
+        if "hidden_states" not in signature.parameters:
+            raise RaggedConfigError(
+                f"{type(parent).__name__} takes no hidden_states, so scorer {self.store.scorer.name!r} cannot read "
+                f"them; use another --ragged-scorer"
+            )
+
+        def hook(_module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+            hidden_states = signature.bind(*args, **kwargs).arguments["hidden_states"]
+            self._token_scores[layer_id] = self.store.scorer.token_scores(hidden_states, statistics)
+
+        return hook
 
 
-def _refuse_layers(model: torch.nn.Module, num_layers: int) -> None:
-    """Raise RaggedConfigError for attention that the operations do not compute."""
+def _attention_layers(model: torch.nn.Module, num_layers: int) -> list[RadixAttention]:
+    """The model's attention layers in order; raises RaggedConfigError for attention that is not supported."""
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
     if len({module.layer_id for module in layers}) != len(layers) or len(layers) != num_layers:
         raise RaggedConfigError(
@@ -139,3 +195,4 @@ def _refuse_layers(model: torch.nn.Module, num_layers: int) -> None:
                 f"layer {module.layer_id} uses {', '.join(found)}, which --kv-pool ragged does not support; "
                 f"use --kv-pool token"
             )
+    return sorted(layers, key=lambda module: module.layer_id)

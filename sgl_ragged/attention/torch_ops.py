@@ -20,29 +20,38 @@ def extend(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: ExtendBatch,
-    scale: float,
+    sides: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store a chunk's keys and values (sealing segments that it finishes), then attend.
 
     Args:
         queries: [tokens, heads, q_per_kv, head_dim].
         keys, values: [tokens, heads, head_dim], keys after RoPE.
+        sides: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
 
     Returns:
         [tokens, heads, q_per_kv, head_dim]. Changes the slabs of finished segments and the requests' tails.
     """
     output = torch.zeros_like(queries)
+    # What is scored and read must not depend on whether a token came through the cache, so it has the cache's dtype.
+    keys, values = keys.to(store.slabs.dtype), values.to(store.slabs.dtype)
     for request in batch.requests:
         if request.length == 0:
             continue
         tokens = slice(request.batch_start, request.batch_start + request.length)
-        own_keys, own_values = _store_chunk(store, layer, keys[tokens], values[tokens], request)
-        output[tokens] = _attend_chunk(store, layer, queries[tokens], own_keys, own_values, request, scale)
+        own_sides = None if sides is None else sides[tokens].to(store.sides.dtype)
+        own_keys, own_values = _store_chunk(store, layer, keys[tokens], values[tokens], own_sides, request)
+        output[tokens] = _attend_chunk(store, layer, queries[tokens], own_keys, own_values, request)
     return output
 
 
 def _store_chunk(
-    store: SlabStore, layer: int, keys: torch.Tensor, values: torch.Tensor, request: ExtendRequest
+    store: SlabStore,
+    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sides: torch.Tensor | None,
+    request: ExtendRequest,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Seal what the chunk finishes, keep the rest as the tail.
 
@@ -52,11 +61,16 @@ def _store_chunk(
     own_keys, own_values = keys.transpose(0, 1), values.transpose(0, 1)
     open_length = request.prefix % segment
     if open_length:
-        tail = store.tails[request.row, layer, :, :, :open_length].to(keys.dtype)
+        tail = store.tails[request.row, layer, :, :, :open_length]
         own_keys, own_values = torch.cat([tail[0], own_keys], dim=1), torch.cat([tail[1], own_values], dim=1)
+    own_sides = None if sides is None else _own_sides(store, layer, sides.transpose(0, 1), request.row, open_length)
     first = request.prefix // segment
     finished = request.slots.shape[0] - first
     if finished:
+        sealed_sides = None
+        if own_sides is not None:
+            sealed_sides = own_sides[:, : finished * segment].unflatten(1, (finished, segment)).transpose(0, 1)
+            sealed_sides = sealed_sides[:, :, segment - store.side_places :]
         shape = (own_keys.shape[0], finished, segment, own_keys.shape[2])
         numbers = torch.arange(first, first + finished, device=keys.device)
         store.seal(
@@ -65,9 +79,23 @@ def _store_chunk(
             numbers == 0,
             own_keys[:, : finished * segment].reshape(shape).transpose(0, 1),
             own_values[:, : finished * segment].reshape(shape).transpose(0, 1),
+            sealed_sides,
         )
     store.write_tail(layer, request.row, own_keys[:, finished * segment :], own_values[:, finished * segment :])
+    if own_sides is not None:
+        store.write_side(layer, request.row, own_sides[:, finished * segment :])
     return own_keys, own_values
+
+
+def _own_sides(store: SlabStore, layer: int, sides: torch.Tensor, row: int, open_length: int) -> torch.Tensor:
+    """Sides [heads, tokens, elements] from the start of the open segment; zeros where none were kept."""
+    if open_length == 0:
+        return sides
+    skipped = store.layout.segment - store.side_places
+    earlier = sides.new_zeros((sides.shape[0], open_length, sides.shape[2]))
+    if open_length > skipped:
+        earlier[:, skipped:] = store.sides[row, layer, :, : open_length - skipped]
+    return torch.cat([earlier, sides], dim=1)
 
 
 def _attend_chunk(
@@ -77,13 +105,13 @@ def _attend_chunk(
     own_keys: torch.Tensor,
     own_values: torch.Tensor,
     request: ExtendRequest,
-    scale: float,
 ) -> torch.Tensor:
     """Attention of one request's chunk, segment by segment; shapes as in `extend` for this request's tokens."""
     segment = store.layout.segment
     first, open_length = request.prefix // segment, request.prefix % segment
     total = own_keys.shape[1]
     output = torch.empty_like(queries)
+    own_keys, own_values = own_keys.to(queries.dtype), own_values.to(queries.dtype)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
         history = store.band_view(layer, band)[request.slots].to(queries.dtype)
@@ -102,7 +130,7 @@ def _attend_chunk(
                 torch.cat([history[0, :, :seen], band_keys[:, start:stop]], dim=1),
                 torch.cat([history[1, :, :seen], band_values[:, start:stop]], dim=1),
                 mask,
-                scale,
+                store.scales[layer],
             )
             output[begin - open_length : stop - open_length, heads] = attended.permute(2, 0, 1, 3)
     return output
@@ -115,25 +143,28 @@ def decode(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: DecodeBatch,
-    scale: float,
+    sides: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append one token per request to the tails, then attend.
 
     Args:
         queries: [batch, heads, q_per_kv, head_dim].
         keys, values: [batch, heads, head_dim], keys after RoPE.
+        sides: [batch, heads, elements], what the store's scorer needs of each token, if anything.
 
     Returns:
         [batch, heads, q_per_kv, head_dim]. Changes the tails; slabs are only read.
     """
     store.append(layer, batch.rows, batch.places, keys, values)
+    if sides is not None:
+        store.append_side(layer, batch.rows, batch.places, sides)
     tails = store.tails[:, layer, :, :, : batch.longest_tail].index_select(0, batch.rows).float()
     output = torch.empty_like(queries)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
         band_tails = tails.index_select(2, heads)
         history = store.gather(layer, band, batch.slots.flatten()).float()
-        band_queries = queries.index_select(1, heads).float() * scale
+        band_queries = queries.index_select(1, heads).float() * store.scales[layer]
         output[:, heads] = _attend_band(band_queries, history, band_tails, batch.mask(band.kept)).to(output.dtype)
     return output
 

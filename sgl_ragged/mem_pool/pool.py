@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,9 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self,
         plan: PoolPlan,
         scorer: Scorer,
+        statistics: Sequence[Mapping[str, torch.Tensor]],
         *,
+        q_per_kv: int,
         dtype: torch.dtype,
         device: str,
         start_layer: int,
@@ -31,6 +34,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     ) -> None:
         self.plan = plan
         self._scorer = scorer
+        self._statistics = statistics
+        self._q_per_kv = q_per_kv
         super().__init__(
             size=plan.max_total_tokens,
             page_size=plan.layout.segment,
@@ -47,7 +52,14 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         self.store = SlabStore(
-            self.plan.layout, self._scorer, self.plan.num_slots, self.plan.num_rows, self.dtype, self.device
+            self.plan.layout,
+            self._scorer,
+            self.plan.num_slots,
+            self.plan.num_rows,
+            self.dtype,
+            self.device,
+            q_per_kv=self._q_per_kv,
+            statistics=self._statistics,
         )
 
     def _clear_buffers(self) -> None:

@@ -33,12 +33,16 @@ def parse_bytes(text: str) -> int:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens."""
+    """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
+
+    `side_bytes`: what the scorer keeps beside each row's tail, counted as part of the tails.
+    """
 
     layout: SlabLayout
     itemsize: int
     num_slots: int
     num_rows: int
+    side_bytes: int = 0
 
     @property
     def slab_bytes(self) -> int:
@@ -46,7 +50,7 @@ class PoolPlan:
 
     @property
     def tails_bytes(self) -> int:
-        return self.num_rows * self.layout.tail_bytes(self.itemsize)
+        return self.num_rows * (self.layout.tail_bytes(self.itemsize) + self.side_bytes)
 
     @property
     def total_bytes(self) -> int:
@@ -80,7 +84,9 @@ class PoolPlan:
         )
 
 
-def plan_pool(layout: SlabLayout, itemsize: int, budget_bytes: int, max_requests: int | None) -> PoolPlan:
+def plan_pool(
+    layout: SlabLayout, itemsize: int, budget_bytes: int, max_requests: int | None, side_bytes: int = 0
+) -> PoolPlan:
     """Divide a KV budget into tails and slabs.
 
     Args:
@@ -89,11 +95,12 @@ def plan_pool(layout: SlabLayout, itemsize: int, budget_bytes: int, max_requests
         budget_bytes: everything the pool may allocate on this rank.
         max_requests: the user's --max-running-requests, or None to choose it so that tails take at most
             MAX_TAIL_SHARE of the budget (but at least one request).
+        side_bytes: as in PoolPlan.
 
     Raises:
         RaggedConfigError: the budget does not hold the tails and one usable slab.
     """
-    tail, slab = layout.tail_bytes(itemsize), layout.slab_bytes(itemsize)
+    tail, slab = layout.tail_bytes(itemsize) + side_bytes, layout.slab_bytes(itemsize)
     if max_requests is None:
         requests = min(max(int(budget_bytes * MAX_TAIL_SHARE) // tail - 1, 1), MAX_ROWS)
     else:
@@ -107,7 +114,9 @@ def plan_pool(layout: SlabLayout, itemsize: int, budget_bytes: int, max_requests
             f"bytes of tails and at least two slabs of {slab} bytes, together {needed}; give more memory "
             f"(--kv-bytes, --mem-fraction-static), fewer --max-running-requests or a shorter --ragged-segment"
         )
-    return PoolPlan(layout=layout, itemsize=itemsize, num_slots=int(num_slots), num_rows=num_rows)
+    return PoolPlan(
+        layout=layout, itemsize=itemsize, num_slots=int(num_slots), num_rows=num_rows, side_bytes=side_bytes
+    )
 
 
 def _median(values: list[int]) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sgl_ragged.layout import Band, SlabLayout
-from sgl_ragged.scorers import Scorer, keep_positions
+from sgl_ragged.scorers import Scorer, SegmentData, keep_positions, rank_positions
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,16 @@ class PendingSeal:
     segment_index: int
 
 
+def _side_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if scorer.reads_hidden_states else dtype
+
+
+def side_bytes(scorer: Scorer, layout: SlabLayout, q_per_kv: int, dtype: torch.dtype) -> int:
+    """Bytes per row of what the scorer keeps beside the tail."""
+    places, elems = scorer.side_shape(layout.segment, q_per_kv, layout.head_dim)
+    return layout.num_layers * layout.num_heads * (places + 1) * elems * _side_dtype(scorer, dtype).itemsize
+
+
 class SlabStore:
     """Sealed segments in slabs, open segments in tails.
 
@@ -28,6 +39,17 @@ class SlabStore:
 
     A row's tail beyond the open segment's length holds zeros or older tokens of the same request, never
     another request's: attention reads padded tails under a mask, where a foreign NaN would still spread.
+
+    Scorers that look at more than keys and values have it kept beside the tails, `sides` [num_rows, layers, heads,
+    places + 1, elements]: the queries of a segment's last places, or its token scores. The last place takes what
+    need not be kept.
+
+    Args:
+        q_per_kv: query heads per head.
+        statistics: per layer, the scorer's tensors [heads, ...].
+
+    `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim) unless the owner of the model
+    says otherwise before anything is stored.
     """
 
     def __init__(
@@ -38,13 +60,25 @@ class SlabStore:
         num_rows: int,
         dtype: torch.dtype,
         device: str | torch.device,
+        *,
+        q_per_kv: int = 1,
+        statistics: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
         self.layout = layout
         self.scorer = scorer
+        self.q_per_kv = q_per_kv
+        self.statistics = statistics or [{}] * layout.num_layers
+        self.scales = [layout.head_dim**-0.5] * layout.num_layers
         self.slabs = torch.zeros((num_slots, layout.slab_elems), dtype=dtype, device=device)
         self.tails = torch.zeros(
             (num_rows, layout.num_layers, 2, layout.num_heads, layout.segment, layout.head_dim),
             dtype=dtype,
+            device=device,
+        )
+        self.side_places, elems = scorer.side_shape(layout.segment, q_per_kv, layout.head_dim)
+        self.sides = torch.zeros(
+            (num_rows, layout.num_layers, layout.num_heads, self.side_places + 1, elems),
+            dtype=_side_dtype(scorer, dtype),
             device=device,
         )
         self._heads = [
@@ -55,7 +89,12 @@ class SlabStore:
 
     @property
     def nbytes(self) -> int:
-        return self.slabs.nbytes + self.tails.nbytes
+        return self.slabs.nbytes + self.tails.nbytes + self.sides.nbytes
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether the scorer needs something of every token beside its key and value."""
+        return self.side_places > 0
 
     def band_heads(self, layer: int, index: int) -> torch.Tensor:
         """int64 [heads of band]: head numbers of the layer's band `index`, on the device."""
@@ -89,6 +128,7 @@ class SlabStore:
         first_segment: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        sides: torch.Tensor | None = None,
     ) -> None:
         """Score finished segments of one layer and write what each head keeps to their slabs.
 
@@ -96,20 +136,33 @@ class SlabStore:
             slots: int64 [segments].
             first_segment: bool [segments], whether the segment starts its sequence.
             keys, values: [segments, heads, S, head_dim], keys after RoPE.
+            sides: [segments, heads, side places, elements], if the scorer needs them.
         """
         segment = self.layout.segment
-        scores = None
+        order = None
         for index, band in enumerate(self.layout.bands[layer]):
             heads = self.band_heads(layer, index)
             view = self.band_view(layer, band)
             band_keys, band_values = keys.index_select(1, heads), values.index_select(1, heads)
             if band.kept < segment:
-                if scores is None:
-                    scores = self.scorer.score(keys, values)
-                kept = keep_positions(scores.index_select(1, heads), band.kept, first_segment)
+                if order is None:
+                    scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
+                    order = rank_positions(scores, first_segment)
+                kept = keep_positions(order.index_select(1, heads), band.kept)
                 rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
                 band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
             view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
+
+    def segment_data(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None
+    ) -> SegmentData:
+        """Finished segments as the scorer sees them; arguments as in `seal`."""
+        queries = token_scores = None
+        if sides is not None and self.scorer.reads_hidden_states:
+            token_scores = sides[..., 0]
+        elif sides is not None:
+            queries = sides.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
+        return SegmentData(keys, values, queries, token_scores, self.scales[layer], self.statistics[layer])
 
     def write_tail(self, layer: int, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Make `keys`, `values` ([heads, length, head_dim], length < S) the row's open segment; clears the rest."""
@@ -117,6 +170,12 @@ class SlabStore:
         tail[0, :, :length] = keys
         tail[1, :, :length] = values
         tail[:, :, length:] = 0
+
+    def write_side(self, layer: int, row: int, sides: torch.Tensor) -> None:
+        """Keep what the scorer will need of the row's open segment: [heads, length, elements], length < S."""
+        skipped = self.layout.segment - self.side_places
+        kept = sides[:, skipped:]
+        self.sides[row, layer, :, : kept.shape[1]] = kept
 
     def append(
         self, layer: int, rows: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
@@ -129,6 +188,12 @@ class SlabStore:
         """
         self.tails[:, layer, 0].transpose(1, 2)[rows, places] = keys.to(self.tails.dtype)
         self.tails[:, layer, 1].transpose(1, 2)[rows, places] = values.to(self.tails.dtype)
+
+    def append_side(self, layer: int, rows: torch.Tensor, places: torch.Tensor, sides: torch.Tensor) -> None:
+        """Keep what the scorer will need of one decoded token per row: [batch, heads, elements]."""
+        place = places - (self.layout.segment - self.side_places)
+        place = torch.where(place < 0, self.side_places, place)
+        self.sides[:, layer].transpose(1, 2)[rows, place] = sides.to(self.sides.dtype)
 
     def defer_seal(self, pending: PendingSeal) -> None:
         """Note a segment that the current decode step completes; `flush_seals` seals it."""
@@ -145,5 +210,6 @@ class SlabStore:
         first = torch.tensor([p.segment_index == 0 for p in pending], dtype=torch.bool, device=device)
         for layer in range(self.layout.num_layers):
             tails = self.tails[rows, layer]
-            self.seal(layer, slots, first, tails[:, 0], tails[:, 1])
+            sides = self.sides[rows, layer, :, : self.side_places] if self.has_sides else None
+            self.seal(layer, slots, first, tails[:, 0], tails[:, 1], sides)
         return len(pending)

@@ -18,37 +18,50 @@ DEFAULTS: dict[str, Any] = {
     "ragged_ratio": 0.5,
     "ragged_segment": 256,
     "ragged_scorer": "keydiff",
-    "ragged_profile": None,
+    "ragged_scorer_weights": None,
+    "ragged_profile": "auto",
+    "ragged_heads_per_group": 1,
     "ragged_kernel": "auto",
 }
 """Defaults of the flags that only mean something with --kv-pool ragged."""
 
 FLAGS = ("kv_pool", "kv_bytes", *DEFAULTS)
 
+OBSERVER = "ragged_observer"
+"""Keyword of `Engine` alone: an object that the workers' attention backend calls; the calibrator's recorder."""
+
 
 @dataclass(frozen=True)
 class RaggedOptions:
-    """Checked options. `kv_bytes` is the KV budget per rank in bytes, None for SGLang's own profiling."""
+    """Checked options. `kv_bytes` is the KV budget per rank in bytes, None for SGLang's own profiling.
+
+    `profile` is "auto", "uniform" or a path. `observer` is pickled along to the workers
+    (`attention.backend.RaggedAttnBackend`).
+    """
 
     kv_pool: str
     kv_bytes: int | None
     ratio: float
     segment: int
     scorer: str
-    profile: str | None
+    scorer_weights: str | None
+    profile: str
+    heads_per_group: int
     kernel: str
     from_command_line: bool
+    observer: Any = None
 
     @property
     def ragged(self) -> bool:
         return self.kv_pool == "ragged"
 
 
-def make_options(given: dict[str, Any], *, from_command_line: bool) -> RaggedOptions | None:
+def make_options(given: dict[str, Any], *, from_command_line: bool, observer: Any = None) -> RaggedOptions | None:
     """Check the plugin's flags.
 
     Args:
         given: flag name (FLAGS) to value; absent or None means not given.
+        observer: see OBSERVER.
 
     Returns:
         The options, or None when nothing was asked of the plugin, which then stays inert.
@@ -75,6 +88,8 @@ def make_options(given: dict[str, Any], *, from_command_line: bool) -> RaggedOpt
     values = DEFAULTS | {name: given[name] for name in stray}
     check_ratio(float(values["ragged_ratio"]))
     check_segment(int(values["ragged_segment"]))
+    if int(values["ragged_heads_per_group"]) < 1:
+        raise RaggedConfigError(f"--ragged-heads-per-group {values['ragged_heads_per_group']} must be at least 1")
     if values["ragged_kernel"] not in KERNELS:
         raise RaggedConfigError(f"unknown --ragged-kernel {values['ragged_kernel']!r}; known: {', '.join(KERNELS)}")
     if kv_pool == "ragged":
@@ -87,7 +102,10 @@ def make_options(given: dict[str, Any], *, from_command_line: bool) -> RaggedOpt
         ratio=float(values["ragged_ratio"]),
         segment=int(values["ragged_segment"]),
         scorer=values["ragged_scorer"],
-        profile=values["ragged_profile"],
+        scorer_weights=values["ragged_scorer_weights"],
+        profile=str(values["ragged_profile"]),
+        heads_per_group=int(values["ragged_heads_per_group"]),
         kernel=values["ragged_kernel"],
         from_command_line=from_command_line,
+        observer=observer,
     )

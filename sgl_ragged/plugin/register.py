@@ -14,7 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.options import ATTRIBUTE, DEFAULTS, FLAGS, KERNELS, KV_POOLS, RaggedOptions, make_options
+from sgl_ragged.plugin.options import (
+    ATTRIBUTE,
+    DEFAULTS,
+    FLAGS,
+    KERNELS,
+    KV_POOLS,
+    OBSERVER,
+    RaggedOptions,
+    make_options,
+)
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _PUBLISH = "sglang.srt.runtime_context.publish"
@@ -79,10 +88,21 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         help=f"Tokens per segment, a multiple of 16; becomes the page size. [{DEFAULTS['ragged_segment']}]",
     )
     group.add_argument(
-        "--ragged-scorer",
-        help=f"keydiff, key_norm, value_key_norm or streaming. [{DEFAULTS['ragged_scorer']}]",
+        "--ragged-scorer", metavar="NAME", help=f"What ranks the tokens of a segment. [{DEFAULTS['ragged_scorer']}]"
     )
-    group.add_argument("--ragged-profile", metavar="FILE", help="Calibrated head budgets. [uniform budgets]")
+    group.add_argument("--ragged-scorer-weights", metavar="FILE", help="Gate weights of scorers that have them.")
+    group.add_argument(
+        "--ragged-profile",
+        metavar="auto|uniform|FILE",
+        help="Calibrated head budgets; auto: the bundled ones of this model, else uniform. "
+        f"[{DEFAULTS['ragged_profile']}]",
+    )
+    group.add_argument(
+        "--ragged-heads-per-group",
+        type=int,
+        metavar="G",
+        help=f"Heads that share one budget, their largest. [{DEFAULTS['ragged_heads_per_group']}]",
+    )
     group.add_argument("--ragged-kernel", choices=KERNELS, help=f"Attention kernels. [{DEFAULTS['ragged_kernel']}]")
 
 
@@ -101,7 +121,9 @@ def _server_args_from_kwargs(**kwargs: Any) -> Any:
     """`Engine(kv_pool="ragged", ...)`: the plugin's keyword arguments are named like its flags."""
     from sglang.srt.server_args import ServerArgs
 
-    options = make_options({name: kwargs.pop(name, None) for name in FLAGS}, from_command_line=False)
+    observer = kwargs.pop(OBSERVER, None)
+    given = {name: kwargs.pop(name, None) for name in FLAGS}
+    options = make_options(given, from_command_line=False, observer=observer)
     if options is not None:
         _refuse_unless_hooked()
     return _attach(ServerArgs(**kwargs), options)

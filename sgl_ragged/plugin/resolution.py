@@ -39,10 +39,10 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
             )
     model_config = model_config_of(server_args)
     refuse_model(model_config)
-    if options.profile is not None:
-        from sgl_ragged.plugin.model_layout import model_profile
+    from sgl_ragged.plugin.model_layout import model_kept, model_statistics
 
-        model_profile(options, model_config)
+    model_kept(options, model_config)
+    model_statistics(options, model_config)
 
 
 def _without_cuda_graphs(config: Any) -> Any:

@@ -103,4 +103,4 @@ def install(options: RaggedOptions) -> None:
     if options.ragged:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-        register_attention_backend(BACKEND)(worker.create_backend)
+        register_attention_backend(BACKEND)(worker.bind(worker.create_backend, options))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
-from sgl_ragged.plugin.model_layout import budget_source, rank_layout
+from sgl_ragged.plugin.model_layout import budget_source, model_statistics, rank_heads, rank_layout
 from sgl_ragged.plugin.options import RaggedOptions
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,13 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     schedule = get_schedule()
     budget = configurator._profile_available_bytes(pre_model_load_memory)
     layout = _layout(options, configurator)
-    plan = plan_pool(layout, configurator.kv_cache_dtype.itemsize, budget, schedule.max_running_requests)
+    plan = plan_pool(
+        layout,
+        configurator.kv_cache_dtype.itemsize,
+        budget,
+        schedule.max_running_requests,
+        _side_bytes(options, configurator, layout),
+    )
     tokens = _least_over_ranks(plan.max_total_tokens)
     if schedule.max_total_tokens is not None:
         tokens = min(tokens, schedule.max_total_tokens // options.segment * options.segment)
@@ -47,18 +53,30 @@ def build_pool(
     options: RaggedOptions, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **_: Any
 ) -> Any:
     """The ragged pool in place of SGLang's, and the start-up line."""
+    from sglang.srt.runtime_context import get_parallel
+
     from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
     from sgl_ragged.scorers import get_scorer
 
+    layout = _layout(options, configurator)
     plan = PoolPlan(
-        layout=_layout(options, configurator),
+        layout=layout,
         itemsize=configurator.kv_cache_dtype.itemsize,
         num_slots=sizes.max_total_num_tokens // options.segment + 1,
         num_rows=req_to_token_pool.size + 1,
+        side_bytes=_side_bytes(options, configurator, layout),
     )
+    parallel, total = get_parallel(), configurator.model_config.get_total_num_kv_heads()
+    heads = rank_heads(total, parallel.attn_tp_rank, parallel.attn_tp_size)
+    statistics = [
+        {name: tensor[heads].to(configurator.device) for name, tensor in layer.items()}
+        for layer in model_statistics(options, configurator.model_config)
+    ]
     pool = RaggedTokenToKVPool(
         plan,
         get_scorer(options.scorer),
+        statistics,
+        q_per_kv=_q_per_kv(configurator),
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         start_layer=configurator.layer_info.start_layer,
@@ -74,11 +92,11 @@ def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch:
     return False
 
 
-def create_backend(model_runner: Any) -> Any:
+def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     """SGLang's factory of the attention backend called `seams.BACKEND`."""
     from sgl_ragged.attention.backend import RaggedAttnBackend
 
-    return RaggedAttnBackend(model_runner)
+    return RaggedAttnBackend(model_runner, options.observer)
 
 
 def _layout(options: RaggedOptions, configurator: Any) -> Any:
@@ -86,6 +104,19 @@ def _layout(options: RaggedOptions, configurator: Any) -> Any:
 
     parallel = get_parallel()
     return rank_layout(options, configurator.model_config, parallel.attn_tp_rank, parallel.attn_tp_size)
+
+
+def _q_per_kv(configurator: Any) -> int:
+    model = configurator.model_config
+    return model.get_total_num_attention_heads() // model.get_total_num_kv_heads()
+
+
+def _side_bytes(options: RaggedOptions, configurator: Any, layout: Any) -> int:
+    """Bytes per request row that the scorer keeps beside the tail."""
+    from sgl_ragged.mem_pool.slab_store import side_bytes
+    from sgl_ragged.scorers import get_scorer
+
+    return side_bytes(get_scorer(options.scorer), layout, _q_per_kv(configurator), configurator.kv_cache_dtype)
 
 
 def _least_over_ranks(value: int) -> int:

@@ -1,23 +1,72 @@
-"""Scorers: one method per file, one pure `score()` each."""
+"""Scorers: one method per file, one pure `score()` each, and the registry that other packages can add to."""
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.scorers.base import Scorer
+from sgl_ragged.scorers.base import ALL_QUERIES, Scorer, SegmentData
+from sgl_ragged.scorers.expected_attention import ExpectedAttention
+from sgl_ragged.scorers.fastkvzip import FastKVzip
+from sgl_ragged.scorers.h2o import H2O
 from sgl_ragged.scorers.key_norm import KeyNorm
 from sgl_ragged.scorers.keydiff import KeyDiff
-from sgl_ragged.scorers.selection import keep_positions
+from sgl_ragged.scorers.selection import keep_positions, rank_positions
+from sgl_ragged.scorers.snapkv import SnapKV
 from sgl_ragged.scorers.streaming import Streaming
+from sgl_ragged.scorers.tova import Tova
 from sgl_ragged.scorers.value_key_norm import ValueKeyNorm
 
-__all__ = ["SCORERS", "Scorer", "get_scorer", "keep_positions"]
+__all__ = [
+    "ALL_QUERIES",
+    "BUILT_IN",
+    "ENTRY_POINTS",
+    "Scorer",
+    "SegmentData",
+    "get_scorer",
+    "keep_positions",
+    "rank_positions",
+    "scorer_names",
+]
 
-SCORERS: dict[str, Scorer] = {s.name: s for s in (KeyDiff(), KeyNorm(), Streaming(), ValueKeyNorm())}
+_CLASSES: tuple[type[Scorer], ...] = (
+    ExpectedAttention,
+    FastKVzip,
+    H2O,
+    KeyDiff,
+    KeyNorm,
+    SnapKV,
+    Streaming,
+    Tova,
+    ValueKeyNorm,
+)
+BUILT_IN: dict[str, type[Scorer]] = {scorer.name: scorer for scorer in _CLASSES}
+
+ENTRY_POINTS = "sgl_ragged.scorers"
+"""Entry-point group in which other packages register subclasses of Scorer; built-in names cannot be replaced."""
+
+
+def scorer_names() -> list[str]:
+    """Names of all scorers, built in and registered by other packages, sorted; imports none of the latter."""
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def get_scorer(name: str) -> Scorer:
-    """The scorer called `name`; raises RaggedConfigError that lists the known ones."""
+    """The scorer called `name`.
+
+    Raises:
+        RaggedConfigError: there is none (the message lists the known ones), or another package's cannot be loaded.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    points = entry_points(group=ENTRY_POINTS, name=name)
+    if not points:
+        raise RaggedConfigError(f"unknown scorer {name!r}; known: {', '.join(scorer_names())}")
+    point = next(iter(points))
     try:
-        return SCORERS[name]
-    except KeyError:
-        raise RaggedConfigError(f"unknown scorer {name!r}; known: {', '.join(sorted(SCORERS))}") from None
+        loaded = point.load()
+    except Exception as error:
+        raise RaggedConfigError(f"scorer {name!r} ({point.value}) cannot be loaded: {error!r}") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Scorer)):
+        raise RaggedConfigError(f"scorer {name!r} ({point.value}) is no subclass of sgl_ragged.scorers.Scorer")
+    return loaded()

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
+ALL_QUERIES = sys.maxsize
+"""Value of `Scorer.queries` for scorers that need every query of a segment."""
 
-class Scorer(Protocol):
+
+@dataclass(frozen=True)
+class SegmentData:
+    """Finished segments of one layer, as a scorer sees them; S tokens each, d = head_dim.
+
+    keys, values: [segments, heads, S, d], keys after RoPE.
+    queries: [segments, heads, q_per_kv, W, d] after RoPE, those of the last W = min(Scorer.queries, S) tokens;
+        None unless the scorer asks for queries.
+    token_scores: float32 [segments, heads, S], what `Scorer.token_scores` gave; None unless the scorer has them.
+    scale: what attention multiplies logits by.
+    statistics: this layer's tensors [heads, ...], by the names in `Scorer.statistics`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor | None = None
+    token_scores: torch.Tensor | None = None
+    scale: float = 1.0
+    statistics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Scorer(ABC):
     """Ranks the tokens of one finished segment for every head on its own.
 
     A scorer is a pure function of the segment: no state, no randomness, no look at other segments. That is
@@ -15,15 +41,40 @@ class Scorer(Protocol):
     """
 
     name: str
+    """What --ragged-scorer calls it."""
 
-    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Score tokens; higher is kept first.
+    queries: int = 0
+    """How many of the segment's last queries `score` needs; they are then stored beside the tail."""
 
-        Args:
-            keys: [..., S, head_dim], after RoPE, in the KV dtype. Leading axes are independent heads.
-            values: [..., S, head_dim].
+    statistics: tuple[str, ...] = ()
+    """Names of the tensors [layers, heads, ...] that `score` needs, from the profile or the gates file."""
+
+    reads_hidden_states: bool = False
+    """Whether `token_scores` is to be called with the input of every attention layer."""
+
+    @abstractmethod
+    def score(self, segment: SegmentData) -> torch.Tensor:
+        """Score tokens; higher is kept first. NaN ranks last, ties go to the earlier token.
 
         Returns:
-            float32 [..., S]. Does not change its arguments.
+            float32 [segments, heads, S]. Does not change its argument.
         """
-        ...
+
+    def token_scores(self, hidden_states: torch.Tensor, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Score single tokens from what enters the attention layer; only for `reads_hidden_states`.
+
+        Args:
+            hidden_states: [tokens, hidden size].
+            statistics: as in SegmentData.
+
+        Returns:
+            float32 [tokens, heads].
+        """
+        raise TypeError(f"scorer {self.name!r} does not read hidden states")
+
+    def side_shape(self, segment: int, q_per_kv: int, head_dim: int) -> tuple[int, int]:
+        """What is stored beside the tail for each head: (places, elements per place), (0, 0) for nothing."""
+        if self.reads_hidden_states:
+            return segment, 1
+        places = min(self.queries, segment)
+        return (places, q_per_kv * head_dim) if places else (0, 0)

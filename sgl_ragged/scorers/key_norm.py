@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sgl_ragged.scorers.base import Scorer, SegmentData
 
-class KeyNorm:
+
+class KeyNorm(Scorer):
     """score_i = -|k_i|_2.
 
     Source: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
@@ -13,5 +15,5 @@ class KeyNorm:
 
     name = "key_norm"
 
-    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return -keys.float().norm(dim=-1)
+    def score(self, segment: SegmentData) -> torch.Tensor:
+        return -segment.keys.float().norm(dim=-1)

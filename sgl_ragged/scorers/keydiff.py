@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import normalize
 
+from sgl_ragged.scorers.base import Scorer, SegmentData
 
-class KeyDiff:
+
+class KeyDiff(Scorer):
     """Negative cosine similarity to the mean of the normalised keys.
 
     Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
@@ -15,7 +17,7 @@ class KeyDiff:
 
     name = "keydiff"
 
-    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        directions = normalize(keys.float(), dim=-1)
+    def score(self, segment: SegmentData) -> torch.Tensor:
+        directions = normalize(segment.keys.float(), dim=-1)
         anchor = normalize(directions.mean(dim=-2, keepdim=True), dim=-1)
         return -(directions * anchor).sum(dim=-1)

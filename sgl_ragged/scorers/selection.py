@@ -7,27 +7,33 @@ import torch
 from sgl_ragged.budgets import GUARD, SINKS
 
 
-def keep_positions(scores: torch.Tensor, kept: int, first_segment: torch.Tensor) -> torch.Tensor:
-    """Choose `kept` of S positions: sinks, then the guard, then the best scores, ties to the earlier position.
+def rank_positions(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:
+    """Order in which positions are kept: sinks, the guard from its end, then the best scores, ties to the earlier.
 
-    Where sinks and guard together are more than `kept`, the guard gives way, oldest token first.
-    NaN scores rank below everything else, so that the choice is deterministic for any input.
+    NaN scores rank below everything else, so that the order is defined for any input.
 
     Args:
         scores: float [segments, heads, S].
-        kept: tokens to keep, GUARD <= kept <= S.
         first_segment: bool [segments], whether the segment starts the sequence and so holds the sinks.
 
     Returns:
-        int64 [segments, heads, kept], ascending. Does not change its arguments.
+        int64 [segments, heads, S], a permutation of the positions. Does not change its arguments.
     """
     length = scores.shape[-1]
     ranks = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
     position = torch.arange(length, device=scores.device)
-    is_sink = first_segment[:, None] & (position < SINKS)
-    guard = torch.where(first_segment, min(GUARD, kept - SINKS), GUARD)
-    is_guard = position >= length - guard[:, None]
-    forced = (is_sink | is_guard)[:, None, :]
-    ranks = ranks.masked_fill(forced, torch.inf)
-    order = torch.sort(ranks, dim=-1, descending=True, stable=True).indices
+    sinks = first_segment[:, None] & (position < SINKS)
+    forced = (sinks | (position >= length - GUARD))[:, None, :]
+    order = torch.sort(ranks.masked_fill(forced, torch.inf), dim=-1, descending=True, stable=True).indices
+    # Forced positions come out ascending; where a budget is smaller than all of them, the guard's last tokens win.
+    guard_reversed = order.clone()
+    guard_reversed[..., SINKS : SINKS + GUARD] = order[..., SINKS : SINKS + GUARD].flip(-1)
+    return torch.where(first_segment[:, None, None], guard_reversed, order)
+
+
+def keep_positions(order: torch.Tensor, kept: int) -> torch.Tensor:
+    """The first `kept` of `rank_positions`, ascending: int64 [segments, heads, kept].
+
+    `kept` is at least GUARD. Where sinks and guard together are more, the guard gives way, oldest token first.
+    """
     return order[..., :kept].sort(dim=-1).values

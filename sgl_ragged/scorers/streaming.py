@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sgl_ragged.scorers.base import Scorer, SegmentData
 
-class Streaming:
+
+class Streaming(Scorer):
     """score_i = i: later tokens of the segment first. With the sinks this is StreamingLLM's pattern per segment.
 
     Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023). The baseline that a
@@ -14,6 +16,6 @@ class Streaming:
 
     name = "streaming"
 
-    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(keys.shape[-2], dtype=torch.float32, device=keys.device)
-        return positions.expand(keys.shape[:-1])
+    def score(self, segment: SegmentData) -> torch.Tensor:
+        shape = segment.keys.shape[:-1]
+        return torch.arange(shape[-1], dtype=torch.float32, device=segment.keys.device).expand(shape)

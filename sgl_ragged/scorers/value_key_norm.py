@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from sgl_ragged.scorers.base import Scorer, SegmentData
 
-class ValueKeyNorm:
+
+class ValueKeyNorm(Scorer):
     """score_i = |v_i|_2 / |k_i|_2; a zero key counts as the smallest positive norm.
 
     Source: Chitty-Venkata et al., "PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large
@@ -14,6 +16,6 @@ class ValueKeyNorm:
 
     name = "value_key_norm"
 
-    def score(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def score(self, segment: SegmentData) -> torch.Tensor:
         tiny = torch.finfo(torch.float32).tiny
-        return values.float().norm(dim=-1) / keys.float().norm(dim=-1).clamp_min(tiny)
+        return segment.values.float().norm(dim=-1) / segment.keys.float().norm(dim=-1).clamp_min(tiny)

@@ -1,0 +1,29 @@
+"""SnapKV: what the last queries of the segment look at, smoothed over neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import avg_pool1d
+
+from sgl_ragged.budgets import GUARD
+from sgl_ragged.scorers.base import Scorer, SegmentData
+from sgl_ragged.scorers.window_attention import window_attention
+
+
+class SnapKV(Scorer):
+    """Mean attention of the observation window over its queries and the group's query heads, average-pooled.
+
+    Source: Li et al., "SnapKV: LLM Knows What You Are Looking for Before Generation" (2024). The observation window
+    is the guard, the last 16 tokens of the segment, which are kept anyway as the paper keeps its window. Pooling with
+    a kernel of 5 tokens runs over the tokens before the window; those inside it score what they receive.
+    """
+
+    name = "snapkv"
+    queries = GUARD
+    kernel = 5
+
+    def score(self, segment: SegmentData) -> torch.Tensor:
+        received = window_attention(segment).mean(dim=(2, 3))
+        before, window = received[..., : -self.queries], received[..., -self.queries :]
+        pooled = avg_pool1d(before, self.kernel, stride=1, padding=self.kernel // 2, count_include_pad=False)
+        return torch.cat([pooled, window], dim=-1)

@@ -1,0 +1,65 @@
+"""The tensors that a scorer needs beside keys, values and queries: from the profile, or from a weights file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profile import Profile
+from sgl_ragged.scorers.base import Scorer
+
+
+def scorer_statistics(
+    scorer: Scorer, profile: Profile | None, weights: str | Path | None, num_layers: int, num_heads: int
+) -> list[dict[str, torch.Tensor]]:
+    """Per layer, the tensors [heads, ...] in `scorer.statistics`, of the whole model.
+
+    Args:
+        weights: safetensors file with one tensor [num_layers, num_heads, ...] for each name, or None to take them
+            from the profile.
+
+    Raises:
+        RaggedConfigError: something is missing, of the wrong shape or not finite, or a file is given for nothing.
+    """
+    if not scorer.statistics:
+        if weights is not None:
+            raise RaggedConfigError(f"scorer {scorer.name!r} has no weights: drop --ragged-scorer-weights")
+        return [{} for _ in range(num_layers)]
+    names = ", ".join(scorer.statistics)
+    if weights is not None:
+        source, tensors = f"weights file {weights}", _read(weights)
+    elif scorer.reads_hidden_states:
+        raise RaggedConfigError(
+            f"scorer {scorer.name!r} needs trained gates ({names}): pass --ragged-scorer-weights FILE (docs/scorers.md)"
+        )
+    elif profile is None:
+        raise RaggedConfigError(
+            f"scorer {scorer.name!r} needs statistics of this model ({names}) from a profile: make one with "
+            f"python -m calib run --scorer {scorer.name}, and pass it as --ragged-profile"
+        )
+    else:
+        source = "the profile"
+        tensors = {name: torch.from_numpy(array) for name, array in profile.statistics.items()}
+    missing = [name for name in scorer.statistics if name not in tensors]
+    if missing:
+        raise RaggedConfigError(f"{source} lacks {', '.join(missing)}, which scorer {scorer.name!r} needs")
+    for name in scorer.statistics:
+        if tensors[name].shape[:2] != (num_layers, num_heads):
+            raise RaggedConfigError(
+                f"{source}: {name} {tuple(tensors[name].shape)} must be [{num_layers} layers, {num_heads} heads, ...]"
+            )
+        if not tensors[name].isfinite().all():
+            raise RaggedConfigError(f"{source}: {name} has non-finite entries")
+    return [{name: tensors[name][layer].float() for name in scorer.statistics} for layer in range(num_layers)]
+
+
+def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise RaggedConfigError(f"weights file {path} cannot be read: {error}") from None
