@@ -25,7 +25,7 @@ class Server:
     """A running server: its address, process and log file."""
 
     url: str
-    process: subprocess.Popen
+    process: subprocess.Popen | psutil.Process
     log: Path
 
     def log_text(self) -> str:
@@ -79,17 +79,18 @@ def serve(
         )
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
     try:
-        _wait_until_healthy(server, ready_within_s)
+        wait_until_healthy(server, ready_within_s)
         yield server
     finally:
         stop(process)
 
 
-def _wait_until_healthy(server: Server, within_s: float) -> None:
+def wait_until_healthy(server: Server, within_s: float) -> None:
+    """Return once the server answers; raises ServerFailed if it ends or takes longer."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise ServerFailed(f"server ended with {server.process.returncode}:\n{server.log_text()[-4000:]}")
+        if _ended(server.process):
+            raise ServerFailed(f"server ended:\n{server.log_text()[-4000:]}")
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/health", timeout=20).status_code == 200:
                 return
@@ -97,7 +98,11 @@ def _wait_until_healthy(server: Server, within_s: float) -> None:
     raise ServerFailed(f"server not healthy within {within_s} s:\n{server.log_text()[-4000:]}")
 
 
-def stop(process: subprocess.Popen) -> None:
+def _ended(process: subprocess.Popen | psutil.Process) -> bool:
+    return process.poll() is not None if isinstance(process, subprocess.Popen) else not process.is_running()
+
+
+def stop(process: subprocess.Popen | psutil.Process) -> None:
     """End the server and every process that it started, and wait until they are gone.
 
     All of them at once and without a grace period: SGLang takes the end of a single worker for a crash and

@@ -27,7 +27,7 @@ METHODS = ("implied", "coverage")
 SCOPES = ("layer", "model")
 FITS = ("exact", "paper")
 
-_STATISTIC = "statistic."
+STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""
 
 
@@ -71,7 +71,7 @@ class Profile:
         for name, array in self._tensors().items():
             if not np.isfinite(array).all():
                 raise RaggedConfigError(f"profile: {name} has non-finite entries")
-            if not name.startswith(_STATISTIC) and (array < 0).any():
+            if not name.startswith(STATISTIC) and (array < 0).any():
                 raise RaggedConfigError(f"profile: {name} has negative entries")
         if (self.mu > 1).any():
             raise RaggedConfigError("profile: mu has entries above 1; it is a share of a segment")
@@ -110,7 +110,7 @@ class Profile:
 
     def _tensors(self) -> dict[str, np.ndarray]:
         named = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares")}
-        named |= {_STATISTIC + name: array for name, array in self.statistics.items()}
+        named |= {STATISTIC + name: array for name, array in self.statistics.items()}
         return {n: np.ascontiguousarray(a, dtype=np.float32) for n, a in named.items() if a is not None}
 
     def _metadata(self) -> dict[str, str]:
@@ -165,7 +165,7 @@ def load_profile(path: str | Path) -> Profile:
             f"profile {path} has format version {metadata.get('format_version')}, this release reads "
             f"{FORMAT_VERSION}: calibrate again"
         )
-    statistics = {n.removeprefix(_STATISTIC): a for n, a in tensors.items() if n.startswith(_STATISTIC)}
+    statistics = {n.removeprefix(STATISTIC): a for n, a in tensors.items() if n.startswith(STATISTIC)}
     try:
         profile = Profile(
             mu=tensors["mu"],

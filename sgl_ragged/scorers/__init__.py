@@ -11,7 +11,7 @@ from sgl_ragged.scorers.fastkvzip import FastKVzip
 from sgl_ragged.scorers.h2o import H2O
 from sgl_ragged.scorers.key_norm import KeyNorm
 from sgl_ragged.scorers.keydiff import KeyDiff
-from sgl_ragged.scorers.selection import keep_positions, rank_positions
+from sgl_ragged.scorers.selection import forced_first, keep_positions, rank_positions
 from sgl_ragged.scorers.snapkv import SnapKV
 from sgl_ragged.scorers.streaming import Streaming
 from sgl_ragged.scorers.tova import Tova
@@ -23,6 +23,7 @@ __all__ = [
     "ENTRY_POINTS",
     "Scorer",
     "SegmentData",
+    "forced_first",
     "get_scorer",
     "keep_positions",
     "rank_positions",

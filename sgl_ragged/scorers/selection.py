@@ -7,24 +7,32 @@ import torch
 from sgl_ragged.budgets import GUARD, SINKS
 
 
-def rank_positions(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:
-    """Order in which positions are kept: sinks, the guard from its end, then the best scores, ties to the earlier.
-
-    NaN scores rank below everything else, so that the order is defined for any input.
+def forced_first(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:
+    """Scores with sinks and guard at +inf, +inf as the largest finite number and NaN below everything else.
 
     Args:
         scores: float [segments, heads, S].
         first_segment: bool [segments], whether the segment starts the sequence and so holds the sinks.
 
     Returns:
-        int64 [segments, heads, S], a permutation of the positions. Does not change its arguments.
+        A new tensor like `scores`.
     """
     length = scores.shape[-1]
     ranks = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.finfo(scores.dtype).max)
     position = torch.arange(length, device=scores.device)
     sinks = first_segment[:, None] & (position < SINKS)
-    forced = (sinks | (position >= length - GUARD))[:, None, :]
-    order = torch.sort(ranks.masked_fill(forced, torch.inf), dim=-1, descending=True, stable=True).indices
+    return ranks.masked_fill((sinks | (position >= length - GUARD))[:, None, :], torch.inf)
+
+
+def rank_positions(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:
+    """Order in which positions are kept: sinks, the guard from its end, then the best scores, ties to the earlier.
+
+    NaN scores rank last, so that the order is defined for any input. Arguments as in `forced_first`.
+
+    Returns:
+        int64 [segments, heads, S], a permutation of the positions. Does not change its arguments.
+    """
+    order = torch.sort(forced_first(scores, first_segment), dim=-1, descending=True, stable=True).indices
     # Forced positions come out ascending; where a budget is smaller than all of them, the guard's last tokens win.
     guard_reversed = order.clone()
     guard_reversed[..., SINKS : SINKS + GUARD] = order[..., SINKS : SINKS + GUARD].flip(-1)

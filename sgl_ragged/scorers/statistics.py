@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import Profile
+from sgl_ragged.profile import STATISTIC, Profile
 from sgl_ragged.scorers.base import Scorer
 
 
@@ -19,8 +19,8 @@ def scorer_statistics(
     """Per layer, the tensors [heads, ...] in `scorer.statistics`, of the whole model.
 
     Args:
-        weights: safetensors file with one tensor [num_layers, num_heads, ...] for each name, or None to take them
-            from the profile.
+        weights: safetensors file with one tensor [num_layers, num_heads, ...] for each name, which may be another
+            profile, or None to take them from `profile`.
 
     Raises:
         RaggedConfigError: something is missing, of the wrong shape or not finite, or a file is given for nothing.
@@ -39,7 +39,8 @@ def scorer_statistics(
     elif profile is None:
         raise RaggedConfigError(
             f"scorer {scorer.name!r} needs statistics of this model ({names}) from a profile: make one with "
-            f"python -m calib run --scorer {scorer.name}, and pass it as --ragged-profile"
+            f"python -m calib run --scorer {scorer.name}, and pass it as --ragged-profile, or as "
+            f"--ragged-scorer-weights for its statistics alone"
         )
     else:
         source = "the profile"
@@ -60,6 +61,7 @@ def scorer_statistics(
 def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
     try:
         with safe_open(str(path), framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # A profile holds its statistics under a prefix.
+            return {name.removeprefix(STATISTIC): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise RaggedConfigError(f"weights file {path} cannot be read: {error}") from None

@@ -1,0 +1,31 @@
+"""Sample documents of the recall task for calibration, one JSON object per line.
+
+    python -m benchmarks.recall.samples --count 50 > recall.jsonl
+
+Both styles in turns: questions at the end ('needle') and over many turns ('chat'). No training or evaluation seed.
+"""
+
+import argparse
+import json
+
+import numpy as np
+
+from benchmarks.recall import task
+
+SEED = 2**33  # training and evaluation use smaller ones
+
+
+def main() -> None:
+    """Prints the samples."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of each document [2048]")
+    options = parser.parse_args()
+    for number in range(options.count):
+        style = task.STYLES[number % len(task.STYLES)]
+        tokens, _ = task.document(np.random.default_rng([SEED, number]), options.length, style)
+        print(json.dumps({"task": style, "input_ids": tokens.tolist()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""From recordings to profiles: the methods `implied` and `coverage` (design section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from calib.measure import Settings
+from sgl_ragged.budgets import coverage_kept
+from sgl_ragged.profile import Profile
+
+
+def derive_profile(
+    recordings: Sequence[Mapping[str, torch.Tensor]],
+    tasks: Sequence[str],
+    settings: Settings,
+    scorer: str,
+    *,
+    method: str,
+    scope: str,
+    alpha: float,
+    fit: str,
+    head_dim: int,
+    statistics: Mapping[str, torch.Tensor],
+) -> Profile:
+    """The profile of one scorer.
+
+    implied: mu and sigma are the mean and standard deviation over segments and samples of the share that each head
+        gets from the non-uniform top-k at `settings.ratio` (TANGRAM Eq. 3 and section 4.1).
+    coverage: the curves are the mean over segments and samples of the peak attention that the head's best tokens
+        cover; mu and sigma are taken over samples, of the shares that each sample's own curves would be given.
+
+    Args:
+        recordings: what `measure` returns, one per sample.
+        tasks: one per sample.
+        statistics: tensors [layers, heads, ...] that go into the profile if the scorer needs them.
+    """
+    if method == "implied":
+        counts = [r[f"{scorer}.implied.{scope}"].numpy() / settings.segment for r in recordings]
+        every = np.concatenate(counts)
+        mu, sigma, coverage = every.mean(0), every.std(0), None
+        shares = np.stack([sample.mean(0) for sample in counts])
+    else:
+        curves = [r[f"{scorer}.coverage"].numpy().astype(np.float64) for r in recordings]
+        coverage = np.concatenate(curves).mean(0)
+        own = [coverage_kept(c.mean(0), settings.ratio, settings.segment, scope) for c in curves]
+        shares = np.stack(own) / settings.segment
+        mu, sigma = shares.mean(0), shares.std(0)
+    return Profile(
+        mu=np.minimum(mu, 1.0).astype(np.float32),
+        sigma=sigma.astype(np.float32),
+        coverage=None if coverage is None else coverage.astype(np.float32),
+        shares=shares.astype(np.float32),
+        statistics=MappingProxyType({name: tensor.float().numpy() for name, tensor in statistics.items()}),
+        tasks=tuple(tasks),
+        model_id=settings.model.rstrip("/").split("/")[-1],
+        model_fingerprint=settings.model_fingerprint,
+        head_dim=head_dim,
+        scorer=scorer,
+        method=method,
+        scope=scope,
+        ratio=settings.ratio,
+        segment=settings.segment,
+        samples=len(recordings),
+        alpha=alpha,
+        fit=fit,
+        dataset_hash=settings.dataset_hash,
+        provenance="python -m calib run",
+    )

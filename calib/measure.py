@@ -1,0 +1,185 @@
+"""Runs samples through SGLang at rho = 1 with the recorder in its worker, one file per sample; resumable."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from calib.recorder import RECORDING, STATISTICS, Recorder
+from calib.samples import TokenizedSample
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.scorers import get_scorer
+
+STATISTICS_FILE = "statistics.safetensors"
+_SETTINGS_FILE = "settings.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what is recorded; recordings of other settings in the same folder are refused."""
+
+    model: str
+    model_fingerprint: str
+    scorers: tuple[str, ...]
+    ratio: float
+    segment: int
+    dataset_hash: str
+    dtype: str
+    scorer_weights: str | None
+
+
+def measure(
+    settings: Settings,
+    samples: Sequence[TokenizedSample],
+    folder: Path,
+    kv_bytes: int,
+    advance: Callable[[], None],
+) -> list[dict[str, torch.Tensor]]:
+    """Record all samples that `folder` does not hold yet; returns the recordings in sample order.
+
+    Scorers that need statistics take a pass of their own over the samples first.
+
+    Args:
+        kv_bytes: KV budget that holds the longest sample uncompressed.
+        advance: called once per sample and pass.
+
+    Raises:
+        RaggedConfigError: the folder holds recordings of other settings, or SGLang refuses the model.
+    """
+    _claim(folder, settings)
+    statistics = None
+    if any(_calibrated_statistics(name) for name in settings.scorers):
+        statistics = folder / STATISTICS_FILE
+        _measure_statistics(settings, samples, statistics, kv_bytes, advance)
+    names = [folder / f"sample-{number:05d}.safetensors" for number in range(len(samples))]
+    missing = [number for number, name in enumerate(names) if not _readable(name)]
+    for _ in range(len(samples) - len(missing)):
+        advance()
+    if missing:
+        recorder = Recorder(str(folder), settings.scorers, settings.ratio, str(statistics) if statistics else None)
+        with _Engine(settings, samples, recorder, kv_bytes) as engine:
+            for number in missing:
+                engine.record(samples[number]).replace(names[number])
+                advance()
+    return [load_file(name) for name in names]
+
+
+def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.Tensor]:
+    """What `measure` left in the folder for scorers that need statistics, empty if none does."""
+    path = folder / STATISTICS_FILE
+    return load_file(path) if any(_calibrated_statistics(name) for name in settings.scorers) else {}
+
+
+def passes(scorers: Sequence[str]) -> int:
+    """How often `measure` runs over the samples."""
+    return 2 if any(_calibrated_statistics(name) for name in scorers) else 1
+
+
+def _calibrated_statistics(scorer: str) -> bool:
+    """Whether the scorer needs statistics that calibration makes; raises if it needs others."""
+    found = get_scorer(scorer)
+    if not found.statistics or found.reads_hidden_states:
+        return False
+    unknown = set(found.statistics) - set(STATISTICS)
+    if unknown:
+        raise RaggedConfigError(
+            f"scorer {scorer!r} needs {', '.join(sorted(unknown))}, which calibration does not measure"
+        )
+    return True
+
+
+def _measure_statistics(
+    settings: Settings, samples: Sequence[TokenizedSample], target: Path, kv_bytes: int, advance: Callable[[], None]
+) -> None:
+    """Mean and covariance of the queries over all samples. Sums so far and how many samples they hold are kept."""
+    sums_file = target.with_name("query-moments.safetensors")
+    sums = load_file(sums_file) if _readable(sums_file) else {}
+    done = int(sums["samples"]) if sums else 0
+    for _ in range(done):
+        advance()
+    if done < len(samples):
+        with _Engine(settings, samples, Recorder(str(target.parent), (), settings.ratio), kv_bytes) as engine:
+            for sample in samples[done:]:
+                moments = load_file(engine.record(sample)) | {"samples": torch.tensor(1)}
+                sums = {name: value + sums[name] for name, value in moments.items()} if sums else moments
+                save_file(sums, str(sums_file.with_suffix(".partial")))
+                sums_file.with_suffix(".partial").replace(sums_file)
+                advance()
+    mean = sums["query_mean"] / sums["count"]
+    covariance = sums["query_covariance"] / sums["count"] - mean[..., :, None] * mean[..., None, :]
+    save_file({"query_mean": mean.float(), "query_covariance": covariance.float()}, str(target))
+
+
+class _Engine:
+    """SGLang's engine with the recorder: one request at a time, no radix cache, nothing compressed."""
+
+    def __init__(
+        self, settings: Settings, samples: Sequence[TokenizedSample], recorder: Recorder, kv_bytes: int
+    ) -> None:
+        self.folder = Path(recorder.folder)
+        gated = [name for name in settings.scorers if get_scorer(name).reads_hidden_states]
+        self.arguments: dict[str, Any] = dict(
+            model_path=settings.model,
+            dtype=settings.dtype,
+            skip_tokenizer_init=True,
+            log_level="error",
+            kv_pool="ragged",
+            kv_bytes=str(kv_bytes),
+            ragged_ratio=1.0,
+            ragged_segment=settings.segment,
+            ragged_profile="uniform",
+            # At rho = 1 nothing is scored; a scorer that reads hidden states must still see them.
+            ragged_scorer=gated[0] if gated else "streaming",
+            ragged_scorer_weights=settings.scorer_weights if gated else None,
+            ragged_observer=recorder,
+            disable_radix_cache=True,
+            max_running_requests=1,
+        )
+
+    def __enter__(self) -> _Engine:
+        import sglang
+
+        logging.getLogger("sglang").setLevel(logging.ERROR)
+        self.engine = sglang.Engine(**self.arguments)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.shutdown()
+
+    def record(self, sample: TokenizedSample) -> Path:
+        """Prefill one sample; returns the file that the recorder wrote."""
+        path = self.folder / RECORDING
+        path.unlink(missing_ok=True)
+        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        self.engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
+        if not path.is_file():
+            raise RuntimeError("the engine answered but recorded nothing")
+        return path
+
+
+def _claim(folder: Path, settings: Settings) -> None:
+    """Make the folder this calibration's own, or refuse it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _SETTINGS_FILE
+    wanted = json.dumps(asdict(settings), indent=2)
+    if path.is_file() and path.read_text() != wanted:
+        raise RaggedConfigError(
+            f"{folder} holds recordings made with other settings or data: delete it, or choose another --work folder"
+        )
+    path.write_text(wanted)
+
+
+def _readable(path: Path) -> bool:
+    try:
+        load_file(path)
+    except (OSError, SafetensorError):
+        return False
+    return True

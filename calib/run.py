@@ -1,0 +1,164 @@
+"""`python -m calib run`: calibrate head budgets of a model for one or several scorers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from calib.derive import derive_profile
+from calib.measure import Settings, calibrated_statistics, measure, passes
+from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
+from calib.stability import measure_stability
+from sgl_ragged.budgets import check_ratio, check_segment, profile_kept, uniform_kept
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.profile import FITS, METHODS, SCOPES
+from sgl_ragged.scorers import get_scorer, scorer_names
+
+DEFAULT_SCOPE = {"coverage": "model", "implied": "layer"}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the front end."""
+    parser = commands.add_parser(
+        "run",
+        help="calibrate a model",
+        description="Runs sample contexts through SGLang and writes a profile of head budgets.",
+    )
+    parser.add_argument("--model", required=True, help="model path, as for the server")
+    parser.add_argument(
+        "--scorer", nargs="+", default=["keydiff"], metavar="NAME", help=f"{', '.join(scorer_names())} [keydiff]"
+    )
+    parser.add_argument("--scorer-weights", metavar="FILE", help="gate weights of scorers that have them")
+    parser.add_argument("--ratio", type=float, default=0.3, help="kept / full KV bytes to calibrate at [0.3]")
+    parser.add_argument("--method", choices=METHODS, default="coverage", help="[coverage]")
+    parser.add_argument("--scope", choices=SCOPES, help="where heads compete [coverage: model, implied: layer]")
+    parser.add_argument("--alpha", type=float, help="safety margin of method implied, in standard deviations [2]")
+    parser.add_argument("--fit", choices=FITS, default="exact", help="scale to the ratio, or Eq. 5 as written [exact]")
+    parser.add_argument("--segment", type=int, default=256, help="tokens per segment; serve with the same [256]")
+    parser.add_argument("--samples", type=int, default=50, help="how many samples [50]")
+    parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help=".jsonl or text [built in]")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="samples are cut to this length [8192]")
+    parser.add_argument("--seed", type=int, default=0, help="of the built-in conversations [0]")
+    parser.add_argument("--dtype", default="auto", help="as for the server [auto]")
+    parser.add_argument("--work", type=Path, help="folder of recordings, to resume from [OUTPUT.recordings]")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="profile.safetensors; with several scorers the name must contain {scorer}",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Calibrate; writes one profile per scorer. Raises RaggedConfigError on bad input."""
+    _check(options)
+    config = _model_config(options.model)
+    longest = min(options.max_tokens, config["context_length"] - 2)
+    samples = tokenize(
+        read_samples(options.data, options.samples, options.seed), options.model, longest, options.segment + 1
+    )
+    settings = Settings(
+        model=options.model,
+        model_fingerprint=config["fingerprint"],
+        scorers=tuple(options.scorer),
+        ratio=options.ratio,
+        segment=options.segment,
+        dataset_hash=dataset_hash(samples),
+        dtype=options.dtype,
+        scorer_weights=options.scorer_weights,
+    )
+    work = options.work or Path(options.output.replace("{scorer}", "all") + ".recordings")
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("samples through SGLang", total=len(samples) * passes(options.scorer))
+        kv_bytes = _kv_bytes(config, options.segment, samples)
+        recordings = measure(settings, samples, work, kv_bytes, lambda: progress.advance(task))
+    scope = options.scope or DEFAULT_SCOPE[options.method]
+    statistics = calibrated_statistics(settings, work)
+    reports = []
+    for scorer in options.scorer:
+        profile = derive_profile(
+            recordings,
+            [sample.task for sample in samples],
+            settings,
+            scorer,
+            method=options.method,
+            scope=scope,
+            alpha=2.0 if options.alpha is None else options.alpha,
+            fit=options.fit,
+            head_dim=config["head_dim"],
+            statistics={name: statistics[name] for name in get_scorer(scorer).statistics if name in statistics},
+        )
+        path = Path(options.output.replace("{scorer}", scorer))
+        profile.save(path)
+        kept = profile_kept(profile, options.ratio, options.segment)
+        stability = measure_stability(profile)
+        reports.append({"profile": str(path), "scorer": scorer, "digest": profile.digest(), **stability.as_dict()})
+        if not options.json:
+            print(
+                f"{path}: {scorer}, {options.method} over the {scope}, {profile.samples} samples; kept per "
+                f"{options.segment}-token segment min/max {kept.min()}/{kept.max()} "
+                f"(mean share {kept.mean() / options.segment:.4f})"
+            )
+            print(f"  {stability.describe()}")
+    if options.json:
+        print(json.dumps(reports, indent=2))
+    else:
+        print(f"recordings are kept in {work} for another --method, --scope or --alpha; delete them when done")
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_ratio(options.ratio)
+    check_segment(options.segment)
+    if options.samples < 2:
+        raise RaggedConfigError(f"--samples {options.samples}: at least 2 are needed for a standard deviation")
+    if options.method == "coverage" and (options.alpha is not None or options.fit == "paper"):
+        raise RaggedConfigError("--alpha and --fit paper belong to --method implied: coverage has no Eq. 5")
+    if len(set(options.scorer)) > 1 and "{scorer}" not in options.output:
+        raise RaggedConfigError(
+            "with several scorers the name in -o must contain {scorer}, such as {scorer}.safetensors"
+        )
+    for scorer in options.scorer:
+        if get_scorer(scorer).reads_hidden_states and options.scorer_weights is None:
+            raise RaggedConfigError(f"scorer {scorer!r} needs trained gates: pass --scorer-weights FILE")
+    parent = Path(options.output).parent
+    if not parent.is_dir():
+        raise RaggedConfigError(f"the folder of the output, {parent}, does not exist")
+
+
+def _model_config(model: str) -> dict[str, Any]:
+    """What calibration needs of the model's config; the fingerprint is the server's."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise RaggedConfigError(f"cannot read the config of {model}: {str(error).splitlines()[0]}") from None
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return {
+        "fingerprint": config_fingerprint(text.to_dict()),
+        "context_length": int(getattr(text, "max_position_embeddings", 8192)),
+        "layers": int(text.num_hidden_layers),
+        "heads": int(heads),
+        "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
+    }
+
+
+def _kv_bytes(config: dict[str, Any], segment: int, samples: list[TokenizedSample]) -> int:
+    """A KV budget that holds the longest sample uncompressed, in float32, with room for padding and one more page."""
+    full = SlabLayout(uniform_kept(config["layers"], config["heads"], 1.0, segment), config["head_dim"], segment)
+    segments = max(len(sample.input_ids) for sample in samples) // segment + 4
+    # Scorers that read queries keep as much again beside the tails at most.
+    return segments * full.slab_bytes(4) + 8 * full.tail_bytes(4)

@@ -1,0 +1,121 @@
+"""Sample contexts: from JSON lines, from text files, or the built-in conversations; and their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calib.conversations import built_in_conversations
+from sgl_ragged.errors import RaggedConfigError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One context: token ids, chat messages or text (exactly one of them), and the task that it stands for."""
+
+    task: str
+    input_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, str], ...] | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class TokenizedSample:
+    task: str
+    input_ids: tuple[int, ...]
+
+
+def read_samples(paths: Sequence[Path], count: int, seed: int) -> list[Sample]:
+    """The first `count` samples of the files in order, or `count` built-in conversations if there are no files.
+
+    A .jsonl file holds an object per line with `input_ids`, `messages` or `text`, and optionally `task`. Any other
+    file is one text, its task is the name of its folder.
+
+    Raises:
+        RaggedConfigError: a file is missing, empty or malformed; the message names the line.
+    """
+    if not paths:
+        return [Sample(task=task, messages=talk) for task, talk in built_in_conversations(count, seed)]
+    samples: list[Sample] = []
+    for path in paths:
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RaggedConfigError(f"cannot read samples from {path}: {error}") from None
+        if path.suffix == ".jsonl":
+            lines = enumerate(text.splitlines(), start=1)
+            samples += [_parse(line, f"{path}:{number}") for number, line in lines if line.strip()]
+        else:
+            samples.append(Sample(task=path.resolve().parent.name, text=text))
+    if not samples:
+        raise RaggedConfigError(f"no samples in {', '.join(map(str, paths))}")
+    return samples[:count]
+
+
+def _parse(line: str, place: str) -> Sample:
+    try:
+        entry: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise RaggedConfigError(f"{place}: not JSON: {error}") from None
+    kinds = [kind for kind in ("input_ids", "messages", "text") if isinstance(entry, dict) and kind in entry]
+    if len(kinds) != 1:
+        raise RaggedConfigError(f"{place}: needs exactly one of input_ids, messages and text")
+    kind, task = kinds[0], str(entry.get("task", "samples"))
+    value = entry[kind]
+    if kind == "text" and isinstance(value, str):
+        return Sample(task=task, text=value)
+    if kind == "input_ids" and isinstance(value, list) and all(isinstance(i, int) and i >= 0 for i in value):
+        return Sample(task=task, input_ids=tuple(value))
+    if kind == "messages" and isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
+        return Sample(task=task, messages=tuple(value))
+    raise RaggedConfigError(f"{place}: {kind} is malformed")
+
+
+def tokenize(samples: Sequence[Sample], model: Path | str, longest: int, shortest: int) -> list[TokenizedSample]:
+    """Token ids of the samples, cut to `longest` tokens.
+
+    The tokenizer is loaded only if a sample needs it. Messages go through the model's chat template; without one,
+    their texts are joined.
+
+    Raises:
+        RaggedConfigError: a sample has fewer than `shortest` tokens, or there is no tokenizer.
+    """
+    tokenizer = None
+    if any(sample.input_ids is None for sample in samples):
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise RaggedConfigError(f"{model} has no tokenizer, give samples as input_ids: {reason}") from None
+    tokenized = []
+    for number, sample in enumerate(samples, start=1):
+        ids = tuple(_token_ids(sample, tokenizer))[:longest]
+        if len(ids) < shortest:
+            raise RaggedConfigError(
+                f"sample {number} has {len(ids)} tokens, but calibration needs at least {shortest}: later tokens must "
+                f"look back at a whole segment; give longer samples or a shorter --segment"
+            )
+        tokenized.append(TokenizedSample(task=sample.task, input_ids=ids))
+    return tokenized
+
+
+def _token_ids(sample: Sample, tokenizer: Any) -> Sequence[int]:
+    if sample.input_ids is not None:
+        return sample.input_ids
+    if sample.text is not None:
+        return tokenizer.encode(sample.text)
+    messages = list(sample.messages or ())
+    if tokenizer.chat_template:
+        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+    return tokenizer.encode("\n".join(message["content"] for message in messages))
+
+
+def dataset_hash(samples: Sequence[TokenizedSample]) -> str:
+    """16 hex digits over tasks and token ids."""
+    return hashlib.sha256(json.dumps([[s.task, s.input_ids] for s in samples]).encode()).hexdigest()[:16]
