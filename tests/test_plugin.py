@@ -105,7 +105,11 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-ratio", "1.01"), "outside (0, 1]"),
         (("--ragged-ratio", "nan"), "outside (0, 1]"),
         (("--ragged-segment", "250"), "multiple of 16"),
-        (("--ragged-scorer", "best"), "known: key_norm, keydiff, streaming, value_key_norm"),
+        (("--ragged-scorer", "best"), "known: expected_attention, fastkvzip, h2o, key_norm, keydiff"),
+        (("--ragged-scorer", "fastkvzip"), "pass --ragged-scorer-weights FILE"),
+        (("--ragged-scorer", "expected_attention"), "python -m calib run --scorer expected_attention"),
+        (("--ragged-scorer-weights", "gates.safetensors"), "'keydiff' has no weights"),
+        (("--ragged-heads-per-group", "0"), "must be at least 1"),
         (("--kv-bytes", "many"), "cannot read 'many'"),
         (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
         (("--speculative-algorithm", "NGRAM"), "speculative decoding"),
@@ -206,7 +210,7 @@ def test_help_shows_the_flags(capsys):
     shown = capsys.readouterr().out
     for flag in ("--kv-pool", "--kv-bytes", "--ragged-ratio", "--ragged-segment", "--ragged-scorer"):
         assert flag in shown
-    for flag in ("--ragged-profile", "--ragged-kernel"):
+    for flag in ("--ragged-profile", "--ragged-kernel", "--ragged-scorer-weights", "--ragged-heads-per-group"):
         assert flag in shown
 
 

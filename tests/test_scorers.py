@@ -1,6 +1,11 @@
-"""Scorers against closed forms, and the choice of what is kept."""
+"""Scorers against closed forms, their registry, and the choice of what is kept."""
 
 from __future__ import annotations
+
+import math
+import re
+from importlib.metadata import entry_points
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +14,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.scorers import SCORERS, get_scorer, keep_positions
-from tests.oracle import kept_tokens
+from sgl_ragged.scorers import (
+    ALL_QUERIES,
+    BUILT_IN,
+    ENTRY_POINTS,
+    Scorer,
+    SegmentData,
+    get_scorer,
+    keep_positions,
+    rank_positions,
+    scorer_names,
+)
+from sgl_ragged.scorers.statistics import scorer_statistics
+from tests.oracle import Tokens, kept_tokens
 
 KEYS = torch.tensor([[3.0, 0.0], [0.0, 4.0], [-5.0, 0.0], [1.0, 0.0]])
 VALUES = torch.tensor([[6.0, 8.0], [0.0, 2.0], [0.0, 0.0], [0.5, 0.0]])
+
+
+def one_head(keys: torch.Tensor, values: torch.Tensor | None = None, **rest) -> SegmentData:
+    """A single segment of a single head from [S, d] keys and values and [q_per_kv, W, d] queries."""
+    queries = rest.pop("queries", None)
+    return SegmentData(
+        keys=keys[None, None],
+        values=(keys if values is None else values)[None, None],
+        queries=None if queries is None else queries[None, None],
+        **rest,
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,30 +53,235 @@ VALUES = torch.tensor([[6.0, 8.0], [0.0, 2.0], [0.0, 0.0], [0.5, 0.0]])
         ("streaming", [0.0, 1.0, 2.0, 3.0]),
     ],
 )
-def test_closed_forms(name, expected):
-    torch.testing.assert_close(get_scorer(name).score(KEYS, VALUES), torch.tensor(expected))
+def test_closed_forms_of_keys_and_values(name, expected):
+    torch.testing.assert_close(get_scorer(name).score(one_head(KEYS, VALUES))[0, 0], torch.tensor(expected))
 
 
-@pytest.mark.parametrize("name", sorted(SCORERS))
-def test_leading_axes_are_independent_and_arguments_unchanged(name):
-    keys, values = torch.randn(2, 3, 32, 8), torch.randn(2, 3, 32, 8)
-    before = keys.clone(), values.clone()
-    scores = get_scorer(name).score(keys, values)
+def test_tova_is_the_attention_of_the_last_query():
+    """One query head sees logits log 1 .. log 4, the other is indifferent."""
+    keys = torch.tensor([1.0, 2.0, 3.0, 4.0]).log()[:, None]
+    data = one_head(2 * keys, queries=torch.tensor([[[1.0]], [[0.0]]]), scale=0.5)
+    expected = (torch.tensor([0.1, 0.2, 0.3, 0.4]) + 0.25) / 2
+    torch.testing.assert_close(get_scorer("tova").score(data)[0, 0], expected)
+
+
+def test_h2o_is_the_mean_over_the_queries_that_could_see_the_token():
+    """Indifferent queries: query i pays 1 / (i + 1) to each token up to itself."""
+    data = one_head(torch.ones(4, 1), queries=torch.zeros(1, 4, 1))
+    torch.testing.assert_close(get_scorer("h2o").score(data)[0, 0], torch.tensor([25 / 48, 13 / 36, 7 / 24, 1 / 4]))
+
+
+@pytest.mark.parametrize(
+    ("peak", "expected"),
+    [(5, {3: 1 / 5, 4: 1 / 5, 5: 1 / 5, 6: 1 / 5, 7: 1 / 5}), (0, {0: 1 / 3, 1: 1 / 4, 2: 1 / 5})],
+)
+def test_snapkv_pools_what_the_window_sees(peak, expected):
+    """All attention of the last 16 queries on one token is spread over its neighbours, fewer at the edge."""
+    keys = torch.zeros(32, 1)
+    keys[peak] = 100.0
+    scores = get_scorer("snapkv").score(one_head(keys, queries=torch.ones(2, 16, 1)))[0, 0]
+    want = torch.zeros(32)
+    want[list(expected)] = torch.tensor(list(expected.values()))
+    torch.testing.assert_close(scores, want)
+
+
+@pytest.mark.parametrize(
+    ("mean", "variance", "expected"),
+    # E[exp(q k)] = exp(mean k + variance k^2 / 2) for k = 0, 1, -2 and |v| = 1, 2, 1.
+    [(math.log(2), 0.0, [4 / 13, 16 / 13, 1 / 13]), (0.0, 2 * math.log(2), [1 / 19, 4 / 19, 16 / 19])],
+)
+def test_expected_attention_of_gaussian_queries(mean, variance, expected):
+    statistics = {"query_mean": torch.tensor([[[mean]]]), "query_covariance": torch.tensor([[[[variance]]]])}
+    keys, values = torch.tensor([[0.0], [1.0], [-2.0]]), torch.tensor([[1.0], [-2.0], [1.0]])
+    scores = get_scorer("expected_attention").score(one_head(keys, values, statistics=statistics))[0, 0]
+    torch.testing.assert_close(scores, torch.tensor(expected))
+
+
+def test_fastkvzip_gate():
+    """Rank 1: normalised query and key are 1, so the token's own logit is 1 + bias, against sinks 0 and log 2."""
+    gate = {
+        "q_proj": torch.full((1, 1, 1, 2), 3.0),
+        "q_bias": torch.full((1, 1, 1), 0.5),
+        "k_proj": torch.full((1, 1, 2), 7.0),
+        "q_norm": torch.ones(1, 1),
+        "k_norm": torch.ones(1, 1),
+        "sink_keys": torch.tensor([[[0.0], [math.log(2)]]]),
+        "bias": torch.tensor([[math.log(3) - 1]]),
+    }
+    scorer = get_scorer("fastkvzip")
+    assert set(gate) == set(scorer.statistics)
+    # own = log 3: 1 / (1 + exp(-log 3) + exp(log 2 - log 3)) = 1 / 2.
+    scores = scorer.token_scores(torch.tensor([[1.0, 2.0], [5.0, 1.0]]), gate)
+    torch.testing.assert_close(scores, torch.tensor([[0.5], [0.5]]))
+    data = one_head(torch.zeros(2, 1), token_scores=scores.T[None])
+    torch.testing.assert_close(scorer.score(data)[0, 0], torch.tensor([0.5, 0.5]))
+
+
+def random_segments(name: str, segments: int, heads: int, seed: int, length: int = 32) -> SegmentData:
+    """Random segments with everything that the scorer needs; 2 query heads per head, d = 8."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    window = min(get_scorer(name).queries, length)
+    root = rand(heads, 2, 8, 8)
+    return SegmentData(
+        keys=rand(segments, heads, length, 8),
+        values=rand(segments, heads, length, 8),
+        queries=rand(segments, heads, 2, window, 8) if window else None,
+        token_scores=rand(segments, heads, length).sigmoid() if name == "fastkvzip" else None,
+        scale=8**-0.5,
+        statistics={"query_mean": rand(heads, 2, 8), "query_covariance": root @ root.mT},
+    )
+
+
+def pick(data: SegmentData, segment: int, head: int) -> SegmentData:
+    one = (slice(segment, segment + 1), slice(head, head + 1))
+    return SegmentData(
+        keys=data.keys[one],
+        values=data.values[one],
+        queries=None if data.queries is None else data.queries[one],
+        token_scores=None if data.token_scores is None else data.token_scores[one],
+        scale=data.scale,
+        statistics={name: tensor[one[1]] for name, tensor in data.statistics.items()},
+    )
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_segments_and_heads_are_independent_and_arguments_unchanged(name):
+    data, before = (random_segments(name, 2, 3, seed=0) for _ in range(2))
+    scores = get_scorer(name).score(data)
     assert scores.shape == (2, 3, 32)
     assert scores.dtype == torch.float32
-    torch.testing.assert_close(scores[1, 2], get_scorer(name).score(keys[1, 2], values[1, 2]))
-    assert torch.equal(keys, before[0])
-    assert torch.equal(values, before[1])
+    torch.testing.assert_close(scores[1:, 2:], get_scorer(name).score(pick(data, 1, 2)))
+    for field in ("keys", "values", "queries", "token_scores"):
+        if getattr(data, field) is not None:
+            assert torch.equal(getattr(data, field), getattr(before, field))
+
+
+POISONS = ("nan", "inf", "-inf", "zero", "equal", "huge")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(BUILT_IN)),
+    where=st.sampled_from(("keys", "values", "queries")),
+    poison=st.sampled_from(POISONS),
+    tokens=st.lists(st.integers(0, 31), min_size=1, max_size=32, unique=True),
+    first=st.booleans(),
+)
+def test_any_input_gives_a_defined_choice(name, where, poison, tokens, first):
+    """NaN, infinities, zeros, equal and huge entries: a permutation, twice the same, other heads untouched."""
+    data, clean = (random_segments(name, 1, 2, seed=1) for _ in range(2))
+    tensor = getattr(data, where)
+    if tensor is not None:
+        places = [token for token in tokens if token < tensor.shape[-2]]
+        filling = {"nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf, "zero": 0.0, "equal": 0.5, "huge": 3e38}
+        tensor[0, 0, ..., places, :] = filling[poison]
+    first_segment = torch.tensor([first])
+    scorer = get_scorer(name)
+    order = rank_positions(scorer.score(data), first_segment)
+    assert torch.equal(order, rank_positions(scorer.score(data), first_segment))
+    assert torch.equal(order.sort(dim=-1).values, torch.arange(32).expand(1, 2, 32))
+    assert torch.equal(order[:, 1], rank_positions(scorer.score(clean), first_segment)[:, 1])
+
+
+@pytest.mark.parametrize("name", ["keydiff", "key_norm", "value_key_norm"])
+def test_equal_tokens_keep_the_earliest(name):
+    data = one_head(torch.ones(64, 4), torch.ones(64, 4))
+    kept = keep_positions(rank_positions(get_scorer(name).score(data), torch.tensor([False])), 32)[0, 0].tolist()
+    assert kept == [*range(16), *range(48, 64)]
 
 
 def test_unknown_scorer_lists_the_known():
-    with pytest.raises(RaggedConfigError, match="key_norm, keydiff, streaming, value_key_norm"):
+    with pytest.raises(RaggedConfigError, match="expected_attention, fastkvzip, h2o, key_norm, keydiff, snapkv"):
         get_scorer("nonsense")
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_what_scorers_say_they_need(name):
+    scorer = get_scorer(name)
+    places, elements = scorer.side_shape(segment=64, q_per_kv=3, head_dim=8)
+    assert (places, elements) == {
+        "snapkv": (16, 24),
+        "tova": (1, 24),
+        "h2o": (64, 24),
+        "fastkvzip": (64, 1),
+    }.get(name, (0, 0))
+    assert (scorer.queries == ALL_QUERIES) == (name == "h2o")
+
+
+# Statistics
+
+
+def test_statistics_are_refused_with_the_reason(tmp_path):
+    from safetensors.torch import save_file
+
+    expected, gated, plain = (get_scorer(name) for name in ("expected_attention", "fastkvzip", "keydiff"))
+    with pytest.raises(RaggedConfigError, match="python -m calib run --scorer expected_attention"):
+        scorer_statistics(expected, None, None, 2, 4)
+    with pytest.raises(RaggedConfigError, match="pass --ragged-scorer-weights"):
+        scorer_statistics(gated, None, None, 2, 4)
+    with pytest.raises(RaggedConfigError, match="has no weights"):
+        scorer_statistics(plain, None, "x.safetensors", 2, 4)
+    with pytest.raises(RaggedConfigError, match="cannot be read"):
+        scorer_statistics(gated, None, tmp_path / "none.safetensors", 2, 4)
+    path = tmp_path / "moments.safetensors"
+    save_file({"query_mean": torch.ones(2, 4, 1, 8)}, str(path))
+    with pytest.raises(RaggedConfigError, match="lacks query_covariance"):
+        scorer_statistics(expected, None, path, 2, 4)
+    save_file({"query_mean": torch.ones(3, 4, 1, 8), "query_covariance": torch.ones(2, 4, 1, 8, 8)}, str(path))
+    with pytest.raises(RaggedConfigError, match=r"must be \[2 layers, 4 heads"):
+        scorer_statistics(expected, None, path, 2, 4)
+    save_file({n: torch.full((2, 4, 1), torch.nan) for n in expected.statistics}, str(path))
+    with pytest.raises(RaggedConfigError, match="non-finite"):
+        scorer_statistics(expected, None, path, 2, 4)
+
+
+# The registry
+
+
+def test_a_third_party_scorer_as_the_documentation_shows_it(tmp_path, monkeypatch):
+    """The two files of docs/scorers.md, installed as a package of their own."""
+    page = (Path(__file__).parent.parent / "docs" / "scorers.md").read_text()
+    (code,) = re.findall(r"```python\n(# far_keys.py.*?)```", page, flags=re.DOTALL)
+    (section,) = re.findall(r'```toml\n.*?(\[project.entry-points."(.*?)"\]\n(.*?))```', page, flags=re.DOTALL)
+    assert section[1] == ENTRY_POINTS
+    (tmp_path / "far_keys.py").write_text(code)
+    info = tmp_path / "far_keys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: far-keys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{section[2].replace(chr(34), '')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "far_keys" in {point.name for point in entry_points(group=ENTRY_POINTS)}
+    assert "far_keys" in scorer_names()
+    scorer = get_scorer("far_keys")
+    assert isinstance(scorer, Scorer)
+    keys = torch.tensor([[0.0], [1.0], [5.0]])
+    # Distances to the mean key, 2.
+    torch.testing.assert_close(scorer.score(one_head(keys))[0, 0], torch.tensor([2.0, 1.0, 3.0]))
+
+
+@pytest.mark.parametrize(("code", "words"), [("raise OSError('gone')", "cannot be loaded"), ("Bad = 3", "no subclass")])
+def test_a_broken_third_party_scorer_is_refused(tmp_path, monkeypatch, code, words):
+    name = f"broken_{words.split()[-1]}"
+    (tmp_path / f"{name}.py").write_text(code)
+    info = tmp_path / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\n{name} = {name}:Bad\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RaggedConfigError, match=words):
+        get_scorer(name)
+
+
+# The choice of what is kept
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(SCORERS)),
+    name=st.sampled_from(["keydiff", "key_norm", "value_key_norm", "streaming"]),
     units=st.integers(1, 4),
     first=st.booleans(),
     seed=st.integers(0, 1000),
@@ -61,10 +293,10 @@ def test_selection_equals_the_literal_rule(name, units, first, seed):
     keys[0] = 0.25
     values = rng.integers(-3, 4, (64, 4)) / 4
     keys[(keys == 0).all(axis=1)] = 0.25
-    scores = get_scorer(name).score(torch.tensor(keys[None, None]), torch.tensor(values[None, None]))
-    found = keep_positions(scores, 16 * units, torch.tensor([first]))[0, 0].tolist()
+    scores = get_scorer(name).score(one_head(torch.tensor(keys), torch.tensor(values)))
+    found = keep_positions(rank_positions(scores, torch.tensor([first])), 16 * units)[0, 0].tolist()
     if name == "streaming":
-        assert found == kept_tokens(name, keys, values, 16 * units, first)
+        assert found == kept_tokens(name, Tokens(keys, values), 16 * units, first)
     # The literal rule on the scores as computed: ties and forced tokens, whatever the rounding of a formula.
     flat = scores[0, 0].tolist()
     sinks = list(range(4)) if first else []
@@ -78,7 +310,7 @@ def test_selection_equals_the_literal_rule(name, units, first, seed):
 def test_non_finite_scores_are_deterministic(bad, first):
     scores = torch.zeros(1, 1, 64)
     scores[..., 20:30] = bad
-    kept = keep_positions(scores, 32, torch.tensor([first]))[0, 0].tolist()
+    kept = keep_positions(rank_positions(scores, torch.tensor([first])), 32)[0, 0].tolist()
     assert len(set(kept)) == 32
     assert kept == sorted(kept)
     assert set(range(48, 64)) <= set(kept)
@@ -86,10 +318,10 @@ def test_non_finite_scores_are_deterministic(bad, first):
 
 
 def test_all_equal_scores_keep_the_earliest():
-    kept = keep_positions(torch.zeros(1, 1, 64), 32, torch.tensor([False]))[0, 0].tolist()
+    kept = keep_positions(rank_positions(torch.zeros(1, 1, 64), torch.tensor([False])), 32)[0, 0].tolist()
     assert kept == [*range(16), *range(48, 64)]
 
 
 def test_guard_gives_way_to_sinks():
-    kept = keep_positions(torch.zeros(1, 1, 64), 16, torch.tensor([True]))[0, 0].tolist()
+    kept = keep_positions(rank_positions(torch.zeros(1, 1, 64), torch.tensor([True])), 16)[0, 0].tolist()
     assert kept == [*range(4), *range(52, 64)]

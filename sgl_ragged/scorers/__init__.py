@@ -70,4 +70,6 @@ def get_scorer(name: str) -> Scorer:
         raise RaggedConfigError(f"scorer {name!r} ({point.value}) cannot be loaded: {error!r}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Scorer)):
         raise RaggedConfigError(f"scorer {name!r} ({point.value}) is no subclass of sgl_ragged.scorers.Scorer")
+    if loaded.name != name:
+        raise RaggedConfigError(f"scorer {name!r} ({point.value}) calls itself {loaded.name!r}: use one name")
     return loaded()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -53,7 +54,7 @@ def scorer_statistics(
             raise RaggedConfigError(
                 f"{source}: {name} {tuple(tensors[name].shape)} must be [{num_layers} layers, {num_heads} heads, ...]"
             )
-        if not tensors[name].isfinite().all():
+        if not np.isfinite(tensors[name].float().numpy()).all():
             raise RaggedConfigError(f"{source}: {name} has non-finite entries")
     return [{name: tensors[name][layer].float() for name in scorer.statistics} for layer in range(num_layers)]
 
