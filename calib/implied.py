@@ -24,10 +24,11 @@ def implied_counts(scores: torch.Tensor, ratio: float, scope: str) -> torch.Tens
     """
     segments, layers, heads, length = scores.shape
     ranks = forced_first(scores.flatten(1, 2), torch.arange(segments) == 0)
-    flat = ranks.reshape(segments * (layers if scope == "layer" else 1), -1)
+    rows, competing = (segments * layers, heads) if scope == "layer" else (segments, layers * heads)
+    flat = ranks.reshape(rows, competing * length)
     # Rounded first: 0.3 * 640 is a little more than 192 in binary.
     top = math.ceil(round(ratio * flat.shape[1], 6))
     winners = torch.sort(flat, dim=-1, descending=True, stable=True).indices[:, :top] // length
-    counts = torch.zeros((flat.shape[0], flat.shape[1] // length), dtype=torch.int32)
+    counts = torch.zeros((rows, competing), dtype=torch.int32)
     counts.scatter_add_(1, winners, torch.ones_like(winners, dtype=torch.int32))
     return counts.view(segments, layers, heads)

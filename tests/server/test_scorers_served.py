@@ -1,0 +1,101 @@
+"""Scorers that need more than keys and values, on real servers: against the oracle, and hit against miss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.demo import MODEL
+from benchmarks.recall import task
+from benchmarks.warm_start import Nursery
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.grouping import group_largest
+from sgl_ragged.scorers import get_scorer
+from tests.models import make_profile
+from tests.oracle import Oracle
+from tests.server.client import flush, generate
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO = 128, 0.3
+LAYERS, HEADS, PER_HEAD, DIM, HIDDEN = 4, 8, 2, 32, 128
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as nursery:
+        yield nursery
+
+
+def document(seed: int, length: int) -> list[int]:
+    return task.document(np.random.default_rng(seed), length, "chat")[0].tolist()
+
+
+def weights(scorer: str) -> dict[str, torch.Tensor]:
+    """Random statistics or gates of the right shapes."""
+    generator = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(LAYERS, HEADS, *shape, generator=generator)
+
+    if scorer == "expected_attention":
+        root = rand(PER_HEAD, DIM, DIM) / DIM**0.5
+        return {"query_mean": rand(PER_HEAD, DIM), "query_covariance": root @ root.mT}
+    if scorer == "fastkvzip":
+        shapes = dict(q_proj=(PER_HEAD, 4, HIDDEN), q_bias=(PER_HEAD, 4), k_proj=(4, HIDDEN), sink_keys=(3, 4))
+        shapes |= dict(bias=(PER_HEAD,), q_norm=(4,), k_norm=(4,))
+        return {name: rand(*shape) for name, shape in shapes.items()}
+    return {}
+
+
+@pytest.mark.parametrize("scorer", ["snapkv", "tova", "h2o", "expected_attention", "fastkvzip"])
+def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
+    profile = make_profile(MODEL, tmp_path / "profile.safetensors", scorer=scorer, segment=SEGMENT)
+    tensors = weights(scorer)
+    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
+    flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
+    flags += ["--ragged-scorer", scorer, "--ragged-profile", str(tmp_path / "profile.safetensors")]
+    flags += ["--chunked-prefill-size", "512"]
+    if tensors:
+        save_file(tensors, str(tmp_path / "weights.safetensors"))
+        flags += ["--ragged-scorer-weights", str(tmp_path / "weights.safetensors")]
+    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+        prompt = document(20, 700)
+        first = generate(server, prompt, 200, logprobs_from=0)
+        # The second turn finds segments that prefill sealed and one that decode sealed.
+        turn = prompt + first.tokens + document(21, 60)
+        warm = generate(server, turn, 20)
+        assert warm.cached == (700 + 199) // SEGMENT * SEGMENT
+        flush(server)
+        cold = generate(server, turn, 20)
+        assert cold.cached == 0
+        assert warm.tokens == cold.tokens
+        np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    if scorer == "fastkvzip":
+        return  # the oracle does not see hidden states
+    statistics = tuple(t.double().numpy() for t in tensors.values()) or None
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    expected = Oracle(str(MODEL), kept, SEGMENT, scorer, statistics).logprobs(prompt + first.tokens)
+    found = np.concatenate([first.input_logprobs, first.output_logprobs])
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_groups_of_heads_and_the_size_of_what_scorers_keep(nursery, tmp_path):
+    """--ragged-heads-per-group raises budgets to their group's largest; queries beside the tails are paid for."""
+    profile = make_profile(MODEL, tmp_path / "profile.safetensors", scorer="h2o", segment=SEGMENT)
+    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
+    flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
+    flags += ["--ragged-scorer", "h2o", "--ragged-profile", str(tmp_path / "profile.safetensors")]
+    with nursery.serve(MODEL, *flags, "--ragged-heads-per-group", "4", log=tmp_path / "server.log") as server:
+        answer = generate(server, document(22, 500), 8)
+        log = server.log_text()
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    grouped = group_largest(kept, 4)
+    assert grouped.mean() > kept.mean()
+    assert f"(mean share {grouped.mean() / SEGMENT:.4f})" in log
+    tail = LAYERS * 2 * HEADS * SEGMENT * DIM * 4
+    queries = LAYERS * HEADS * (SEGMENT + 1) * get_scorer("h2o").side_shape(SEGMENT, PER_HEAD, DIM)[1] * 4
+    assert f"tails {5 * (tail + queries)} bytes for 4 requests" in log
+    assert len(answer.tokens) == 8

@@ -1,0 +1,270 @@
+"""What the recorder writes, against a dense computation, and what is derived from it."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from calib.derive import derive_profile
+from calib.implied import implied_counts
+from calib.measure import Settings, measure
+from calib.recorder import RECORDING, Recorder
+from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
+from sgl_ragged.attention import torch_ops
+from sgl_ragged.attention.batch import extend_batch
+from sgl_ragged.budgets import coverage_kept
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.scorers import get_scorer
+from tests.oracle import Tokens, kept_tokens
+
+SEGMENT, LAYERS, HEADS, PER_HEAD, DIM = 32, 2, 3, 2, 8
+LENGTH = 4 * SEGMENT + 5
+SCORERS = ("keydiff", "snapkv", "h2o", "expected_attention")
+
+
+def content(seed: int) -> list[torch.Tensor]:
+    """Queries [T, layers, heads, q_per_kv, d], keys and values [T, layers, heads, d]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((LENGTH, LAYERS, HEADS, PER_HEAD, DIM), (LENGTH, LAYERS, HEADS, DIM), (LENGTH, LAYERS, HEADS, DIM))
+    return [2 * torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def record(recorder: Recorder, tensors: list[torch.Tensor], chunks: list[int]) -> dict[str, torch.Tensor]:
+    """Feed a sequence to a store at rho = 1 in chunks, as the backend does."""
+    layout = SlabLayout(np.full((LAYERS, HEADS), SEGMENT), DIM, SEGMENT)
+    store = SlabStore(layout, get_scorer("streaming"), 8, 2, torch.float32, "cpu", q_per_kv=PER_HEAD)
+    table = torch.zeros(2, 8 * SEGMENT, dtype=torch.int32)
+    slots = torch.tensor([5, 2, 7, 1, 3, 4, 6])
+    table[1, : 7 * SEGMENT] = (slots[:, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
+    start = 0
+    for end in [*chunks, LENGTH]:
+        batch = extend_batch(table, [1], [start], [end - start], SEGMENT)
+        for layer in range(LAYERS):
+            part = [tensor[start:end, layer] for tensor in tensors]
+            torch_ops.extend(store, layer, *part, batch)
+            recorder.extend(store, layer, *part, batch, None)
+        start = end
+    return load_file(f"{recorder.folder}/{RECORDING}")
+
+
+@pytest.fixture(scope="module")
+def statistics(tmp_path_factory):
+    path = tmp_path_factory.mktemp("statistics") / "s.safetensors"
+    mean = torch.randn(LAYERS, HEADS, PER_HEAD, DIM, generator=torch.Generator().manual_seed(1))
+    covariance = torch.eye(DIM).expand(LAYERS, HEADS, PER_HEAD, DIM, DIM) / 4
+    save_file({"query_mean": mean, "query_covariance": covariance.contiguous()}, str(path))
+    return path
+
+
+@pytest.mark.parametrize("chunks", [[], [SEGMENT], [2 * SEGMENT, 3 * SEGMENT]])
+def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, chunks):
+    tensors = content(seed=0)
+    found = record(Recorder(str(tmp_path), SCORERS, 0.3, str(statistics)), tensors, chunks)
+    assert int(found["tokens"]) == LENGTH
+    given_statistics = load_file(statistics)
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        queries, keys, values = (x[:, layer, head].double().numpy() for x in tensors)
+        queries = queries.swapaxes(0, 1)
+        logits = queries @ keys.T * DIM**-0.5
+        logits[:, np.triu(np.ones((LENGTH, LENGTH), dtype=bool), 1)] = -np.inf
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        weights = (weights / weights.sum(-1, keepdims=True)).max(axis=0)
+        head_statistics = tuple(given_statistics[n][layer, head].double().numpy() for n in given_statistics)[::-1]
+        tokens = Tokens(keys, values, queries, DIM**-0.5, statistics=head_statistics)
+        for segment in range(LENGTH // SEGMENT):
+            start, stop = segment * SEGMENT, (segment + 1) * SEGMENT
+            peak = weights[stop:, start:stop].max(axis=0)
+            for scorer in SCORERS:
+                for units in (1, 2):
+                    kept = kept_tokens(scorer, tokens.part(start, stop), 16 * units, segment == 0)
+                    covered = found[f"{scorer}.coverage"][segment, layer, head, units - 1]
+                    assert float(covered) == pytest.approx(peak[kept].sum(), rel=1e-4)
+
+
+def test_moments_of_the_queries(tmp_path):
+    queries, *rest = content(seed=2)
+    found = record(Recorder(str(tmp_path), (), 0.3), [queries, *rest], [SEGMENT])
+    flat = queries[:, 1, 2, 0].double()
+    assert int(found["count"]) == LENGTH
+    torch.testing.assert_close(found["query_mean"][1, 2, 0], flat.sum(0))
+    torch.testing.assert_close(found["query_covariance"][1, 2, 0], flat.T @ flat)
+
+
+def test_a_new_request_starts_afresh(tmp_path):
+    recorder = Recorder(str(tmp_path), ("keydiff",), 0.3)
+    first = record(recorder, content(seed=3), [])
+    record(recorder, content(seed=4), [SEGMENT])
+    again = record(recorder, content(seed=3), [])
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ratio=st.floats(0.05, 1.0),
+    scope=st.sampled_from(("layer", "model")),
+    seed=st.integers(0, 99),
+    bad=st.sampled_from((None, torch.nan, torch.inf, -torch.inf)),
+)
+def test_implied_counts_are_the_flattened_top_k(ratio, scope, seed, bad):
+    scores = torch.randn(2, LAYERS, HEADS, SEGMENT, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    if bad is not None:
+        scores[:, 0, 1, 3:9] = bad
+    counts = implied_counts(scores, ratio, scope)
+    for segment in range(2):
+        layers = [[layer] for layer in range(LAYERS)] if scope == "layer" else [list(range(LAYERS))]
+        for group in layers:
+            entries = []
+            for layer in group:
+                for head in range(HEADS):
+                    for place in range(SEGMENT):
+                        forced = place >= SEGMENT - 16 or (segment == 0 and place < 4)
+                        score = float(scores[segment, layer, head, place])
+                        rank = (0, 0.0) if forced else (2, 0.0) if score != score else (1, -score)
+                        entries.append((rank, layer, head, place))
+            top = int(np.ceil(round(ratio * len(entries), 6)))
+            winners = sorted(entries)[:top]
+            for layer in group:
+                want = [sum(1 for _, la, h, _ in winners if (la, h) == (layer, head)) for head in range(HEADS)]
+                assert counts[segment, layer].tolist() == want
+
+
+def make_settings(**changes) -> Settings:
+    values = dict(model="some/model", model_fingerprint="0" * 16, scorers=("keydiff",), ratio=0.5, segment=SEGMENT)
+    values |= dict(dataset_hash="d", dtype="auto", scorer_weights=None)
+    return Settings(**(values | changes))
+
+
+def derive(recordings, **changes):
+    options = dict(method="implied", scope="layer", alpha=2.0, fit="exact", head_dim=DIM, statistics={})
+    tasks = ["a", "b"] * len(recordings)
+    return derive_profile(recordings, tasks[: len(recordings)], make_settings(), "keydiff", **(options | changes))
+
+
+def test_mean_and_deviation_over_segments_and_samples():
+    first = torch.tensor([[[16, 32]], [[32, 16]]], dtype=torch.int32)
+    second = torch.tensor([[[24, 24]]], dtype=torch.int32)
+    recordings = [{"keydiff.implied.layer": counts} for counts in (first, second)]
+    profile = derive(recordings)
+    np.testing.assert_allclose(profile.mu, [[0.75, 0.75]])
+    np.testing.assert_allclose(profile.sigma, np.full((1, 2), np.std([0.5, 1.0, 0.75])), rtol=1e-6)
+    np.testing.assert_allclose(profile.shares[:, 0], [[0.75, 0.75], [0.75, 0.75]])
+    assert profile.tasks == ("a", "b")
+    assert profile.model_id == "model"
+
+
+def test_coverage_profile_serves_the_mean_curve():
+    steep, flat = [9.0, 10.0], [1.0, 1.5]
+    recordings = [
+        {"keydiff.coverage": torch.tensor([[[steep, flat], [flat, [0.0, 8.0]]]])},
+        {"keydiff.coverage": torch.tensor([[[steep, flat], [[0.0, 6.0], flat]]])},
+    ]
+    profile = derive(recordings, method="coverage", scope="model")
+    np.testing.assert_allclose(profile.coverage[1, 1], [0.5, 4.75])
+    # 0.75 of 8 units: one each, then the second unit of the two heads that gain most by it.
+    kept = coverage_kept(profile.coverage, 0.75, SEGMENT)
+    assert kept.tolist() == [[16, 16], [32, 32]]
+    assert profile.shares.shape == (2, 2, 2)
+
+
+# Data
+
+
+def test_samples_of_every_kind(tmp_path):
+    file = tmp_path / "s.jsonl"
+    lines = [{"input_ids": [1, 2, 3], "task": "t"}, {"text": "abc"}, {"messages": [{"role": "user", "content": "x"}]}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    samples = read_samples([file], 10, 0)
+    assert [sample.task for sample in samples] == ["t", "samples", "samples"]
+    assert samples[0].input_ids == (1, 2, 3)
+    text = tmp_path / "book.txt"
+    text.write_text("once")
+    assert read_samples([text, file], 2, 0)[0].task == tmp_path.name
+    assert len(read_samples([file], 2, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "exactly one of"),
+        ('{"task": "x"}', "exactly one of"),
+        ('{"text": "x", "input_ids": [1]}', "exactly one of"),
+        ('{"input_ids": ["a"]}', "input_ids is malformed"),
+        ('{"messages": ["a"]}', "messages is malformed"),
+    ],
+)
+def test_malformed_samples_name_the_line(tmp_path, line, words):
+    file = tmp_path / "s.jsonl"
+    file.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(RaggedConfigError, match=words) as error:
+        read_samples([file], 10, 0)
+    assert f"{file}:2" in str(error.value)
+
+
+def test_short_samples_are_refused(tmp_path):
+    file = tmp_path / "s.jsonl"
+    file.write_text('{"input_ids": [1, 2, 3]}')
+    with pytest.raises(RaggedConfigError, match="needs at least 33"):
+        tokenize(read_samples([file], 1, 0), "no/model", 100, SEGMENT + 1)
+
+
+def test_built_in_conversations_are_deterministic_and_of_several_tasks():
+    first, again = (read_samples([], 6, seed) for seed in (5, 5))
+    assert first == again != read_samples([], 6, 6)
+    assert [sample.task for sample in first[:3]] == ["recall", "records", "code"]
+    assert all(len(" ".join(m["content"] for m in sample.messages)) > 4000 for sample in first)
+
+
+# Resuming
+
+
+def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
+    """An interrupted calibration goes on with the samples that are missing; other settings are refused."""
+    samples = [TokenizedSample("t", tuple(range(n, n + 40))) for n in range(3)]
+    seen: list[int] = []
+
+    class Engine:
+        def __init__(self, settings, samples, recorder, kv_bytes):
+            self.folder = recorder.folder
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def record(self, sample):
+            from pathlib import Path
+
+            if len(seen) == 2:
+                seen.append(-1)
+                raise KeyboardInterrupt
+            seen.append(sample.input_ids[0])
+            path = Path(self.folder) / RECORDING
+            save_file({"x": torch.tensor(sample.input_ids[0])}, str(path))
+            return path
+
+    monkeypatch.setattr("calib.measure._Engine", Engine)
+    progress = SimpleNamespace(done=0)
+
+    def advance() -> None:
+        progress.done += 1
+
+    chosen = make_settings(dataset_hash=dataset_hash(samples))
+    with pytest.raises(KeyboardInterrupt):
+        measure(chosen, samples, tmp_path, 1, advance)
+    found = measure(chosen, samples, tmp_path, 1, advance)
+    assert [int(r["x"]) for r in found] == [0, 1, 2]
+    assert seen == [0, 1, -1, 2]
+    with pytest.raises(RaggedConfigError, match="other settings or data"):
+        measure(make_settings(ratio=0.4, dataset_hash=chosen.dataset_hash), samples, tmp_path, 1, advance)
