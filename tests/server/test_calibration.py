@@ -1,0 +1,105 @@
+"""From a model nobody has seen to a served profile: `python -m calib run`, then the server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.launch import serve
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.profile import load_profile
+from tests.models import make_llama, make_qwen3
+from tests.oracle import Oracle
+from tests.server.client import generate
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO = 128, 0.4
+
+
+def calibrate(*args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "calib", "run", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+
+def test_calibrate_and_serve_a_qwen3(tmp_path):
+    model = make_qwen3(tmp_path / "qwen3")
+    rng = np.random.default_rng(0)
+    data = tmp_path / "samples.jsonl"
+    samples = [{"task": "ab"[n % 2], "input_ids": rng.integers(3, 512, 400 + 60 * n).tolist()} for n in range(4)]
+    data.write_text("\n".join(map(json.dumps, samples)))
+    flags = ["--model", model, "--dtype", "float32", "--data", data, "--segment", SEGMENT, "--ratio", RATIO]
+    flags += ["--scorer", "keydiff", "expected_attention", "-o", tmp_path / "{scorer}.safetensors"]
+    done = calibrate(*flags, "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    reports = {report["scorer"]: report for report in json.loads(done.stdout)}
+    profile = load_profile(tmp_path / "keydiff.safetensors")
+    assert reports["keydiff"]["digest"] == profile.digest()
+    assert profile.coverage.shape == (2, 2, SEGMENT // 16)
+    assert (np.diff(profile.coverage) >= 0).all()
+    assert profile.tasks == ("a", "b", "a", "b")
+    expected = load_profile(tmp_path / "expected_attention.safetensors")
+    assert expected.statistics["query_covariance"].shape == (2, 2, 3, 128, 128)
+
+    # What is missing is recorded again, and comes out the same; the other method needs no engine at all.
+    work = tmp_path / "all.safetensors.recordings"
+    (work / "sample-00001.safetensors").unlink()
+    again = calibrate(*flags, "--json")
+    assert json.loads(again.stdout) == list(reports.values())
+    implied = calibrate(*flags, "--method", "implied")
+    assert implied.returncode == 0
+    assert load_profile(tmp_path / "keydiff.safetensors").method == "implied"
+    profile.save(tmp_path / "profile.safetensors")
+
+    serving = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "64MiB", "--max-running-requests", "2"]
+    serving += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
+    serving += ["--ragged-profile", str(tmp_path / "profile.safetensors")]
+    with serve(model, *serving, log=tmp_path / "server.log") as server:
+        prompt = rng.integers(3, 512, 500).tolist()
+        answer = generate(server, prompt, 30, logprobs_from=0)
+        assert f"digest {profile.digest()}" in server.log_text()
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    want = Oracle(str(model), kept, SEGMENT, "keydiff").logprobs(prompt + answer.tokens)
+    np.testing.assert_allclose(np.concatenate([answer.input_logprobs, answer.output_logprobs]), want, atol=1e-3)
+
+    other = make_llama(tmp_path / "llama")
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(other), "--device", "cpu", *serving]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 1
+    assert "pass a profile of this model or none" in refused.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "/no/such/model"), "cannot read the config"),
+        (("--ratio", "0"), "outside (0, 1]"),
+        (("--segment", "100"), "multiple of 16"),
+        (("--samples", "1"), "at least 2"),
+        (("--alpha", "1"), "belong to --method implied"),
+        (("--scorer", "keydiff", "h2o"), "must contain {scorer}"),
+        (("--scorer", "fastkvzip"), "pass --scorer-weights"),
+        (("--scorer", "nonsense"), "unknown scorer"),
+        (("--data", "/no/such/file"), "cannot read samples"),
+        (("-o", "/no/such/folder/p.safetensors"), "does not exist"),
+    ],
+)
+def test_bad_input_ends_with_one_line(tmp_path, monkeypatch, capsys, flags, words):
+    from transformers import LlamaConfig
+
+    from calib.__main__ import main
+    from tests.models import SIZES
+
+    config = LlamaConfig(**SIZES, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config.save_pretrained(tmp_path)
+    arguments = ["calib", "run", "--model", str(tmp_path), "-o", str(tmp_path / "p.safetensors"), *flags]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert words in str(ended.value.code)
+    assert str(ended.value.code).startswith("calib: ")
+    assert "\n" not in str(ended.value.code)
