@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from calib.derive import derive_profile
+from calib.inspect import print_stability
 from calib.measure import Settings, calibrated_statistics, measure, passes
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
@@ -104,14 +106,17 @@ def run(options: argparse.Namespace) -> None:
         profile.save(path)
         kept = profile_kept(profile, options.ratio, options.segment)
         stability = measure_stability(profile)
-        reports.append({"profile": str(path), "scorer": scorer, "digest": profile.digest(), **stability.as_dict()})
+        assert stability is not None, "a calibrated profile holds the shares of its samples"
+        reports.append(
+            {"profile": str(path), "scorer": scorer, "digest": profile.digest(), "stability": asdict(stability)}
+        )
         if not options.json:
             print(
                 f"{path}: {scorer}, {options.method} over the {scope}, {profile.samples} samples; kept per "
                 f"{options.segment}-token segment min/max {kept.min()}/{kept.max()} "
                 f"(mean share {kept.mean() / options.segment:.4f})"
             )
-            print(f"  {stability.describe()}")
+            print_stability(stability, Console())
     if options.json:
         print(json.dumps(reports, indent=2))
     else:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from sgl_ragged.errors import RaggedConfigError
 
@@ -120,7 +120,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile to `path` (replaces it)."""
-        save_file(self._tensors(), str(path), metadata=self._metadata() | {"digest": self.digest()})
+        Path(path).write_bytes(save(self._tensors(), metadata=self._metadata() | {"digest": self.digest()}))
 
     def require_model(self, *, fingerprint: str, num_layers: int, num_heads: int, head_dim: int, model: str) -> None:
         """Raise RaggedConfigError unless the profile was made for this model."""

@@ -1,0 +1,198 @@
+"""Command `convert`: make a profile of a measured npz file that TANGRAM's reference implementation published."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from calib.measured import Measured, load_measured
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.profile import Profile
+
+SEGMENT = 256
+"""Tokens per segment that converted profiles name. The files were measured over whole contexts, not over segments."""
+
+PROVENANCE = (
+    "published with TANGRAM's reference implementation, github aiha-lab/TANGRAM, "
+    "tools/head_group_clustering/cluster_maps"
+)
+LICENSE = "Apache-2.0"
+
+SHARES = {
+    "evictable": "share kept between sinks and recent window, scaled to the ratio",
+    "whole": "share kept of the whole context, sinks and recent window included",
+}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A profile, and what its user should know about it: one sentence a note."""
+
+    profile: Profile
+    notes: tuple[str, ...]
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to those of `python -m calib`."""
+    parser = commands.add_parser("convert", help="make a profile of a measured npz file", description=__doc__)
+    parser.add_argument("measured", type=Path, metavar="PROFILE.npz")
+    parser.add_argument("--config", type=Path, help="the model's folder or config.json; without it no server takes it")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.safetensors")
+    parser.add_argument(
+        "--share", choices=SHARES, default="evictable", help="; ".join(f"{k}: {v}" for k, v in SHARES.items())
+    )
+    parser.add_argument("--means-only", action="store_true", help="leave out deviations and single samples")
+    parser.set_defaults(run=convert)
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Write the profile, print the notes and one line about the file."""
+    measured = load_measured(options.measured)
+    config = None if options.config is None else read_config(options.config)
+    source = f"sha256 {hashlib.sha256(options.measured.read_bytes()).hexdigest()[:16]}"
+    made = to_profile(measured, config, options.share, means_only=options.means_only, source=source)
+    try:
+        made.profile.save(options.output)
+    except (OSError, SafetensorError) as error:
+        raise RaggedConfigError(f"cannot write {options.output}: {error}") from None
+    for note in made.notes:
+        print(f"note: {note}")
+    profile = made.profile
+    print(
+        f"{options.output}: {profile.model_id}, {profile.scorer}, {profile.num_layers} layers x {profile.num_heads} "
+        f"heads, mean share {profile.mu.mean():.4f}, digest {profile.digest()}"
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The text model's configuration, from a model folder or a config.json.
+
+    Raises:
+        RaggedConfigError: there is no such file, or it is no model configuration.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text())
+        config = config.get("text_config", config)
+        if not isinstance(config["num_hidden_layers"], int) or not isinstance(config["num_attention_heads"], int):
+            raise ValueError("the numbers of layers and heads are no integers")
+    except KeyError as error:
+        raise RaggedConfigError(f"{path} is no model configuration, it lacks {error}") from None
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RaggedConfigError(f"cannot read {path}: {error}") from None
+    return config
+
+
+def to_profile(
+    measured: Measured,
+    config: dict[str, Any] | None,
+    share: str = "evictable",
+    *,
+    means_only: bool = False,
+    source: str = "",
+) -> Conversion:
+    """Turn measured retention into a profile of method `implied` (TANGRAM Eq. 5 with alpha 0).
+
+    alpha is 0 because the recent window of fixed length mixes the deviation between samples with their lengths.
+
+    Args:
+        measured: what was measured.
+        config: the model's configuration; None leaves fingerprint and head_dim empty, which the server refuses.
+        share: a key of `SHARES`. "evictable" is scaled to the ratio, "whole" is taken as it is.
+        means_only: zero deviations, and no shares of single samples.
+        source: what identifies the file, for the profile's provenance.
+
+    Raises:
+        RaggedConfigError: measured layers or heads are not those of the configuration.
+    """
+    notes: list[str] = []
+    fingerprint, head_dim = "", 0
+    if config is None:
+        notes.append("no --config: the profile has no fingerprint and no head_dim, so it can be inspected, not served")
+    else:
+        _require_same_heads(measured, config)
+        fingerprint = config_fingerprint(config)
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    shares = measured.whole if share == "whole" else measured.evictable
+    mu, sigma = shares.mean(axis=0), shares.std(axis=0)
+    if share == "evictable":
+        factors = np.ones((len(mu), 1))
+        scopes = [slice(layer, layer + 1) for layer in range(len(mu))] if measured.scope == "layer" else [slice(None)]
+        for scope in scopes:
+            factors[scope], reached = scale_to_ratio(mu[scope], measured.ratio)
+            if not reached:
+                where = f"layer {measured.layers[scope.start]}" if measured.scope == "layer" else "the model"
+                some, heads = int((mu[scope] > 0).sum()), mu[scope].size
+                notes.append(
+                    f"{where}: {some} of {heads} heads keep anything, so its mean share is {some / heads:.4f} "
+                    f"and not {measured.ratio:g}; a server spreads the rest evenly over the other heads"
+                )
+        mu, sigma, shares = (np.minimum(factors * array, 1.0) for array in (mu, sigma, shares))
+    origin = [PROVENANCE, SHARES[share]] + (["means only"] if means_only else []) + ([source] if source else [])
+    profile = Profile(
+        mu=mu.astype(np.float32),
+        sigma=(np.zeros_like(sigma) if means_only else sigma).astype(np.float32),
+        shares=None if means_only else shares.astype(np.float32),
+        tasks=() if means_only else measured.tasks,
+        model_id=measured.model_id,
+        model_fingerprint=fingerprint,
+        head_dim=head_dim,
+        scorer=measured.scorer,
+        method="implied",
+        scope=measured.scope,
+        ratio=measured.ratio,
+        segment=SEGMENT,
+        samples=len(measured.tasks),
+        alpha=0.0,
+        fit="exact",
+        provenance="; ".join(origin),
+        license=LICENSE,
+    )
+    return Conversion(profile=profile, notes=tuple(notes))
+
+
+def scale_to_ratio(mu: np.ndarray, ratio: float) -> tuple[float, bool]:
+    """The factor c with mean(min(1, c * mu)) = ratio, by water-filling.
+
+    Args:
+        mu: float array of any shape, non-negative.
+        ratio: the mean to reach, in (0, 1].
+
+    Returns:
+        c, and whether the mean is reached. It is not where fewer than ratio * size entries are positive; then c takes
+        all of those to 1, or is 1 if there are none.
+    """
+    positive = np.sort(mu[mu > 0])[::-1].astype(np.float64)
+    target = ratio * mu.size
+    if len(positive) < target:
+        return (float(1.0 / positive[-1]) if len(positive) else 1.0), False
+    below = np.concatenate([np.cumsum(positive[::-1])[::-1], [0.0]])
+    for full in range(len(positive)):
+        factor = (target - full) / below[full]
+        if factor * positive[full] <= 1.0:
+            return float(factor), True
+    return float(1.0 / positive[-1]), True
+
+
+def _require_same_heads(measured: Measured, config: dict[str, Any]) -> None:
+    layers, heads = measured.whole.shape[1:]
+    if measured.model_layers > layers and config["num_hidden_layers"] != layers:
+        raise RaggedConfigError(
+            f"the file covers {layers} of the {measured.model_layers} layers of {measured.model_id!r}, those with "
+            f"full attention; such models cannot be served, so leave out --config and only inspect the profile"
+        )
+    have = (layers, heads)
+    want = (config["num_hidden_layers"], config.get("num_key_value_heads") or config["num_attention_heads"])
+    if have != want:
+        raise RaggedConfigError(
+            f"the file was measured on {measured.model_id!r} with (layers, heads) = {have}, but the configuration "
+            f"has {want}: pass the configuration of that model"
+        )

@@ -1,0 +1,193 @@
+"""Command `inspect`: what a profile is, the budgets that it gives, and how far they can be relied on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from calib.reclaimed import ORDERS, Reclaimed, measure_reclaimed
+from calib.stability import STEADY, Stability, measure_stability
+from sgl_ragged.budgets import check_ratio, check_segment, profile_kept
+from sgl_ragged.profile import Profile, load_profile
+
+_SHOWN = (
+    *("model_id", "model_fingerprint", "head_dim", "scorer", "method", "scope", "ratio", "segment", "samples"),
+    *("fit", "alpha", "dataset_hash", "provenance", "license"),
+)
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Budgets as served at `ratio`, in tokens per segment of `segment` tokens.
+
+    `memory_kept`: kept / full KV bytes. `span`: largest over smallest mean share (mu) of a head, None if the smallest
+    is 0. `layers`: smallest, mean and largest kept share of the heads of each layer.
+    """
+
+    ratio: float
+    segment: int
+    min: int
+    median: float
+    max: int
+    memory_kept: float
+    span: float | None
+    layers: tuple[tuple[float, float, float], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that `inspect` shows. `kept`: int64 [layers, heads], tokens per segment as served."""
+
+    profile: dict[str, Any]
+    budgets: Budgets
+    stability: Stability | None
+    reclaimed: tuple[Reclaimed, ...]
+    kept: np.ndarray
+
+    def as_json(self) -> str:
+        """The report as one JSON object."""
+        return json.dumps(asdict(self) | {"kept": self.kept.tolist()}, allow_nan=False)
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to those of `python -m calib`."""
+    parser = commands.add_parser("inspect", help="what a profile gives and how stable it is", description=__doc__)
+    parser.add_argument("profile", type=Path, metavar="PROFILE.safetensors")
+    parser.add_argument("--ratio", type=float, help="kept / full KV bytes (default: the profile's)")
+    parser.add_argument("--segment", type=int, help="tokens per segment (default: the profile's)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there")
+    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the plots (default: png)")
+    parser.set_defaults(run=show_profile)
+
+
+def show_profile(options: argparse.Namespace) -> None:
+    """Print the report on a profile, and write plots if a folder for them is given."""
+    profile = load_profile(options.profile)
+    report = make_report(profile, options.ratio, options.segment)
+    if options.json:
+        print(report.as_json())
+    else:
+        print_report(report)
+    if options.plots is not None:
+        from calib.plots import write_plots  # matplotlib takes seconds to import
+
+        written = write_plots(
+            profile, report.kept, report.budgets.segment, report.reclaimed, options.plots, options.format
+        )
+        if not options.json:
+            print(f"plots: {', '.join(str(path) for path in written)}")
+
+
+def make_report(profile: Profile, ratio: float | None = None, segment: int | None = None) -> Report:
+    """Measure a profile at a ratio and a segment length, the profile's own by default.
+
+    Raises:
+        RaggedConfigError: the ratio or the segment length is out of range, or not one that the profile serves.
+    """
+    ratio = profile.ratio if ratio is None else ratio
+    segment = profile.segment if segment is None else segment
+    check_ratio(ratio)
+    check_segment(segment)
+    kept = profile_kept(profile, ratio, segment)
+    return Report(
+        profile=_describe(profile),
+        budgets=_measure_budgets(profile, kept, ratio, segment),
+        stability=measure_stability(profile),
+        reclaimed=measure_reclaimed(profile, kept, segment),
+        kept=kept,
+    )
+
+
+def _describe(profile: Profile) -> dict[str, Any]:
+    return {
+        "digest": profile.digest(),
+        "layers": profile.num_layers,
+        "heads": profile.num_heads,
+        **{name: getattr(profile, name) for name in _SHOWN},
+        "tasks": dict(Counter(profile.tasks)),
+        "statistics": sorted(profile.statistics),
+    }
+
+
+def _measure_budgets(profile: Profile, kept: np.ndarray, ratio: float, segment: int) -> Budgets:
+    shares = kept / segment
+    smallest = float(profile.mu.min())
+    return Budgets(
+        ratio=ratio,
+        segment=segment,
+        min=int(kept.min()),
+        median=float(np.median(kept)),
+        max=int(kept.max()),
+        memory_kept=float(shares.mean()),
+        span=float(profile.mu.max()) / smallest if smallest > 0 else None,
+        layers=tuple((float(row.min()), float(row.mean()), float(row.max())) for row in shares),
+    )
+
+
+def print_report(report: Report, console: Console | None = None) -> None:
+    """Print the report as tables."""
+    console = console or Console()
+    budgets = report.budgets
+    about = _table("profile", "")
+    for name, value in report.profile.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} ({count})" for key, count in value.items())
+        elif isinstance(value, list):
+            value = ", ".join(value)
+        about.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
+    console.print(about)
+
+    served = _table(f"budgets as served, ratio {budgets.ratio:g}, segment {budgets.segment}", "")
+    served.add_row("tokens kept per segment: min", str(budgets.min))
+    served.add_row("median", f"{budgets.median:g}")
+    served.add_row("max", str(budgets.max))
+    served.add_row("memory kept", f"{budgets.memory_kept:.4f}")
+    served.add_row("span of mean shares", "-" if budgets.span is None else f"{budgets.span:.1f}x")
+    console.print(served)
+
+    layers = _table("layer", "min share", "mean", "max")
+    for number, shares in enumerate(budgets.layers):
+        layers.add_row(str(number), *(f"{share:.3f}" for share in shares))
+    console.print(layers)
+
+    if report.stability is not None:
+        print_stability(report.stability, console)
+
+    title = "reclaimed share of the KV cache"
+    groups = _table("heads per group", "as calibrated", "as served", title=title)
+    for entry in report.reclaimed:
+        name = f"{entry.heads_per_group} {entry.order}"
+        last = entry.order == ORDERS[-1]
+        groups.add_row(name, f"{entry.calibrated:.3f}", f"{entry.served:.3f}", end_section=last)
+    console.print(groups)
+
+
+def print_stability(stability: Stability, console: Console) -> None:
+    """Print the stability of a profile as a table."""
+    table = _table(f"stability over {stability.samples} samples, {len(stability.tasks)} tasks", "")
+    table.add_row("rank correlation of heads, even and odd samples", _number(stability.halves))
+    table.add_row("between tasks: lowest", _number(stability.tasks_lowest))
+    table.add_row("between tasks: mean", _number(stability.tasks_mean))
+    table.add_row(f"heads with sigma < {STEADY:g}", f"{stability.steady:.1%}")
+    console.print(table)
+
+
+def _table(first: str, *others: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

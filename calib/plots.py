@@ -1,0 +1,130 @@
+"""Plots of a profile, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from calib.reclaimed import Reclaimed
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profile import Profile
+
+PANELS = 3
+"""Layers that the retention plot shows: those whose budgets lie widest apart."""
+
+
+def write_plots(
+    profile: Profile, kept: np.ndarray, segment: int, reclaimed: Sequence[Reclaimed], folder: Path, suffix: str
+) -> tuple[Path, ...]:
+    """Write heatmap, grouping, and, where the profile has what they need, retention and coverage.
+
+    Args:
+        profile: the profile.
+        kept: int64 [layers, heads], tokens per segment as served.
+        segment: tokens per segment.
+        reclaimed: effect of heads per group.
+        folder: made if it does not exist.
+        suffix: "png" or "svg".
+
+    Returns:
+        The files written.
+
+    Raises:
+        RaggedConfigError: the folder or a file in it cannot be written.
+    """
+    budgets = kept / segment
+    figures = {"heatmap": plot_heatmap(budgets), "grouping": plot_grouping(reclaimed)}
+    if profile.shares is not None and len(profile.shares) > 0:
+        figures["retention"] = plot_retention(profile.shares, profile.tasks, budgets)
+    if profile.coverage is not None:
+        figures["coverage"] = plot_coverage(profile.coverage)
+    paths = tuple(folder / f"{name}.{suffix}" for name in figures)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, figure in zip(paths, figures.values(), strict=True):
+            figure.savefig(path, dpi=120, bbox_inches="tight")
+    except OSError as error:
+        raise RaggedConfigError(f"cannot write plots to {folder}: {error}") from None
+    return paths
+
+
+def plot_heatmap(budgets: np.ndarray) -> Figure:
+    """Budgets [layers, heads] as served, as colours."""
+    layers, heads = budgets.shape
+    figure = Figure(figsize=(max(4.0, 0.4 * heads + 2), max(3.0, 0.18 * layers + 1)))
+    axes = figure.subplots()
+    image = axes.imshow(budgets, aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    axes.set(xlabel="head", ylabel="layer", title="kept share of a segment")
+    axes.set_xticks(range(heads))
+    figure.colorbar(image, ax=axes)
+    return figure
+
+
+def plot_retention(shares: np.ndarray, tasks: Sequence[str], budgets: np.ndarray) -> Figure:
+    """Shares over samples against the reserved budget, heads sorted by budget (TANGRAM Fig. 5).
+
+    Args:
+        shares: float [samples, layers, heads].
+        tasks: the task of each sample.
+        budgets: float [layers, heads], as served.
+    """
+    order = np.argsort(-np.ptp(budgets, axis=1), kind="stable")
+    layers = sorted(int(layer) for layer in order[:PANELS])
+    figure = Figure(figsize=(4.0 * len(layers), 3.6))
+    panels = figure.subplots(1, len(layers), sharey=True, squeeze=False)[0]
+    for axes, layer in zip(panels, layers, strict=True):
+        _draw_layer(axes, shares[:, layer], tasks, budgets[layer])
+        axes.set(title=f"layer {layer}", xlabel="head, sorted by budget", ylim=(-2, 102))
+    panels[0].set_ylabel("kept share, %")
+    panels[0].legend(fontsize="small")
+    return figure
+
+
+def _draw_layer(axes: Axes, shares: np.ndarray, tasks: Sequence[str], budgets: np.ndarray) -> None:
+    heads = np.argsort(budgets, kind="stable")
+    places = np.arange(1, len(heads) + 1)
+    axes.boxplot(100 * shares[:, heads], positions=places, widths=0.5, sym="", medianprops={"color": "0.3"})
+    for task, marker in zip(sorted(set(tasks)), cycle("ov^Ds*"), strict=False):
+        means = shares[[name == task for name in tasks]].mean(axis=0)
+        axes.plot(places, 100 * means[heads], marker, markersize=4, label=task)
+    axes.step(places, 100 * budgets[heads], where="mid", color="black", linestyle="--", label="budget as served")
+    axes.set_xticks(places, [str(head) for head in heads])
+
+
+def plot_grouping(reclaimed: Sequence[Reclaimed]) -> Figure:
+    """Reclaimed share by heads per group, adjacent against clustered (TANGRAM Fig. 15)."""
+    figure = Figure(figsize=(5.0, 3.6))
+    axes = figure.subplots()
+    for order, colour in (("clustered", "tab:blue"), ("adjacent", "tab:orange")):
+        entries = [entry for entry in reclaimed if entry.order == order]
+        sizes = [str(entry.heads_per_group) for entry in entries]
+        axes.plot(sizes, [100 * e.served for e in entries], "o-", color=colour, label=f"{order}, as served")
+        axes.plot(sizes, [100 * e.calibrated for e in entries], "x--", color=colour, label=f"{order}, as calibrated")
+    axes.set(xlabel="heads per group", ylabel="reclaimed, % of the KV cache", ylim=(0, 100))
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def plot_coverage(coverage: np.ndarray) -> Figure:
+    """Coverage curves [layers, heads, units] of all heads, coloured by layer."""
+    layers, _, units = coverage.shape
+    figure = Figure(figsize=(5.5, 3.6))
+    axes = figure.subplots()
+    colours = matplotlib.colormaps["viridis"]
+    kept = np.arange(1, units + 1) / units
+    for layer, curves in enumerate(coverage):
+        axes.plot(kept, curves.T, color=colours(layer / max(layers - 1, 1)), alpha=0.5, linewidth=0.8)
+    axes.set(xlabel="kept share of a segment", ylabel="mean peak attention covered", xlim=(0, 1), ylim=(0, None))
+    scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, layers - 1), colours)
+    figure.colorbar(scale, ax=axes, label="layer")
+    return figure
