@@ -4,7 +4,7 @@
 
 Conversations of 2,049 tokens state facts; each fact is then asked for on its own, after the whole conversation. An
 answer is one greedy token. Every cell is a server of its own; cells that the output file holds already are not run
-again. Profiles come from `python -m calib run` (docs/calibration.md). Writes JSON and a plot, prints a table.
+again. Profiles that are missing are calibrated first. Writes JSON and a plot, prints a table.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +30,21 @@ from benchmarks.launch import Server
 from benchmarks.recall.questions import Interview, interviews
 from benchmarks.recall.task import TOKEN_ID
 from benchmarks.warm_start import Nursery
+from sgl_ragged.scorers import get_scorer
 
 SCORERS = ("keydiff", "expected_attention", "h2o", "snapkv", "tova", "value_key_norm", "key_norm", "streaming")
 RATIOS = (0.5, 0.3, 0.2, 0.1)
-BUDGETS = ("uniform", "implied", "coverage")
+BUDGETS = {
+    "uniform": (),
+    "implied": ("--method", "implied"),
+    "implied-model": ("--method", "implied", "--scope", "model"),
+    "coverage-all": ("--method", "coverage", "--queries", "all"),
+    "coverage-layer": ("--method", "coverage", "--scope", "layer"),
+    "coverage": ("--method", "coverage"),
+}
+"""Kinds of budgets, and what `python -m calib run` makes them with."""
+
+DEFAULT_BUDGETS = ("uniform", "implied", "coverage-all", "coverage")
 RESULTS = Path(__file__).parent / "results"
 PROFILES = Path(__file__).parent / "recall" / "profiles"
 
@@ -79,15 +91,29 @@ def _generate(client: httpx.Client, prompts: list[list[int]]) -> list[int]:
 
 def profile_flags(scorer: str, budgets: str, folder: Path) -> list[str]:
     """Flags that give the server these budgets, and the scorer its statistics."""
-    path = folder / f"{scorer}-{budgets}.safetensors"
-    if budgets == "uniform":
-        statistics = folder / f"{scorer}-coverage.safetensors"
-        needs = ["--ragged-scorer-weights", str(statistics)] if scorer == "expected_attention" else []
-        return ["--ragged-profile", "uniform", *needs]
-    if not path.is_file():
-        method = budgets.split("-")[0]
-        sys.exit(f"{path} does not exist: make it with python -m calib run --scorer {scorer} --method {method}")
-    return ["--ragged-profile", str(path)]
+    if budgets != "uniform":
+        return ["--ragged-profile", str(folder / f"{scorer}-{budgets}.safetensors")]
+    statistics = folder / f"{scorer}-coverage.safetensors"
+    needs = ["--ragged-scorer-weights", str(statistics)] if get_scorer(scorer).statistics else []
+    return ["--ragged-profile", "uniform", *needs]
+
+
+def calibrate(scorers: list[str], budgets: list[str], options: argparse.Namespace) -> None:
+    """Make the profiles that are missing; all methods share one set of recordings."""
+    kinds = [kind for kind in budgets if kind != "uniform"]
+    if "uniform" in budgets and "coverage" not in kinds and any(get_scorer(s).statistics for s in scorers):
+        kinds.append("coverage")
+    if all((options.profiles / f"{s}-{k}.safetensors").is_file() for s in scorers for k in kinds):
+        return
+    options.profiles.mkdir(parents=True, exist_ok=True)
+    data = options.profiles / "samples.jsonl"
+    with data.open("w") as file:
+        subprocess.run([sys.executable, "-m", "benchmarks.recall.samples"], stdout=file, check=True)
+    command = [sys.executable, "-m", "calib", "run", "--model", str(MODEL), "--dtype", "float32", "--data", str(data)]
+    command += ["--segment", str(options.segment), "--work", str(options.profiles / "recordings"), "--scorer", *scorers]
+    for kind in kinds:
+        target = options.profiles / f"{{scorer}}-{kind}.safetensors"
+        subprocess.run([*command, *BUDGETS[kind], "-o", str(target)], check=True, stdout=subprocess.DEVNULL)
 
 
 def run_cell(
@@ -118,7 +144,7 @@ def show(cells: list[Cell], console: Console) -> None:
         table.add_column(column, justify="left" if column in ("scorer", "budgets") else "right")
     by_key = {(cell.scorer, cell.budgets, cell.ratio): cell for cell in cells}
     for scorer in dict.fromkeys(cell.scorer for cell in cells):
-        for budgets in dict.fromkeys(cell.budgets for cell in cells):
+        for budgets in BUDGETS:
             row = [by_key.get((scorer, budgets, ratio)) for ratio in ratios]
             if any(row):
                 texts = [f"{c.recall:.3f} ({c.low:.2f}-{c.high:.2f})" if c else "" for c in row]
@@ -134,12 +160,12 @@ def plot(cells: list[Cell], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    scorers = list(dict.fromkeys(cell.scorer for cell in cells if cell.budgets != "full"))
+    scorers = list(dict.fromkeys(cell.scorer for cell in cells))
     columns = min(4, len(scorers))
     rows = -(-len(scorers) // columns)
     figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.6 * rows), sharey=True, squeeze=False)
     for axis, scorer in zip(axes.flat, scorers, strict=False):
-        for budgets in dict.fromkeys(cell.budgets for cell in cells):
+        for budgets in BUDGETS:
             line = sorted((c for c in cells if (c.scorer, c.budgets) == (scorer, budgets)), key=lambda c: c.ratio)
             if not line:
                 continue
@@ -164,16 +190,17 @@ def main() -> None:
     parser.add_argument("--scorers", nargs="+", default=list(SCORERS), metavar="NAME")
     parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS), metavar="R")
     parser.add_argument(
-        "--budgets", nargs="+", default=list(BUDGETS), help="uniform, or what follows the scorer in a profile's name"
+        "--budgets", nargs="+", choices=BUDGETS, default=list(DEFAULT_BUDGETS), metavar="KIND", help=", ".join(BUDGETS)
     )
     parser.add_argument("--segment", type=int, default=256)
-    parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of SCORER-METHOD.safetensors")
+    parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of SCORER-KIND.safetensors")
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--questions", type=int, default=10, help="of each conversation [10]")
     parser.add_argument("--seed", type=int, default=2**34)
     parser.add_argument("--output", type=Path, default=RESULTS / "accuracy-cpu.json", help="also .png beside it")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
     options = parser.parse_args()
+    calibrate(options.scorers, options.budgets, options)
     talks = interviews(options.conversations, options.questions, seed=options.seed)
     cells = []
     if options.output.is_file():

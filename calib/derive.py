@@ -21,6 +21,7 @@ def derive_profile(
     *,
     method: str,
     scope: str,
+    queries: str,
     alpha: float,
     fit: str,
     head_dim: int,
@@ -36,6 +37,7 @@ def derive_profile(
     Args:
         recordings: what `measure` returns, one per sample.
         tasks: one per sample.
+        queries: "all" or "answers", whose attention the curves cover; method coverage only.
         statistics: tensors [layers, heads, ...] that go into the profile if the scorer needs them.
     """
     if method == "implied":
@@ -44,7 +46,7 @@ def derive_profile(
         mu, sigma, coverage = every.mean(0), every.std(0), None
         shares = np.stack([sample.mean(0) for sample in counts])
     else:
-        curves = [r[f"{scorer}.coverage"].numpy().astype(np.float64) for r in recordings]
+        curves = [r[f"{scorer}.coverage.{queries}"].numpy().astype(np.float64) for r in recordings]
         coverage = np.concatenate(curves).mean(0)
         own = [coverage_kept(c.mean(0), settings.ratio, settings.segment, scope) for c in curves]
         shares = np.stack(own) / settings.segment
@@ -61,6 +63,7 @@ def derive_profile(
         head_dim=head_dim,
         scorer=scorer,
         method=method,
+        queries=queries if method == "coverage" else "",
         scope=scope,
         ratio=settings.ratio,
         segment=settings.segment,

@@ -20,7 +20,7 @@ from sgl_ragged.profile import Profile, load_profile
 
 _SHOWN = (
     *("model_id", "model_fingerprint", "head_dim", "scorer", "method", "scope", "ratio", "segment", "samples"),
-    *("fit", "alpha", "dataset_hash", "provenance", "license"),
+    *("queries", "fit", "alpha", "dataset_hash", "provenance", "license"),
 )
 
 

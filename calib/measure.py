@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from calib.recorder import RECORDING, STATISTICS, Recorder
+from calib.recorder import ANSWERS, RECORDING, STATISTICS, Recorder
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import get_scorer
@@ -158,6 +158,7 @@ class _Engine:
         """Prefill one sample; returns the file that the recorder wrote."""
         path = self.folder / RECORDING
         path.unlink(missing_ok=True)
+        (self.folder / ANSWERS).write_text(json.dumps(sample.answers))
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self.engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
         if not path.is_file():

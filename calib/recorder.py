@@ -6,6 +6,7 @@ can serve can be recorded, and scores are computed on the keys, values and queri
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer, SegmentData, get_scorer, rank_positions
 
 RECORDING = "recording.safetensors"
+ANSWERS = "answers.json"
+"""Beside the recording: [[start, stop], ..], the tokens of the current sample that the model would generate."""
+
 STATISTICS = ("query_mean", "query_covariance")
 """Statistics that can be calibrated: moments of the queries after RoPE."""
 
@@ -30,8 +34,9 @@ class Recorder:
     With `scorers` it holds, for each scorer X and every finished segment that later tokens follow (n of them),
         X.implied.layer, X.implied.model: int32 [n, layers, heads], tokens that the head gets from the non-uniform
             top-k (TANGRAM Eq. 3) at `ratio`, over the heads of its layer or over the model;
-        X.coverage: float32 [n, layers, heads, S / 16], peak attention of later segments' queries (and of the group's
-            query heads), summed over the head's best 16, 32, .. S tokens.
+        X.coverage.all: float32 [n, layers, heads, S / 16], peak attention of later segments' queries (and of the
+            group's query heads), summed over the head's best 16, 32, .. S tokens;
+        X.coverage.answers: the same for those queries that predict a token of ANSWERS; only if there are any.
     Without scorers it holds sums over all queries for `statistics`: query_mean [layers, heads, q_per_kv, d],
     query_covariance [.., d, d] (second moments, uncentred) and count.
 
@@ -57,7 +62,7 @@ class Recorder:
         """Record one layer of a chunk; writes the file after the last layer."""
         (request,) = batch.requests
         if request.prefix == 0 and layer == 0:
-            self._state.reset(store, self)
+            self._state.reset(store, self, _answer_queries(Path(self.folder) / ANSWERS))
         if request.length == 0:
             return
         if self.scorers:
@@ -75,15 +80,24 @@ class Recorder:
         partial.replace(target)
 
 
+def _answer_queries(path: Path) -> torch.Tensor:
+    """int64: positions whose queries predict a token of an answer, those before its tokens."""
+    spans = json.loads(path.read_text()) if path.is_file() else []
+    positions = [torch.arange(start - 1, stop - 1) for start, stop in spans]
+    return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
+
+
 class _Sequence:
     """What is known of the current sequence. Scores and ranks are kept until every layer has them."""
 
-    def reset(self, store: SlabStore, recorder: Recorder) -> None:
+    def reset(self, store: SlabStore, recorder: Recorder, answer_queries: torch.Tensor) -> None:
         layers = store.layout.num_layers
         self.segment, self.length = store.layout.segment, 0
         self.scorers: dict[str, Scorer] = {name: get_scorer(name) for name in recorder.scorers}
         given = load_file(recorder.statistics) if recorder.statistics else {}
         self.statistics = [{name: t[i].to(store.slabs.device) for name, t in given.items()} for i in range(layers)]
+        self.answer_queries = answer_queries.to(store.slabs.device)
+        self.kinds = ("all", "answers") if len(answer_queries) else ("all",)
         self.peaks: list[torch.Tensor] = [torch.empty(0)] * layers
         # Per scorer and layer, ranked scores and orders [segments, heads, S] of the finished segments.
         self.scores: dict[str, list[list[torch.Tensor]]] = {n: [[] for _ in range(layers)] for n in self.scorers}
@@ -129,26 +143,32 @@ class _Sequence:
     def _add_peaks(
         self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, request: ExtendRequest
     ) -> None:
-        """Raise the peak attention of every earlier segment's tokens, [heads, tokens], by this chunk's queries."""
-        heads = keys.shape[1]
-        history = keys.new_empty((heads, 0, keys.shape[2]))
+        """Raise the peak attention [kinds, heads, tokens] of every earlier segment's tokens by this chunk's queries."""
+        heads, device = keys.shape[1], keys.device
+        everything = keys.transpose(0, 1)
         if request.prefix:
             (band,) = store.layout.bands[layer]
             slabs = store.band_view(layer, band)[request.slots[: request.prefix // self.segment], :, 0]
-            history = slabs.to(keys.dtype).transpose(0, 1).flatten(1, 2)
-        everything = torch.cat([history, keys.transpose(0, 1)], dim=1).float()
-        peaks = everything.new_zeros((heads, everything.shape[1]))
-        peaks[:, : self.peaks[layer].shape[-1] if request.prefix else 0] = self.peaks[layer] if request.prefix else 0
+            everything = torch.cat([slabs.to(keys.dtype).transpose(0, 1).flatten(1, 2), everything], dim=1)
+        everything = everything.float()
+        peaks = everything.new_zeros((len(self.kinds), heads, everything.shape[1]))
+        if request.prefix:
+            peaks[..., : request.prefix] = self.peaks[layer]
         for start in range(0, request.length, self.segment):
             stop = min(start + self.segment, request.length)
             past, seen = request.prefix + start, request.prefix + stop
             if past == 0:
                 continue
+            positions = torch.arange(past, seen, device=device)
             block = queries[start:stop].permute(1, 2, 0, 3).float() * store.scales[layer]
             logits = block @ everything[:, None, :seen].transpose(-1, -2)
-            later = torch.arange(seen, device=keys.device) > torch.arange(past, seen, device=keys.device)[:, None]
-            weights = logits.masked_fill(later, -torch.inf).softmax(dim=-1)[..., :past].amax(dim=(1, 2))
-            peaks[:, :past] = torch.maximum(peaks[:, :past], weights)
+            later = torch.arange(seen, device=device) > positions[:, None]
+            # [heads, queries, earlier tokens]: the largest of the group's query heads.
+            weights = logits.masked_fill(later, -torch.inf).softmax(dim=-1)[..., :past].amax(dim=1)
+            peaks[0, :, :past] = torch.maximum(peaks[0, :, :past], weights.amax(dim=1))
+            answering = torch.isin(positions, self.answer_queries)
+            if answering.any():
+                peaks[1, :, :past] = torch.maximum(peaks[1, :, :past], weights[:, answering].amax(dim=1))
         self.peaks[layer] = peaks
 
     def results(self, ratio: float) -> dict[str, torch.Tensor]:
@@ -158,15 +178,16 @@ class _Sequence:
         for name in self.scorers:
             scores = torch.stack([torch.cat(parts) for parts in self.scores[name]], dim=1)[:count].cpu()
             order = torch.stack([torch.cat(parts) for parts in self.orders[name]], dim=1)[:count].cpu()
-            tensors[f"{name}.coverage"] = self._coverage(order)
+            for number, kind in enumerate(self.kinds):
+                tensors[f"{name}.coverage.{kind}"] = self._coverage(order, number)
             tensors[f"{name}.implied.layer"] = implied_counts(scores, ratio, "layer")
             tensors[f"{name}.implied.model"] = implied_counts(scores, ratio, "model")
         return tensors
 
-    def _coverage(self, order: torch.Tensor) -> torch.Tensor:
+    def _coverage(self, order: torch.Tensor, kind: int) -> torch.Tensor:
         """Peak attention covered by the first 16, 32, .. of `order` [segments, layers, heads, S]."""
         count = order.shape[0]
-        peaks = torch.stack(self.peaks)[..., : count * self.segment].cpu()
+        peaks = torch.stack([layer[kind] for layer in self.peaks])[..., : count * self.segment].cpu()
         peaks = peaks.unflatten(-1, (count, self.segment)).permute(2, 0, 1, 3)
         covered = peaks.gather(-1, order).unflatten(-1, (self.segment // UNIT, UNIT)).sum(dim=-1)
         return covered.cumsum(dim=-1).contiguous()

@@ -41,6 +41,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--ratio", type=float, default=0.3, help="kept / full KV bytes to calibrate at [0.3]")
     parser.add_argument("--method", choices=METHODS, default="coverage", help="[coverage]")
     parser.add_argument("--scope", choices=SCOPES, help="where heads compete [coverage: model, implied: layer]")
+    parser.add_argument(
+        "--queries",
+        choices=("answers", "all"),
+        help="method coverage: whose attention counts, of the tokens that answer or of all [answers if data has them]",
+    )
     parser.add_argument("--alpha", type=float, help="safety margin of method implied, in standard deviations [2]")
     parser.add_argument("--fit", choices=FITS, default="exact", help="scale to the ratio, or Eq. 5 as written [exact]")
     parser.add_argument("--segment", type=int, default=256, help="tokens per segment; serve with the same [256]")
@@ -69,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
     samples = tokenize(
         read_samples(options.data, options.samples, options.seed), options.model, longest, options.segment + 1
     )
+    queries = _queries(options, samples)
     settings = Settings(
         model=options.model,
         model_fingerprint=config["fingerprint"],
@@ -97,6 +103,7 @@ def run(options: argparse.Namespace) -> None:
             scorer,
             method=options.method,
             scope=scope,
+            queries=queries,
             alpha=2.0 if options.alpha is None else options.alpha,
             fit=options.fit,
             head_dim=config["head_dim"],
@@ -112,7 +119,9 @@ def run(options: argparse.Namespace) -> None:
         )
         if not options.json:
             print(
-                f"{path}: {scorer}, {options.method} over the {scope}, {profile.samples} samples; kept per "
+                f"{path}: {scorer}, {options.method} over the {scope}"
+                f"{f', attention of {queries}' if options.method == 'coverage' else ''}, "
+                f"{profile.samples} samples; kept per "
                 f"{options.segment}-token segment min/max {kept.min()}/{kept.max()} "
                 f"(mean share {kept.mean() / options.segment:.4f})"
             )
@@ -123,6 +132,17 @@ def run(options: argparse.Namespace) -> None:
         print(f"recordings are kept in {work} for another --method, --scope or --alpha; delete them when done")
 
 
+def _queries(options: argparse.Namespace, samples: list[TokenizedSample]) -> str:
+    """Whose attention counts: of the answers if every sample has one behind its first segment."""
+    have = all(any(stop - 1 > options.segment for _, stop in sample.answers) for sample in samples)
+    if options.queries == "answers" and not have:
+        raise RaggedConfigError(
+            "--queries answers: not every sample has an answer behind its first segment; give messages, or answers "
+            "beside input_ids, or use --queries all"
+        )
+    return options.queries or ("answers" if have else "all")
+
+
 def _check(options: argparse.Namespace) -> None:
     check_ratio(options.ratio)
     check_segment(options.segment)
@@ -130,6 +150,8 @@ def _check(options: argparse.Namespace) -> None:
         raise RaggedConfigError(f"--samples {options.samples}: at least 2 are needed for a standard deviation")
     if options.method == "coverage" and (options.alpha is not None or options.fit == "paper"):
         raise RaggedConfigError("--alpha and --fit paper belong to --method implied: coverage has no Eq. 5")
+    if options.method == "implied" and options.queries is not None:
+        raise RaggedConfigError("--queries belongs to --method coverage: implied budgets look at scores alone")
     if len(set(options.scorer)) > 1 and "{scorer}" not in options.output:
         raise RaggedConfigError(
             "with several scorers the name in -o must contain {scorer}, such as {scorer}.safetensors"

@@ -15,25 +15,32 @@ from sgl_ragged.errors import RaggedConfigError
 
 @dataclass(frozen=True)
 class Sample:
-    """One context: token ids, chat messages or text (exactly one of them), and the task that it stands for."""
+    """One context: token ids, chat messages or text (exactly one of them), and the task that it stands for.
+
+    `answers`: with token ids, the spans (start, stop) of those that the model would generate.
+    """
 
     task: str
     input_ids: tuple[int, ...] | None = None
+    answers: tuple[tuple[int, int], ...] = ()
     messages: tuple[dict[str, str], ...] | None = None
     text: str | None = None
 
 
 @dataclass(frozen=True)
 class TokenizedSample:
+    """Token ids, the spans (start, stop) of those that the model would generate, and the task."""
+
     task: str
     input_ids: tuple[int, ...]
+    answers: tuple[tuple[int, int], ...] = ()
 
 
 def read_samples(paths: Sequence[Path], count: int, seed: int) -> list[Sample]:
     """The first `count` samples of the files in order, or `count` built-in conversations if there are no files.
 
-    A .jsonl file holds an object per line with `input_ids`, `messages` or `text`, and optionally `task`. Any other
-    file is one text, its task is the name of its folder.
+    A .jsonl file holds an object per line with `input_ids`, `messages` or `text`, and optionally `task`; beside
+    `input_ids` also `answers`, a list of [start, stop]. Any other file is one text, its task the name of its folder.
 
     Raises:
         RaggedConfigError: a file is missing, empty or malformed; the message names the line.
@@ -69,17 +76,28 @@ def _parse(line: str, place: str) -> Sample:
     if kind == "text" and isinstance(value, str):
         return Sample(task=task, text=value)
     if kind == "input_ids" and isinstance(value, list) and all(isinstance(i, int) and i >= 0 for i in value):
-        return Sample(task=task, input_ids=tuple(value))
+        return Sample(task=task, input_ids=tuple(value), answers=_spans(entry.get("answers", []), len(value), place))
     if kind == "messages" and isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value):
         return Sample(task=task, messages=tuple(value))
     raise RaggedConfigError(f"{place}: {kind} is malformed")
+
+
+def _spans(value: Any, length: int, place: str) -> tuple[tuple[int, int], ...]:
+    try:
+        spans = tuple((int(start), int(stop)) for start, stop in value)
+    except (TypeError, ValueError):
+        raise RaggedConfigError(f"{place}: answers must be a list of [start, stop]") from None
+    if any(not 0 < start < stop <= length for start, stop in spans):
+        raise RaggedConfigError(f"{place}: answers must lie inside input_ids, behind the first token")
+    return spans
 
 
 def tokenize(samples: Sequence[Sample], model: Path | str, longest: int, shortest: int) -> list[TokenizedSample]:
     """Token ids of the samples, cut to `longest` tokens.
 
     The tokenizer is loaded only if a sample needs it. Messages go through the model's chat template; without one,
-    their texts are joined.
+    their texts are joined. The assistant's messages are the answers, if the template renders them so that they can
+    be told apart.
 
     Raises:
         RaggedConfigError: a sample has fewer than `shortest` tokens, or there is no tokenizer.
@@ -95,27 +113,43 @@ def tokenize(samples: Sequence[Sample], model: Path | str, longest: int, shortes
             raise RaggedConfigError(f"{model} has no tokenizer, give samples as input_ids: {reason}") from None
     tokenized = []
     for number, sample in enumerate(samples, start=1):
-        ids = tuple(_token_ids(sample, tokenizer))[:longest]
+        ids, answers = _token_ids(sample, tokenizer)
         if len(ids) < shortest:
             raise RaggedConfigError(
                 f"sample {number} has {len(ids)} tokens, but calibration needs at least {shortest}: later tokens must "
                 f"look back at a whole segment; give longer samples or a shorter --segment"
             )
-        tokenized.append(TokenizedSample(task=sample.task, input_ids=ids))
+        inside = tuple((start, min(stop, longest)) for start, stop in answers if start < longest)
+        tokenized.append(TokenizedSample(task=sample.task, input_ids=tuple(ids[:longest]), answers=inside))
     return tokenized
 
 
-def _token_ids(sample: Sample, tokenizer: Any) -> Sequence[int]:
+def _token_ids(sample: Sample, tokenizer: Any) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+    """Token ids and the spans of the answers in them."""
     if sample.input_ids is not None:
-        return sample.input_ids
+        return sample.input_ids, sample.answers
     if sample.text is not None:
-        return tokenizer.encode(sample.text)
+        return tokenizer.encode(sample.text), ()
     messages = list(sample.messages or ())
-    if tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-    return tokenizer.encode("\n".join(message["content"] for message in messages))
+    if not tokenizer.chat_template:
+        return tokenizer.encode("\n".join(message["content"] for message in messages)), ()
+
+    def render(count: int, prompt: bool) -> list[int]:
+        options = dict(tokenize=True, return_dict=True, add_generation_prompt=prompt)
+        return list(tokenizer.apply_chat_template(messages[:count], **options)["input_ids"])
+
+    ids = render(len(messages), False)
+    spans = []
+    for number, message in enumerate(messages):
+        if message.get("role") == "assistant" and number > 0:
+            before, after = render(number, True), render(number + 1, False)
+            # Templates that render earlier turns differently from the last one leave no spans that could be trusted.
+            if ids[: len(before)] == before and ids[: len(after)] == after and len(before) < len(after):
+                spans.append((len(before), len(after)))
+    return ids, spans
 
 
 def dataset_hash(samples: Sequence[TokenizedSample]) -> str:
-    """16 hex digits over tasks and token ids."""
-    return hashlib.sha256(json.dumps([[s.task, s.input_ids] for s in samples]).encode()).hexdigest()[:16]
+    """16 hex digits over tasks, token ids and answers."""
+    content = json.dumps([[s.task, s.input_ids, s.answers] for s in samples])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

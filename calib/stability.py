@@ -37,7 +37,11 @@ def measure_stability(profile: Profile) -> Stability | None:
         return None
     shares = profile.shares
     tasks = tuple(sorted(set(profile.tasks)))
-    halves = rank_correlation(shares[0::2].mean(axis=0), shares[1::2].mean(axis=0)) if len(shares) > 1 else None
+    # Whatever order the tasks come in, either half must have its share of each.
+    turns = np.array([profile.tasks[:place].count(task) for place, task in enumerate(profile.tasks)])
+    halves = None
+    if turns.max() > 0:
+        halves = rank_correlation(shares[turns % 2 == 0].mean(axis=0), shares[turns % 2 == 1].mean(axis=0))
     of_task = {task: shares[[name == task for name in profile.tasks]].mean(axis=0) for task in tasks}
     pairs = [rank_correlation(of_task[one], of_task[other]) for one, other in combinations(tasks, 2)]
     known = [pair for pair in pairs if pair is not None]

@@ -37,7 +37,8 @@ class Profile:
 
     Arrays are float32. `mu` and `sigma` [L, H]: share of a segment that each head needs, mean and standard deviation
     (TANGRAM Eq. 5). `coverage` [L, H, S / 16]: mean peak attention of later queries that the head's best 16, 32, .. S
-    tokens of a segment receive; method `coverage` only. `shares` [N, L, H]: the share of each sample, with its task in
+    tokens of a segment receive; method `coverage` only, from the `queries` that were looked at ("all" or "answers").
+    `shares` [N, L, H]: the share of each sample, with its task in
     `tasks`. `statistics`: tensors [L, H, ...] that the scorer needs at run time.
 
     `ratio` is the kept share that mu was measured at; `scope` says whether it holds in each layer or over the model.
@@ -57,6 +58,7 @@ class Profile:
     samples: int
     alpha: float = 2.0
     fit: str = "exact"
+    queries: str = ""
     dataset_hash: str = ""
     provenance: str = ""
     license: str = ""

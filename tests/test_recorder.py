@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from calib.derive import derive_profile
 from calib.implied import implied_counts
 from calib.measure import Settings, measure
-from calib.recorder import RECORDING, Recorder
+from calib.recorder import ANSWERS, RECORDING, Recorder
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention import torch_ops
 from sgl_ragged.attention.batch import extend_batch
@@ -68,6 +68,8 @@ def statistics(tmp_path_factory):
 @pytest.mark.parametrize("chunks", [[], [SEGMENT], [2 * SEGMENT, 3 * SEGMENT]])
 def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, chunks):
     tensors = content(seed=0)
+    (tmp_path / ANSWERS).write_text("[[70, 75], [100, 101]]")
+    answering = [69, 70, 71, 72, 73, 99]
     found = record(Recorder(str(tmp_path), SCORERS, 0.3, str(statistics)), tensors, chunks)
     assert int(found["tokens"]) == LENGTH
     given_statistics = load_file(statistics)
@@ -82,12 +84,14 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
         tokens = Tokens(keys, values, queries, DIM**-0.5, statistics=head_statistics)
         for segment in range(LENGTH // SEGMENT):
             start, stop = segment * SEGMENT, (segment + 1) * SEGMENT
-            peak = weights[stop:, start:stop].max(axis=0)
-            for scorer in SCORERS:
-                for units in (1, 2):
-                    kept = kept_tokens(scorer, tokens.part(start, stop), 16 * units, segment == 0)
-                    covered = found[f"{scorer}.coverage"][segment, layer, head, units - 1]
-                    assert float(covered) == pytest.approx(peak[kept].sum(), rel=1e-4)
+            later = {"all": list(range(stop, LENGTH)), "answers": [place for place in answering if place >= stop]}
+            for kind, rows in later.items():
+                peak = weights[rows, start:stop].max(axis=0, initial=0.0)
+                for scorer in SCORERS:
+                    for units in (1, 2):
+                        kept = kept_tokens(scorer, tokens.part(start, stop), 16 * units, segment == 0)
+                        covered = found[f"{scorer}.coverage.{kind}"][segment, layer, head, units - 1]
+                        assert float(covered) == pytest.approx(peak[kept].sum(), rel=1e-4)
 
 
 def test_moments_of_the_queries(tmp_path):
@@ -145,7 +149,7 @@ def make_settings(**changes) -> Settings:
 
 
 def derive(recordings, **changes):
-    options = dict(method="implied", scope="layer", alpha=2.0, fit="exact", head_dim=DIM, statistics={})
+    options = dict(method="implied", scope="layer", queries="all", alpha=2.0, fit="exact", head_dim=DIM, statistics={})
     tasks = ["a", "b"] * len(recordings)
     return derive_profile(recordings, tasks[: len(recordings)], make_settings(), "keydiff", **(options | changes))
 
@@ -165,8 +169,8 @@ def test_mean_and_deviation_over_segments_and_samples():
 def test_coverage_profile_serves_the_mean_curve():
     steep, flat = [9.0, 10.0], [1.0, 1.5]
     recordings = [
-        {"keydiff.coverage": torch.tensor([[[steep, flat], [flat, [0.0, 8.0]]]])},
-        {"keydiff.coverage": torch.tensor([[[steep, flat], [[0.0, 6.0], flat]]])},
+        {"keydiff.coverage.all": torch.tensor([[[steep, flat], [flat, [0.0, 8.0]]]])},
+        {"keydiff.coverage.all": torch.tensor([[[steep, flat], [[0.0, 6.0], flat]]])},
     ]
     profile = derive(recordings, method="coverage", scope="model")
     np.testing.assert_allclose(profile.coverage[1, 1], [0.5, 4.75])
@@ -200,6 +204,9 @@ def test_samples_of_every_kind(tmp_path):
         ('{"task": "x"}', "exactly one of"),
         ('{"text": "x", "input_ids": [1]}', "exactly one of"),
         ('{"input_ids": ["a"]}', "input_ids is malformed"),
+        ('{"input_ids": [1, 2], "answers": [1]}', "list of .start, stop"),
+        ('{"input_ids": [1, 2], "answers": [[1, 3]]}', "inside input_ids"),
+        ('{"input_ids": [1, 2], "answers": [[0, 1]]}', "inside input_ids"),
         ('{"messages": ["a"]}', "messages is malformed"),
     ],
 )

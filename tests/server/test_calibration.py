@@ -81,6 +81,7 @@ def test_calibrate_and_serve_a_qwen3(tmp_path):
         (("--segment", "100"), "multiple of 16"),
         (("--samples", "1"), "at least 2"),
         (("--alpha", "1"), "belong to --method implied"),
+        (("--method", "implied", "--queries", "all"), "belongs to --method coverage"),
         (("--scorer", "keydiff", "h2o"), "must contain {scorer}"),
         (("--scorer", "fastkvzip"), "pass --scorer-weights"),
         (("--scorer", "nonsense"), "unknown scorer"),
