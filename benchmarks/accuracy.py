@@ -37,6 +37,7 @@ RATIOS = (0.5, 0.3, 0.2, 0.1)
 BUDGETS = {
     "uniform": (),
     "implied": ("--method", "implied"),
+    "implied-alpha0": ("--method", "implied", "--alpha", "0"),
     "implied-model": ("--method", "implied", "--scope", "model"),
     "coverage-all": ("--method", "coverage", "--queries", "all"),
     "coverage-layer": ("--method", "coverage", "--scope", "layer"),
@@ -109,8 +110,11 @@ def calibrate(scorers: list[str], budgets: list[str], options: argparse.Namespac
     data = options.profiles / "samples.jsonl"
     with data.open("w") as file:
         subprocess.run([sys.executable, "-m", "benchmarks.recall.samples"], stdout=file, check=True)
+    # Recordings belong to the scorers that they were made for.
+    work = options.profiles / "-".join(["recordings", *scorers])
     command = [sys.executable, "-m", "calib", "run", "--model", str(MODEL), "--dtype", "float32", "--data", str(data)]
-    command += ["--segment", str(options.segment), "--work", str(options.profiles / "recordings"), "--scorer", *scorers]
+    command += ["--segment", str(options.segment), "--ratio", str(options.calibrate_at), "--work", str(work)]
+    command += ["--scorer", *scorers]
     for kind in kinds:
         target = options.profiles / f"{{scorer}}-{kind}.safetensors"
         subprocess.run([*command, *BUDGETS[kind], "-o", str(target)], check=True, stdout=subprocess.DEVNULL)
@@ -194,6 +198,7 @@ def main() -> None:
     )
     parser.add_argument("--segment", type=int, default=256)
     parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of SCORER-KIND.safetensors")
+    parser.add_argument("--calibrate-at", type=float, default=0.3, metavar="R", help="ratio of new profiles [0.3]")
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--questions", type=int, default=10, help="of each conversation [10]")
     parser.add_argument("--seed", type=int, default=2**34)

@@ -174,7 +174,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 def print_stability(stability: Stability, console: Console) -> None:
     """Print the stability of a profile as a table."""
     table = _table(f"stability over {stability.samples} samples, {len(stability.tasks)} tasks", "")
-    table.add_row("rank correlation of heads, even and odd samples", _number(stability.halves))
+    table.add_row("rank correlation of heads, two halves of the samples", _number(stability.halves))
     table.add_row("between tasks: lowest", _number(stability.tasks_lowest))
     table.add_row("between tasks: mean", _number(stability.tasks_mean))
     table.add_row(f"heads with sigma < {STEADY:g}", f"{stability.steady:.1%}")

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from calib.reclaimed import Reclaimed
 from sgl_ragged.errors import RaggedConfigError
@@ -62,6 +63,7 @@ def plot_heatmap(budgets: np.ndarray) -> Figure:
     layers, heads = budgets.shape
     figure = Figure(figsize=(max(4.0, 0.4 * heads + 2), max(3.0, 0.18 * layers + 1)))
     axes = figure.subplots()
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     image = axes.imshow(budgets, aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
     axes.set(xlabel="head", ylabel="layer", title="kept share of a segment")
     axes.set_xticks(range(heads))
@@ -126,5 +128,5 @@ def plot_coverage(coverage: np.ndarray) -> Figure:
         axes.plot(kept, curves.T, color=colours(layer / max(layers - 1, 1)), alpha=0.5, linewidth=0.8)
     axes.set(xlabel="kept share of a segment", ylabel="mean peak attention covered", xlim=(0, 1), ylim=(0, None))
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, layers - 1), colours)
-    figure.colorbar(scale, ax=axes, label="layer")
+    figure.colorbar(scale, ax=axes, label="layer", ticks=MaxNLocator(integer=True))
     return figure

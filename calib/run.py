@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
             method=options.method,
             scope=scope,
             queries=queries,
-            alpha=2.0 if options.alpha is None else options.alpha,
+            alpha=_alpha(options),
             fit=options.fit,
             head_dim=config["head_dim"],
             statistics={name: statistics[name] for name in get_scorer(scorer).statistics if name in statistics},
@@ -141,6 +141,13 @@ def _queries(options: argparse.Namespace, samples: list[TokenizedSample]) -> str
             "beside input_ids, or use --queries all"
         )
     return options.queries or ("answers" if have else "all")
+
+
+def _alpha(options: argparse.Namespace) -> float:
+    """Safety margin; coverage has none."""
+    if options.method == "coverage":
+        return 0.0
+    return 2.0 if options.alpha is None else options.alpha
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -15,7 +15,8 @@ from calib.inspect import make_report
 from calib.reclaimed import measure_reclaimed
 from calib.stability import measure_stability
 from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept
-from sgl_ragged.profile import Profile
+from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.profile import Profile, load_profile
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
     MEASURED = dict(_archive)
@@ -138,6 +139,18 @@ def test_stability_in_closed_form():
     # Means of task a: 1/6, 0.2, 0.2 (ranks 1, 2.5, 2.5); of task b: ranks 3, 2, 1.
     assert found.tasks_lowest == found.tasks_mean == pytest.approx(-np.sqrt(0.75), abs=1e-6)
     assert found.steady == pytest.approx(2 / 3)
+
+
+def test_the_recall_models_profile_is_uneven_and_stable():
+    """Acceptance of the committed calibration: 50 samples, shares that span 4x, halves that agree."""
+    folder = Path(__file__).parent.parent / "benchmarks" / "recall"
+    profile = load_profile(folder / "keydiff-coverage.safetensors")
+    config = json.loads((folder / "checkpoint" / "config.json").read_text())
+    assert profile.model_fingerprint == config_fingerprint(config)
+    found = measure_stability(profile)
+    assert found.samples == 50
+    assert found.halves >= 0.95
+    assert profile.mu.max() >= 4 * profile.mu.min()
 
 
 def test_nothing_to_compare():

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.launch import serve
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.profile import load_profile
-from tests.models import make_llama, make_qwen3
+from tests.models import make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import generate
 
@@ -65,12 +65,6 @@ def test_calibrate_and_serve_a_qwen3(tmp_path):
     kept = profile_kept(profile, RATIO, SEGMENT)
     want = Oracle(str(model), kept, SEGMENT, "keydiff").logprobs(prompt + answer.tokens)
     np.testing.assert_allclose(np.concatenate([answer.input_logprobs, answer.output_logprobs]), want, atol=1e-3)
-
-    other = make_llama(tmp_path / "llama")
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(other), "--device", "cpu", *serving]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 1
-    assert "pass a profile of this model or none" in refused.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.accuracy import ask
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
+from benchmarks.recall.questions import interviews
 from benchmarks.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.grouping import group_largest
@@ -19,6 +21,7 @@ from tests.server.client import flush, generate
 
 pytestmark = pytest.mark.server
 
+PROFILE = MODEL.parent / "keydiff-coverage.safetensors"
 SEGMENT, RATIO = 128, 0.3
 LAYERS, HEADS, PER_HEAD, DIM, HIDDEN = 4, 8, 2, 32, 128
 
@@ -80,6 +83,16 @@ def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
     expected = Oracle(str(MODEL), kept, SEGMENT, scorer, statistics).logprobs(prompt + first.tokens)
     found = np.concatenate([first.input_logprobs, first.output_logprobs])
     np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def test_calibrated_budgets_keep_recall_at_a_tenth(nursery, tmp_path):
+    """The committed profile of the recall model; `python -m benchmarks.accuracy` asks 200 questions of every scorer."""
+    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
+    flags += ["--kv-pool", "ragged", "--ragged-ratio", "0.1", "--ragged-profile", str(PROFILE)]
+    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+        right, asked = ask(server, interviews(4, 10, seed=2**35))
+    assert asked == 40
+    assert right >= 38
 
 
 def test_groups_of_heads_and_the_size_of_what_scorers_keep(nursery, tmp_path):
