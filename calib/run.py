@@ -18,7 +18,7 @@ from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
 from sgl_ragged.budgets import check_ratio, check_segment, profile_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.profile import FITS, METHODS, SCOPES
 from sgl_ragged.scorers import get_scorer, scorer_names
@@ -69,15 +69,15 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Calibrate; writes one profile per scorer. Raises RaggedConfigError on bad input."""
     _check(options)
-    config = _model_config(options.model)
-    longest = min(options.max_tokens, config["context_length"] - 2)
+    geometry, context_length = _read_model(options.model)
+    longest = min(options.max_tokens, context_length - 2)
     samples = tokenize(
         read_samples(options.data, options.samples, options.seed), options.model, longest, options.segment + 1
     )
     queries = _queries(options, samples)
     settings = Settings(
         model=options.model,
-        model_fingerprint=config["fingerprint"],
+        model_fingerprint=geometry.fingerprint,
         scorers=tuple(options.scorer),
         ratio=options.ratio,
         segment=options.segment,
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("samples through SGLang", total=len(samples) * passes(options.scorer))
-        kv_bytes = _kv_bytes(config, options.segment, samples)
+        kv_bytes = _kv_bytes(geometry, options.segment, samples)
         recordings = measure(settings, samples, work, kv_bytes, lambda: progress.advance(task))
     scope = options.scope or DEFAULT_SCOPE[options.method]
     statistics = calibrated_statistics(settings, work)
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
             queries=queries,
             alpha=_alpha(options),
             fit=options.fit,
-            head_dim=config["head_dim"],
+            head_dim=geometry.head_dim,
             statistics={name: statistics[name] for name in get_scorer(scorer).statistics if name in statistics},
         )
         path = Path(options.output.replace("{scorer}", scorer))
@@ -171,28 +171,25 @@ def _check(options: argparse.Namespace) -> None:
         raise RaggedConfigError(f"the folder of the output, {parent}, does not exist")
 
 
-def _model_config(model: str) -> dict[str, Any]:
-    """What calibration needs of the model's config; the fingerprint is the server's."""
+def _read_model(model: str) -> tuple[ModelGeometry, int]:
+    """The model's geometry, with the server's fingerprint, and its context length in tokens."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        geometry = ModelGeometry.from_config(config.to_dict(), model)
     except (OSError, ValueError) as error:
         raise RaggedConfigError(f"cannot read the config of {model}: {str(error).splitlines()[0]}") from None
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    return {
-        "fingerprint": config_fingerprint(text.to_dict()),
-        "context_length": int(getattr(text, "max_position_embeddings", 8192)),
-        "layers": int(text.num_hidden_layers),
-        "heads": int(heads),
-        "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads),
-    }
+    except KeyError as error:
+        raise RaggedConfigError(f"{model} cannot be calibrated, its config lacks {error}") from None
+    return geometry, int(getattr(config, "max_position_embeddings", 8192))
 
 
-def _kv_bytes(config: dict[str, Any], segment: int, samples: list[TokenizedSample]) -> int:
+def _kv_bytes(geometry: ModelGeometry, segment: int, samples: list[TokenizedSample]) -> int:
     """A KV budget that holds the longest sample uncompressed, in float32, with room for padding and one more page."""
-    full = SlabLayout(uniform_kept(config["layers"], config["heads"], 1.0, segment), config["head_dim"], segment)
+    kept = uniform_kept(geometry.num_layers, geometry.num_heads, 1.0, segment)
+    full = SlabLayout(kept, geometry.head_dim, segment)
     segments = max(len(sample.input_ids) for sample in samples) // segment + 4
-    # Scorers that read queries keep as much again beside the tails at most.
-    return segments * full.slab_bytes(4) + 8 * full.tail_bytes(4)
+    # Two rows of tails; what scorers keep beside them is no more than q_per_kv / 2 as much again.
+    tails = (2 + geometry.q_per_kv) * full.tail_bytes(4)
+    return segments * full.slab_bytes(4) + tails

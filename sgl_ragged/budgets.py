@@ -63,7 +63,9 @@ def profile_kept(profile: Profile, ratio: float, segment: int) -> np.ndarray:
             f"calibrated at, not {ratio}: calibrate at {ratio}, or with --fit exact"
         )
     check_segment(segment)
-    return np.clip(np.ceil(np.minimum(weights, 1.0) * segment / UNIT).astype(np.int64) * UNIT, GUARD, segment)
+    # Rounded first: shares come in float32, and a hair above a whole unit is not another unit.
+    units = np.ceil(np.round(np.minimum(weights, 1.0) * segment / UNIT, 4)).astype(np.int64)
+    return np.clip(units * UNIT, GUARD, segment)
 
 
 def fit_kept(weights: np.ndarray, ratio: float, segment: int, scope: str = "model") -> np.ndarray:

@@ -6,14 +6,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-from sgl_ragged.budgets import profile_kept, uniform_kept
+from sgl_ragged.choice import choose_budgets
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.grouping import group_largest
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import parse_bytes, plan_pool
-from sgl_ragged.profile import load_profile
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -27,7 +26,9 @@ def main() -> None:
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
     layout.add_argument("--ratio", type=float, default=0.5)
     layout.add_argument("--segment", type=int, default=256)
-    layout.add_argument("--profile", type=Path)
+    layout.add_argument("--scorer", default="keydiff")
+    layout.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
+    layout.add_argument("--heads-per-group", type=int, default=1)
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--json", action="store_true")
@@ -43,26 +44,22 @@ def main() -> None:
 
 def show_layout(options: argparse.Namespace) -> None:
     """Print the pool plan of one rank that holds all heads."""
-    config = _read_config(options.model)
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    layers = config["num_hidden_layers"]
-    if options.profile is None:
-        kept = uniform_kept(layers, heads, options.ratio, options.segment)
-    else:
-        profile = load_profile(options.profile)
-        profile.require_model(
-            fingerprint=config_fingerprint(config),
-            num_layers=layers,
-            num_heads=heads,
-            head_dim=head_dim,
-            model=str(options.model),
-        )
-        kept = profile_kept(profile, options.ratio, options.segment)
-    layout = SlabLayout(kept=kept, head_dim=head_dim, segment=options.segment)
+    import torch
+
+    from sgl_ragged.mem_pool.slab_store import side_bytes
+    from sgl_ragged.scorers import get_scorer
+
+    geometry = _read_geometry(options.model)
+    chosen = choose_budgets(
+        geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
+    )
+    kept = group_largest(chosen.kept, options.heads_per_group)
+    layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     budget = parse_bytes(options.kv_bytes)
-    plan = plan_pool(layout, DTYPE_BYTES[options.dtype], budget, options.max_running_requests)
+    side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
+    plan = plan_pool(layout, DTYPE_BYTES[options.dtype], budget, options.max_running_requests, side)
     if not options.json:
+        print(chosen.source)
         print(plan.describe())
         return
     names = ("slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests", "total_bytes", "full_tokens")
@@ -77,13 +74,15 @@ def check_installation(_: argparse.Namespace) -> None:
     print(f"all {len(RAGGED_SEAMS)} seams of the installed SGLang are as expected")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_geometry(folder: Path) -> ModelGeometry:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
+        return ModelGeometry.from_config(config.get("text_config", config), str(folder))
     except (OSError, json.JSONDecodeError) as error:
         raise RaggedConfigError(f"cannot read {path}: {error}") from None
-    return config.get("text_config", config)
+    except KeyError as error:
+        raise RaggedConfigError(f"{path} is no model configuration, it lacks {error}") from None
 
 
 if __name__ == "__main__":

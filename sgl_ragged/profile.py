@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.geometry import ModelGeometry
 
 FORMAT = "sgl_ragged.profile"
 FORMAT_VERSION = 2
@@ -124,19 +125,19 @@ class Profile:
         """Write the profile to `path` (replaces it)."""
         Path(path).write_bytes(save(self._tensors(), metadata=self._metadata() | {"digest": self.digest()}))
 
-    def require_model(self, *, fingerprint: str, num_layers: int, num_heads: int, head_dim: int, model: str) -> None:
+    def require_model(self, geometry: ModelGeometry) -> None:
         """Raise RaggedConfigError unless the profile was made for this model."""
         have = (self.num_layers, self.num_heads, self.head_dim)
-        want = (num_layers, num_heads, head_dim)
+        want = (geometry.num_layers, geometry.num_heads, geometry.head_dim)
         if have != want:
             raise RaggedConfigError(
                 f"the profile was calibrated for {self.model_id!r} with (layers, heads, head_dim) = {have}, "
-                f"but {model!r} has {want}: pass a profile of this model or none"
+                f"but {geometry.name!r} has {want}: pass a profile of this model or none"
             )
-        if self.model_fingerprint != fingerprint:
+        if self.model_fingerprint != geometry.fingerprint:
             raise RaggedConfigError(
                 f"the profile was calibrated for {self.model_id!r} (fingerprint {self.model_fingerprint}), "
-                f"but {model!r} has fingerprint {fingerprint}: pass a profile of this model or none"
+                f"but {geometry.name!r} has fingerprint {geometry.fingerprint}: pass a profile of this model or none"
             )
 
 

@@ -10,7 +10,9 @@ import pytest
 from transformers import LlamaConfig
 
 from sgl_ragged import cli
-from tests.models import SIZES
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.grouping import group_largest
+from tests.models import SIZES, make_profile
 
 
 @pytest.fixture
@@ -34,6 +36,19 @@ def test_layout_as_json(model, monkeypatch, capsys):
     assert plan["slab_bytes"] == int(kept.sum()) * 2 * 64 * 2
     assert plan["total_bytes"] == plan["num_slots"] * plan["slab_bytes"] + plan["tails_bytes"] <= 64 * 2**20
     assert plan["max_total_tokens"] == (plan["num_slots"] - 1) * 256 > 2.5 * plan["full_tokens"]
+
+
+def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
+    """A profile, groups of heads, and queries beside the tails."""
+    profile = make_profile(model, model / "p.safetensors", scorer="h2o")
+    flags = ["--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--scorer", "h2o", "--json"]
+    run(monkeypatch, "layout", *flags, "--profile", str(model / "p.safetensors"), "--heads-per-group", "2")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["kept"] == group_largest(profile_kept(profile, 0.3, 256), 2).tolist()
+    run(monkeypatch, "layout", *flags, "--max-running-requests", "7")
+    with_queries = json.loads(capsys.readouterr().out)["tails_bytes"]
+    # Per row: keys and values of a segment, and 2 query heads for 256 places and the one that takes the rest.
+    assert with_queries == 8 * 3 * 4 * 64 * 2 * (2 * 256 + 2 * 257)
 
 
 def test_layout_as_a_line(model, monkeypatch, capsys):

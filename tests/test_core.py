@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept, uniform_kept
+from sgl_ragged.budgets import GUARD, UNIT, coverage_kept, fit_kept, profile_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.grouping import group_largest
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolPlan, parse_bytes, plan_pool
 from sgl_ragged.profile import Profile, load_profile
@@ -49,7 +53,7 @@ def profile() -> Profile:
 
 def test_core_imports_neither_sglang_nor_torch():
     code = (
-        "import sys, sgl_ragged.profile, sgl_ragged.budgets, sgl_ragged.layout, sgl_ragged.mem_pool.sizing\n"
+        "import sys, sgl_ragged.choice, sgl_ragged.grouping, sgl_ragged.layout, sgl_ragged.mem_pool.sizing\n"
         "assert 'torch' not in sys.modules and 'sglang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -102,6 +106,82 @@ def test_a_bigger_share_never_keeps_less():
     order = np.argsort(weights)
     assert (np.diff(kept.ravel()[order]) >= 0).all()
     assert kept.max() >= 4 * kept.min()
+
+
+def test_eq_5_as_written():
+    """mu + 2 sigma of a 128-token segment, rounded up to 16 tokens, between guard and segment."""
+    mu = np.array([[0.01, 0.3, 0.5, 0.95]], np.float32)
+    sigma = np.array([[0.01, 0.1, 0.0, 0.1]], np.float32)
+    paper = replace(profile(), mu=mu, sigma=sigma, fit="paper", ratio=0.4)
+    assert profile_kept(paper, 0.4, 128).tolist() == [[16, 64, 64, 128]]
+    assert profile_kept(replace(paper, alpha=0.0), 0.4, 128).tolist() == [[16, 48, 64, 128]]
+    with pytest.raises(RaggedConfigError, match="fit=paper"):
+        profile_kept(paper, 0.3, 128)
+
+
+CURVES = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 6), st.just(8)), elements=st.floats(0, 5))
+
+
+@given(CURVES, st.floats(0.13, 1.0), st.floats(0.13, 1.0), st.sampled_from(["layer", "model"]))
+def test_coverage_budgets_meet_the_ratio_and_grow_with_it(gains, one, other, scope):
+    coverage = gains.cumsum(axis=-1)
+    low, high = (coverage_kept(coverage, ratio, 128, scope) for ratio in sorted((one, other)))
+    assert (low <= high).all()
+    assert (low >= GUARD).all()
+    assert (high <= 128).all()
+    for kept, ratio in ((low, min(one, other)), (high, max(one, other))):
+        rows = kept.sum(axis=1) if scope == "layer" else kept.sum()[None]
+        size = kept.shape[1] if scope == "layer" else kept.size
+        assert (np.abs(rows - max(ratio * 128, GUARD) * size) <= UNIT).all()
+
+
+@given(
+    arrays(np.float64, (2, 2, 4), elements=st.floats(0, 5)),
+    st.integers(4, 16),
+)
+def test_coverage_budgets_cover_most_of_concave_curves(gains, units):
+    """Against every other way of handing out the same units."""
+    coverage = np.sort(gains, axis=-1)[..., ::-1].cumsum(axis=-1)
+    kept = coverage_kept(coverage, units / 16, 64) // UNIT
+    assert kept.sum() == units
+
+    def covered(counts: np.ndarray) -> float:
+        return sum(coverage.reshape(4, 4)[head, n - 1] for head, n in enumerate(counts.ravel()))
+
+    ways = (np.array(way) for way in itertools.product(range(1, 5), repeat=4) if sum(way) == units)
+    assert covered(kept) == pytest.approx(max(covered(way) for way in ways))
+
+
+def test_curves_of_another_segment_length():
+    coverage = np.array([[[4.0, 8.0, 8.0, 8.0], [0.0, 0.0, 1.0, 2.0]]])
+    assert coverage_kept(coverage, 0.5, 64).tolist() == [[32, 32]]
+    assert coverage_kept(coverage, 0.5, 128).tolist() == [[64, 64]]
+    assert coverage_kept(coverage, 0.375, 128).tolist() == [[64, 32]]
+
+
+# Groups
+
+
+@given(
+    arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=st.integers(1, 9)),
+    st.integers(1, 9),
+    st.sampled_from(["clustered", "adjacent"]),
+)
+def test_groups_share_their_largest_budget(kept, size, order):
+    grouped = group_largest(kept, size, order)
+    assert (grouped >= kept).all()
+    for row, out in zip(kept, grouped, strict=True):
+        assert len(set(out.tolist())) <= -(-len(row) // size)
+        assert out.max() == row.max()
+        if order == "adjacent":
+            assert out.tolist() == [row[i // size * size :][:size].max() for i in range(len(row))]
+    assert group_largest(kept, size).sum() <= group_largest(kept, size, "adjacent").sum()
+
+
+@pytest.mark.parametrize(("size", "order"), [(0, "clustered"), (2, "random")])
+def test_bad_groups(size, order):
+    with pytest.raises(RaggedConfigError):
+        group_largest(np.ones((1, 4)), size, order)
 
 
 # Layout
@@ -241,13 +321,58 @@ def test_foreign_safetensors_file(tmp_path):
 
 
 def test_profile_of_another_model():
-    other = CONFIG | {"rope_theta": 10000.0}
-    fits = dict(fingerprint=config_fingerprint(CONFIG), num_layers=3, num_heads=4, head_dim=32, model="toy")
-    profile().require_model(**fits)
+    fits = ModelGeometry.from_config(CONFIG, "toy")
+    assert (fits.num_layers, fits.num_heads, fits.q_per_kv, fits.head_dim) == (3, 4, 2, 32)
+    profile().require_model(fits)
     with pytest.raises(RaggedConfigError, match="fingerprint"):
-        profile().require_model(**fits | {"fingerprint": config_fingerprint(other)})
+        profile().require_model(ModelGeometry.from_config(CONFIG | {"rope_theta": 10000.0}, "other"))
     with pytest.raises(RaggedConfigError, match="layers, heads, head_dim"):
-        profile().require_model(**fits | {"num_layers": 5})
+        profile().require_model(replace(fits, num_layers=5))
+
+
+def test_fingerprint_tells_kinds_of_rope_apart():
+    scaled = CONFIG | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    assert config_fingerprint(scaled) != config_fingerprint(CONFIG)
+    assert config_fingerprint(CONFIG | {"rope_scaling": None}) == config_fingerprint(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "guess"}, "unknown method"),
+        ({"scope": "head"}, "unknown scope"),
+        ({"fit": "loose"}, "unknown fit"),
+        ({"method": "coverage"}, "do not go together"),
+        ({"method": "coverage", "coverage": np.zeros((3, 5, 16), np.float32)}, "must be .layers, heads, units"),
+        ({"shares": np.zeros((2, 3, 4), np.float32)}, "do not fit 0 tasks"),
+        ({"statistics": {"query_mean": np.zeros((4, 3), np.float32)}}, "statistic query_mean"),
+        ({"mu": np.full((3, 4), 1.5, np.float32)}, "above 1"),
+        ({"sigma": np.full((3, 4), np.nan, np.float32)}, "non-finite"),
+    ],
+)
+def test_profiles_that_make_no_sense(changes, words):
+    with pytest.raises(RaggedConfigError, match=words):
+        replace(profile(), **changes)
+
+
+def test_everything_in_a_profile_comes_back(tmp_path):
+    rng = np.random.default_rng(1)
+    full = replace(
+        profile(),
+        method="coverage",
+        queries="answers",
+        coverage=rng.uniform(0, 9, (3, 4, 16)).astype(np.float32),
+        shares=rng.uniform(0, 1, (2, 3, 4)).astype(np.float32),
+        tasks=("a", "b, c"),
+        statistics={"query_mean": rng.normal(size=(3, 4, 2, 8)).astype(np.float32)},
+        provenance="somewhere",
+    )
+    full.save(tmp_path / "p.safetensors")
+    loaded = load_profile(tmp_path / "p.safetensors")
+    assert loaded.digest() == full.digest() != profile().digest()
+    assert (loaded.tasks, loaded.queries, loaded.provenance) == (full.tasks, full.queries, full.provenance)
+    np.testing.assert_array_equal(loaded.coverage, full.coverage)
+    np.testing.assert_array_equal(loaded.statistics["query_mean"], full.statistics["query_mean"])
 
 
 def test_fingerprint_reads_both_places_of_rope_theta():

@@ -39,10 +39,9 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
             )
     model_config = model_config_of(server_args)
     refuse_model(model_config)
-    from sgl_ragged.plugin.model_layout import model_kept, model_statistics
+    from sgl_ragged.plugin.model_layout import model_geometry, model_statistics
 
-    model_kept(options, model_config)
-    model_statistics(options, model_config)
+    model_statistics(options, model_geometry(model_config))
 
 
 def _without_cuda_graphs(config: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
-from sgl_ragged.plugin.model_layout import budget_source, model_statistics, rank_heads, rank_layout
+from sgl_ragged.plugin.model_layout import model_budgets, model_geometry, model_statistics, rank_heads, rank_layout
 from sgl_ragged.plugin.options import RaggedOptions
 
 logger = logging.getLogger(__name__)
@@ -66,23 +66,23 @@ def build_pool(
         num_rows=req_to_token_pool.size + 1,
         side_bytes=_side_bytes(options, configurator, layout),
     )
-    parallel, total = get_parallel(), configurator.model_config.get_total_num_kv_heads()
-    heads = rank_heads(total, parallel.attn_tp_rank, parallel.attn_tp_size)
+    parallel, geometry = get_parallel(), model_geometry(configurator.model_config)
+    heads = rank_heads(geometry.num_heads, parallel.attn_tp_rank, parallel.attn_tp_size)
     statistics = [
         {name: tensor[heads].to(configurator.device) for name, tensor in layer.items()}
-        for layer in model_statistics(options, configurator.model_config)
+        for layer in model_statistics(options, geometry)
     ]
     pool = RaggedTokenToKVPool(
         plan,
         get_scorer(options.scorer),
         statistics,
-        q_per_kv=_q_per_kv(configurator),
+        q_per_kv=geometry.q_per_kv,
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
-    logger.info("%s", budget_source(options, configurator.model_config))
+    logger.info("%s", model_budgets(options, geometry).source)
     logger.info("ragged KV pool (ratio %s, scorer %s): %s", options.ratio, options.scorer, plan.describe())
     return pool
 
@@ -103,12 +103,7 @@ def _layout(options: RaggedOptions, configurator: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return rank_layout(options, configurator.model_config, parallel.attn_tp_rank, parallel.attn_tp_size)
-
-
-def _q_per_kv(configurator: Any) -> int:
-    model = configurator.model_config
-    return model.get_total_num_attention_heads() // model.get_total_num_kv_heads()
+    return rank_layout(options, model_geometry(configurator.model_config), parallel.attn_tp_rank, parallel.attn_tp_size)
 
 
 def _side_bytes(options: RaggedOptions, configurator: Any, layout: Any) -> int:
@@ -116,7 +111,8 @@ def _side_bytes(options: RaggedOptions, configurator: Any, layout: Any) -> int:
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    return side_bytes(get_scorer(options.scorer), layout, _q_per_kv(configurator), configurator.kv_cache_dtype)
+    geometry = model_geometry(configurator.model_config)
+    return side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, configurator.kv_cache_dtype)
 
 
 def _least_over_ranks(value: int) -> int:
