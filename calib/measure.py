@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -145,6 +146,9 @@ class _Engine:
         )
 
     def __enter__(self) -> _Engine:
+        # SGLang's workers inherit these: silent about optional packages, and idle threads do not take the cores.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import sglang
 
         logging.getLogger("sglang").setLevel(logging.ERROR)

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from benchmarks.demo import MODEL
+from benchmarks.recall.task import VOCABULARY
 from calib.derive import derive_profile
 from calib.implied import implied_counts
 from calib.measure import Settings, measure
 from calib.recorder import ANSWERS, RECORDING, Recorder
-from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
+from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention import torch_ops
 from sgl_ragged.attention.batch import extend_batch
 from sgl_ragged.budgets import coverage_kept
@@ -223,6 +225,17 @@ def test_short_samples_are_refused(tmp_path):
     file.write_text('{"input_ids": [1, 2, 3]}')
     with pytest.raises(RaggedConfigError, match="needs at least 33"):
         tokenize(read_samples([file], 1, 0), "no/model", 100, SEGMENT + 1)
+
+
+def test_the_answers_of_a_chat_are_what_the_assistant_says():
+    """Through the recall model's chat template: the answer and the end of the turn, for each turn."""
+    turns = [("w1 w2 . recall k5", "v9"), ("w3 recall k7", "v1 v2")]
+    messages = [{"role": r, "content": c} for u, a in turns for r, c in (("user", u), ("assistant", a))]
+    (sample,) = tokenize([Sample("t", messages=tuple(messages))], MODEL, 100, 1)
+    said = [[VOCABULARY[i] for i in sample.input_ids[start:stop]] for start, stop in sample.answers]
+    assert said == [["v9", "<eos>"], ["v1", "v2", "<eos>"]]
+    (cut,) = tokenize([Sample("t", messages=tuple(messages))], MODEL, sample.answers[1][0] + 1, 1)
+    assert cut.answers == (sample.answers[0], (sample.answers[1][0], sample.answers[1][0] + 1))
 
 
 def test_built_in_conversations_are_deterministic_and_of_several_tasks():
