@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sgl_ragged.budgets import GUARD, UNIT, coverage_kept, fit_kept, profile_kept, uniform_kept
+from sgl_ragged.bundled import FOLDER as BUNDLED
+from sgl_ragged.choice import choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry
@@ -157,6 +160,32 @@ def test_curves_of_another_segment_length():
     assert coverage_kept(coverage, 0.5, 64).tolist() == [[32, 32]]
     assert coverage_kept(coverage, 0.5, 128).tolist() == [[64, 64]]
     assert coverage_kept(coverage, 0.375, 128).tolist() == [[64, 32]]
+
+
+# The choice
+
+
+def test_auto_takes_the_bundled_profile_of_model_and_scorer():
+    config = json.loads((BUNDLED / "configs" / "llama-3.1-8b-instruct.json").read_text())
+    geometry = ModelGeometry.from_config(config, "m")
+    fits = dict(ratio=0.3, segment=256)
+    chosen = choose_budgets(geometry, profile="auto", scorer="keydiff", **fits)
+    assert chosen.source.startswith("budgets from bundled profile")
+    assert "Llama-3.1-8B-Instruct" in chosen.source
+    assert chosen.kept.shape == (32, 8)
+    assert chosen.kept.max() > 4 * chosen.kept.min()
+    for other in (
+        choose_budgets(geometry, profile="uniform", scorer="keydiff", **fits),
+        choose_budgets(geometry, profile="auto", scorer="tova", **fits),
+        choose_budgets(replace(geometry, fingerprint="0" * 16), profile="auto", scorer="keydiff", **fits),
+    ):
+        assert other.profile is None
+        assert "every head gets the same budget" in other.source
+    with pytest.raises(RaggedConfigError, match="does not exist"):
+        choose_budgets(geometry, profile="/no/such/file", scorer="keydiff", **fits)
+    path = str(BUNDLED / "llama-3.1-8b-instruct.keydiff.safetensors")
+    with pytest.raises(RaggedConfigError, match="--ragged-scorer is 'tova'"):
+        choose_budgets(geometry, profile=path, scorer="tova", **fits)
 
 
 # Groups
