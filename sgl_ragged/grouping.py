@@ -30,8 +30,7 @@ def group_largest(budgets: np.ndarray, heads_per_group: int, order: str = "clust
         raise RaggedConfigError(f"unknown order of heads {order!r}; known: {', '.join(ORDERS)}")
     grouped = np.empty_like(budgets)
     for row, out in zip(budgets, grouped, strict=True):
-        # Largest first, where the paper sorts the other way: then the group that may be smaller has the smallest heads.
-        heads = np.argsort(-row, kind="stable") if order == "clustered" else np.arange(len(row))
+        heads = np.argsort(row, kind="stable") if order == "clustered" else np.arange(len(row))
         for start in range(0, len(row), heads_per_group):
             members = heads[start : start + heads_per_group]
             out[members] = row[members].max()

@@ -204,7 +204,8 @@ def test_groups_share_their_largest_budget(kept, size, order):
         assert out.max() == row.max()
         if order == "adjacent":
             assert out.tolist() == [row[i // size * size :][:size].max() for i in range(len(row))]
-    assert group_largest(kept, size).sum() <= group_largest(kept, size, "adjacent").sum()
+    if kept.shape[1] % size == 0:
+        assert group_largest(kept, size).sum() <= group_largest(kept, size, "adjacent").sum()
 
 
 @pytest.mark.parametrize(("size", "order"), [(0, "clustered"), (2, "random")])
