@@ -155,6 +155,12 @@ def test_coverage_budgets_cover_most_of_concave_curves(gains, units):
     assert covered(kept) == pytest.approx(max(covered(way) for way in ways))
 
 
+def test_units_that_only_pay_off_together_are_bought_together():
+    """Head 0 covers nothing with its second unit and 10 with its third; head 1 covers 4 with each."""
+    coverage = np.array([[[1.0, 1.0, 11.0], [1.0, 5.0, 9.0]]])
+    assert coverage_kept(coverage, 4 / 6, 48).tolist() == [[48, 16]]
+
+
 def test_curves_of_another_segment_length():
     coverage = np.array([[[4.0, 8.0, 8.0, 8.0], [0.0, 0.0, 1.0, 2.0]]])
     assert coverage_kept(coverage, 0.5, 64).tolist() == [[32, 32]]

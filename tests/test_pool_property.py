@@ -27,8 +27,8 @@ from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, kept_tokens
 
-SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 32, 4, 12, 4, 50
-LAYOUT = SlabLayout(kept=np.array([[16, 32, 16], [32, 16, 16]]), head_dim=DIM, segment=SEGMENT)
+SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 48, 4, 12, 4, 50
+LAYOUT = SlabLayout(kept=np.array([[16, 32, 48], [32, 16, 32]]), head_dim=DIM, segment=SEGMENT)
 SCORER = "snapkv"
 
 _rng = np.random.default_rng(7)
@@ -36,7 +36,7 @@ BY_TOKEN = _rng.normal(size=(VOCABULARY, LAYOUT.num_layers, 2, LAYOUT.num_heads,
 BY_POSITION = _rng.normal(size=(SEGMENT * SLOTS, LAYOUT.num_layers, 2, LAYOUT.num_heads, DIM)).astype(np.float32)
 # Prompts are prefixes of a few streams that branch off each other, inside segments and on their borders.
 TRUNK = _rng.integers(0, VOCABULARY, SEGMENT * 5)
-STREAMS = [TRUNK, *(np.concatenate([TRUNK[:at], _rng.integers(0, VOCABULARY, SEGMENT * 3)]) for at in (20, 32, 70))]
+STREAMS = [TRUNK, *(np.concatenate([TRUNK[:at], _rng.integers(0, VOCABULARY, SEGMENT * 3)]) for at in (20, SEGMENT, 2 * SEGMENT + 6))]
 
 
 def kv(tokens: list[int], start: int) -> torch.Tensor:

@@ -28,7 +28,7 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, kept_tokens
 
-SEGMENT, LAYERS, HEADS, PER_HEAD, DIM = 32, 2, 3, 2, 8
+SEGMENT, LAYERS, HEADS, PER_HEAD, DIM = 64, 2, 3, 2, 8
 LENGTH = 4 * SEGMENT + 5
 SCORERS = ("keydiff", "snapkv", "h2o", "expected_attention")
 
@@ -70,8 +70,8 @@ def statistics(tmp_path_factory):
 @pytest.mark.parametrize("chunks", [[], [SEGMENT], [2 * SEGMENT, 3 * SEGMENT]])
 def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, chunks):
     tensors = content(seed=0)
-    (tmp_path / ANSWERS).write_text("[[70, 75], [100, 101]]")
-    answering = [69, 70, 71, 72, 73, 99]
+    (tmp_path / ANSWERS).write_text("[[70, 75], [150, 151]]")
+    answering = [69, 70, 71, 72, 73, 149]
     found = record(Recorder(str(tmp_path), SCORERS, 0.3, str(statistics)), tensors, chunks)
     assert int(found["tokens"]) == LENGTH
     given_statistics = load_file(statistics)
@@ -90,7 +90,7 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
             for kind, rows in later.items():
                 peak = weights[rows, start:stop].max(axis=0, initial=0.0)
                 for scorer in SCORERS:
-                    for units in (1, 2):
+                    for units in (1, 2, 3):
                         kept = kept_tokens(scorer, tokens.part(start, stop), 16 * units, segment == 0)
                         covered = found[f"{scorer}.coverage.{kind}"][segment, layer, head, units - 1]
                         assert float(covered) == pytest.approx(peak[kept].sum(), rel=1e-4)
@@ -145,7 +145,7 @@ def test_implied_counts_are_the_flattened_top_k(ratio, scope, seed, bad):
 
 
 def make_settings(**changes) -> Settings:
-    values = dict(model="some/model", model_fingerprint="0" * 16, scorers=("keydiff",), ratio=0.5, segment=SEGMENT)
+    values = dict(model="some/model", model_fingerprint="0" * 16, scorers=("keydiff",), ratio=0.5, segment=32)
     values |= dict(dataset_hash="d", dtype="auto", scorer_weights=None)
     return Settings(**(values | changes))
 
@@ -177,7 +177,7 @@ def test_coverage_profile_serves_the_mean_curve():
     profile = derive(recordings, method="coverage", scope="model")
     np.testing.assert_allclose(profile.coverage[1, 1], [0.5, 4.75])
     # 0.75 of 8 units: one each, then the second unit of the two heads that gain most by it.
-    kept = coverage_kept(profile.coverage, 0.75, SEGMENT)
+    kept = coverage_kept(profile.coverage, 0.75, 32)
     assert kept.tolist() == [[16, 16], [32, 32]]
     assert profile.shares.shape == (2, 2, 2)
 

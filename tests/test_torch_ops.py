@@ -17,8 +17,9 @@ from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, visible
 
-SEGMENT = 32
-KEPT = np.array([[16, 32, 16, 32], [16, 16, 16, 16], [32, 32, 32, 32]])
+SEGMENT = 64
+# 16 is the guard alone and 64 all tokens; between them scores decide.
+KEPT = np.array([[16, 48, 32, 64], [32, 32, 32, 32], [64, 64, 64, 64]])
 
 
 class Sequence:
