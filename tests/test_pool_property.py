@@ -36,7 +36,8 @@ BY_TOKEN = _rng.normal(size=(VOCABULARY, LAYOUT.num_layers, 2, LAYOUT.num_heads,
 BY_POSITION = _rng.normal(size=(SEGMENT * SLOTS, LAYOUT.num_layers, 2, LAYOUT.num_heads, DIM)).astype(np.float32)
 # Prompts are prefixes of a few streams that branch off each other, inside segments and on their borders.
 TRUNK = _rng.integers(0, VOCABULARY, SEGMENT * 5)
-STREAMS = [TRUNK, *(np.concatenate([TRUNK[:at], _rng.integers(0, VOCABULARY, SEGMENT * 3)]) for at in (20, SEGMENT, 2 * SEGMENT + 6))]
+FORKS = (20, SEGMENT, 2 * SEGMENT + 6)
+STREAMS = [TRUNK, *(np.concatenate([TRUNK[:at], _rng.integers(0, VOCABULARY, SEGMENT * 3)]) for at in FORKS)]
 
 
 def kv(tokens: list[int], start: int) -> torch.Tensor:
