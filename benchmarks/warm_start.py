@@ -66,7 +66,7 @@ def _main() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.model_executor.model_runner
-    import sglang.srt.models.llama
+    import sglang.srt.models.registry
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 

@@ -223,7 +223,7 @@ def test_malformed_samples_name_the_line(tmp_path, line, words):
 def test_short_samples_are_refused(tmp_path):
     file = tmp_path / "s.jsonl"
     file.write_text('{"input_ids": [1, 2, 3]}')
-    with pytest.raises(RaggedConfigError, match="needs at least 33"):
+    with pytest.raises(RaggedConfigError, match=f"needs at least {SEGMENT + 1}"):
         tokenize(read_samples([file], 1, 0), "no/model", 100, SEGMENT + 1)
 
 

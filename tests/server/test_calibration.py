@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.launch import serve
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.profile import load_profile
 from tests.models import make_qwen3
@@ -26,7 +25,7 @@ def calibrate(*args: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
-def test_calibrate_and_serve_a_qwen3(tmp_path):
+def test_calibrate_and_serve_a_qwen3(tmp_path, nursery):
     model = make_qwen3(tmp_path / "qwen3")
     rng = np.random.default_rng(0)
     data = tmp_path / "samples.jsonl"
@@ -58,7 +57,7 @@ def test_calibrate_and_serve_a_qwen3(tmp_path):
     serving = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "64MiB", "--max-running-requests", "2"]
     serving += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
     serving += ["--ragged-profile", str(tmp_path / "profile.safetensors")]
-    with serve(model, *serving, log=tmp_path / "server.log") as server:
+    with nursery.serve(model, *serving, log=tmp_path / "server.log") as server:
         prompt = rng.integers(3, 512, 500).tolist()
         answer = generate(server, prompt, 30, logprobs_from=0)
         assert f"digest {profile.digest()}" in server.log_text()

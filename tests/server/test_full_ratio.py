@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.launch import serve
 from tests.models import make_llama, make_qwen3
 from tests.server.client import generate
 
@@ -45,18 +43,18 @@ def bytes_per_token(model) -> int:
 
 
 @pytest.mark.parametrize("make", [make_llama, make_qwen3])
-def test_full_ratio_equals_token_pool(make, tmp_path):
+def test_full_ratio_equals_token_pool(make, tmp_path, nursery):
     model = make(tmp_path / "model")
     common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4")
     common = (*common, "--sleep-on-idle")  # both are up at once
     ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", str(PAGE))
     # The same page size: with another one the radix cache would cut the prompt elsewhere.
     starts = (
-        serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log"),
-        serve(model, *common, *ragged, log=tmp_path / "ragged.log"),
+        nursery.serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log"),
+        nursery.serve(model, *common, *ragged, log=tmp_path / "ragged.log"),
     )
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(2) as threads:
-        token_server, ragged_server = threads.map(stack.enter_context, starts)
+    with contextlib.ExitStack() as stack:
+        token_server, ragged_server = [stack.enter_context(start) for start in starts]
         expected = conversations(token_server)
         found = conversations(ragged_server)
         info = httpx.get(f"{token_server.url}/server_info", timeout=60).json()

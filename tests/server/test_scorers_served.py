@@ -11,7 +11,6 @@ from benchmarks.accuracy import ask
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from benchmarks.recall.questions import interviews
-from benchmarks.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.grouping import group_largest
 from sgl_ragged.scorers import get_scorer
@@ -24,12 +23,6 @@ pytestmark = pytest.mark.server
 PROFILE = MODEL.parent / "keydiff-coverage.safetensors"
 SEGMENT, RATIO = 128, 0.3
 LAYERS, HEADS, PER_HEAD, DIM, HIDDEN = 4, 8, 2, 32, 128
-
-
-@pytest.fixture(scope="module")
-def nursery():
-    with Nursery() as nursery:
-        yield nursery
 
 
 def document(seed: int, length: int) -> list[int]:

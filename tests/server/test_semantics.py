@@ -46,8 +46,8 @@ def flags(folder, profile):
 
 
 @pytest.fixture(scope="module")
-def server(folder, flags):
-    with serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
+def server(folder, flags, nursery):
+    with nursery.serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
         yield server
 
 
