@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -23,8 +24,8 @@ def test_an_interrupted_demo_leaves_no_process(sign, status):
         # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    family: list[psutil.Process] = []
     try:
-        family: list[psutil.Process] = []
         deadline = time.monotonic() + 120
         while not family and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -37,3 +38,6 @@ def test_an_interrupted_demo_leaves_no_process(sign, status):
         assert not [member for member in family if member.is_running()]
     finally:
         demo.kill()
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()

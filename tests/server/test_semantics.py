@@ -47,7 +47,9 @@ def flags(folder, profile):
 
 @pytest.fixture(scope="module")
 def server(folder, flags, nursery):
-    with nursery.serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
+    with nursery.serve(
+        MODEL, *flags, "--chunked-prefill-size", "2048", "--sleep-on-idle", log=folder / "2048.log"
+    ) as server:
         yield server
 
 
