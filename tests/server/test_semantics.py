@@ -40,16 +40,14 @@ def profile(folder):
 def flags(folder, profile):
     return [
         *("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "160MiB", "--max-running-requests", "9"),
-        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--sleep-on-idle", "--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
         *("--ragged-profile", str(folder / "profile.safetensors")),
     ]
 
 
 @pytest.fixture(scope="module")
 def server(folder, flags, nursery):
-    with nursery.serve(
-        MODEL, *flags, "--chunked-prefill-size", "2048", "--sleep-on-idle", log=folder / "2048.log"
-    ) as server:
+    with nursery.serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
         yield server
 
 
