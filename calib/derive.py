@@ -8,6 +8,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from calib.coverage import coverage_curves
+from calib.implied import implied_counts
 from calib.measure import Settings
 from sgl_ragged.budgets import coverage_kept
 from sgl_ragged.profile import Profile
@@ -19,6 +21,7 @@ def derive_profile(
     settings: Settings,
     scorer: str,
     *,
+    ratio: float,
     method: str,
     scope: str,
     queries: str,
@@ -30,7 +33,7 @@ def derive_profile(
     """The profile of one scorer.
 
     implied: mu and sigma are the mean and standard deviation over segments and samples of the share that each head
-        gets from the non-uniform top-k at `settings.ratio` (TANGRAM Eq. 3 and section 4.1).
+        gets from the non-uniform top-k at `ratio` (TANGRAM Eq. 3 and section 4.1).
     coverage: the curves are the mean over segments and samples of the peak attention that the head's best tokens
         cover; mu and sigma are taken over samples, of the shares that each sample's own curves would be given.
 
@@ -41,14 +44,16 @@ def derive_profile(
         statistics: tensors [layers, heads, ...] that go into the profile if the scorer needs them.
     """
     if method == "implied":
-        counts = [r[f"{scorer}.implied.{scope}"].numpy() / settings.segment for r in recordings]
+        counts = [implied_counts(r[f"{scorer}.scores"], ratio, scope).numpy() / settings.segment for r in recordings]
         every = np.concatenate(counts)
         mu, sigma, coverage = every.mean(0), every.std(0), None
         shares = np.stack([sample.mean(0) for sample in counts])
     else:
-        curves = [r[f"{scorer}.coverage.{queries}"].numpy().astype(np.float64) for r in recordings]
+        curves = [
+            coverage_curves(r[f"{scorer}.scores"], r[f"peaks.{queries}"]).numpy().astype(np.float64) for r in recordings
+        ]
         coverage = np.concatenate(curves).mean(0)
-        own = [coverage_kept(c.mean(0), settings.ratio, settings.segment, scope) for c in curves]
+        own = [coverage_kept(c.mean(0), ratio, settings.segment, scope) for c in curves]
         shares = np.stack(own) / settings.segment
         mu, sigma = shares.mean(0), shares.std(0)
     return Profile(
@@ -65,7 +70,7 @@ def derive_profile(
         method=method,
         queries=queries if method == "coverage" else "",
         scope=scope,
-        ratio=settings.ratio,
+        ratio=ratio,
         segment=settings.segment,
         samples=len(recordings),
         alpha=alpha,

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from calib.recorder import ANSWERS, RECORDING, STATISTICS, Recorder
+from calib.recorder import ANSWERS, STATISTICS, Recorder, recording_file
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import get_scorer
@@ -30,11 +30,11 @@ class Settings:
     model: str
     model_fingerprint: str
     scorers: tuple[str, ...]
-    ratio: float
     segment: int
     dataset_hash: str
     dtype: str
     scorer_weights: str | None
+    tp: int = 1
 
 
 def measure(
@@ -65,10 +65,10 @@ def measure(
     for _ in range(len(samples) - len(missing)):
         advance()
     if missing:
-        recorder = Recorder(str(folder), settings.scorers, settings.ratio, str(statistics) if statistics else None)
+        recorder = Recorder(str(folder), settings.scorers, str(statistics) if statistics else None)
         with _Engine(settings, samples, recorder, kv_bytes) as engine:
             for number in missing:
-                engine.record(samples[number]).replace(names[number])
+                _save(engine.record(samples[number]), names[number])
                 advance()
     return [load_file(name) for name in names]
 
@@ -107,12 +107,11 @@ def _measure_statistics(
     for _ in range(done):
         advance()
     if done < len(samples):
-        with _Engine(settings, samples, Recorder(str(target.parent), (), settings.ratio), kv_bytes) as engine:
+        with _Engine(settings, samples, Recorder(str(target.parent), ()), kv_bytes) as engine:
             for sample in samples[done:]:
-                moments = load_file(engine.record(sample)) | {"samples": torch.tensor(1)}
+                moments = engine.record(sample) | {"samples": torch.tensor(1)}
                 sums = {name: value + sums[name] for name, value in moments.items()} if sums else moments
-                save_file(sums, str(sums_file.with_suffix(".partial")))
-                sums_file.with_suffix(".partial").replace(sums_file)
+                _save(sums, sums_file)
                 advance()
     mean = sums["query_mean"] / sums["count"]
     covariance = sums["query_covariance"] / sums["count"] - mean[..., :, None] * mean[..., None, :]
@@ -125,7 +124,7 @@ class _Engine:
     def __init__(
         self, settings: Settings, samples: Sequence[TokenizedSample], recorder: Recorder, kv_bytes: int
     ) -> None:
-        self.folder = Path(recorder.folder)
+        self.folder, self.tp = Path(recorder.folder), settings.tp
         gated = [name for name in settings.scorers if get_scorer(name).reads_hidden_states]
         self.arguments: dict[str, Any] = dict(
             model_path=settings.model,
@@ -143,6 +142,7 @@ class _Engine:
             ragged_observer=recorder,
             disable_radix_cache=True,
             max_running_requests=1,
+            tp_size=settings.tp,
         )
 
     def __enter__(self) -> _Engine:
@@ -158,16 +158,35 @@ class _Engine:
     def __exit__(self, *_: object) -> None:
         self.engine.shutdown()
 
-    def record(self, sample: TokenizedSample) -> Path:
-        """Prefill one sample; returns the file that the recorder wrote."""
-        path = self.folder / RECORDING
-        path.unlink(missing_ok=True)
+    def record(self, sample: TokenizedSample) -> dict[str, torch.Tensor]:
+        """Prefill one sample; returns what the recorders of all ranks wrote, heads side by side."""
+        paths = [recording_file(self.folder, rank) for rank in range(self.tp)]
+        for path in paths:
+            path.unlink(missing_ok=True)
         (self.folder / ANSWERS).write_text(json.dumps(sample.answers))
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self.engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
-        if not path.is_file():
+        if not all(path.is_file() for path in paths):
             raise RuntimeError("the engine answered but recorded nothing")
-        return path
+        return join_ranks([load_file(path) for path in paths])
+
+
+def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """One recording of all heads from those of the tensor-parallel ranks, in rank order."""
+    if len(recordings) == 1:
+        return recordings[0]
+    axis = {name: 2 if name.endswith(".scores") else 1 for name in recordings[0]}
+    return {
+        name: tensor if tensor.ndim == 0 else torch.cat([r[name] for r in recordings], dim=axis[name])
+        for name, tensor in recordings[0].items()
+    }
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a file that is there as a whole or not at all."""
+    partial = path.with_suffix(".partial")
+    save_file(tensors, str(partial))
+    partial.replace(path)
 
 
 def _claim(folder: Path, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""The recorder: runs inside SGLang's worker, sees every prefill at rho = 1, and writes what calibration needs.
+"""The recorder: runs inside SGLang's workers, sees every prefill at rho = 1, and writes what calibration needs.
 
 It is an observer of the attention backend (`sgl_ragged.attention.backend.Observer`), so whatever model the server
 can serve can be recorded, and scores are computed on the keys, values and queries that serving will score.
@@ -13,13 +13,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from calib.implied import implied_counts
 from sgl_ragged.attention.batch import ExtendBatch, ExtendRequest
-from sgl_ragged.budgets import UNIT
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.scorers import Scorer, SegmentData, get_scorer, rank_positions
+from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
 
-RECORDING = "recording.safetensors"
 ANSWERS = "answers.json"
 """Beside the recording: [[start, stop], ..], the tokens of the current sample that the model would generate."""
 
@@ -29,25 +26,29 @@ STATISTICS = ("query_mean", "query_covariance")
 
 @dataclass(frozen=True)
 class Recorder:
-    """Writes RECORDING into `folder` after every chunk, for the sequence so far; one request at a time.
+    """Writes `recording_file` after every chunk, for the sequence so far; one request at a time.
 
-    With `scorers` it holds, for each scorer X and every finished segment that later tokens follow (n of them),
-        X.implied.layer, X.implied.model: int32 [n, layers, heads], tokens that the head gets from the non-uniform
-            top-k (TANGRAM Eq. 3) at `ratio`, over the heads of its layer or over the model;
-        X.coverage.all: float32 [n, layers, heads, S / 16], peak attention of later segments' queries (and of the
-            group's query heads), summed over the head's best 16, 32, .. S tokens;
-        X.coverage.answers: the same for those queries that predict a token of ANSWERS; only if there are any.
+    With `scorers` it holds, of the n finished segments of S tokens that later tokens follow,
+        X.scores: float32 [n, layers, heads, S], for each scorer X;
+        peaks.all: float32 [layers, heads, n * S], the largest attention that a query of a later segment pays to the
+            token, over the group's query heads;
+        peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any.
     Without scorers it holds sums over all queries for `statistics`: query_mean [layers, heads, q_per_kv, d],
     query_covariance [.., d, d] (second moments, uncentred) and count.
 
-    `statistics`: safetensors file with the statistics that the scorers need, or None.
+    Heads are those of one tensor-parallel rank. `statistics`: safetensors file with what the scorers need, of the
+    whole model, or None.
     """
 
     folder: str
     scorers: tuple[str, ...]
-    ratio: float
     statistics: str | None = None
+    rank: int = 0
     _state: _Sequence = field(default_factory=lambda: _Sequence(), compare=False, repr=False)
+
+    def for_rank(self, rank: int) -> Recorder:
+        """The recorder of one tensor-parallel rank."""
+        return Recorder(self.folder, self.scorers, self.statistics, rank)
 
     def extend(
         self,
@@ -73,11 +74,16 @@ class Recorder:
             self._write()
 
     def _write(self) -> None:
-        tensors = self._state.results(self.ratio) if self.scorers else self._state.moments()
-        target = Path(self.folder) / RECORDING
+        tensors = self._state.results() if self.scorers else self._state.moments()
+        target = recording_file(self.folder, self.rank)
         partial = target.with_suffix(".partial")
         save_file(tensors, str(partial))
         partial.replace(target)
+
+
+def recording_file(folder: str | Path, rank: int) -> Path:
+    """Where the recorder of a tensor-parallel rank writes."""
+    return Path(folder) / f"recording-{rank}.safetensors"
 
 
 def _answer_queries(path: Path) -> torch.Tensor:
@@ -88,20 +94,22 @@ def _answer_queries(path: Path) -> torch.Tensor:
 
 
 class _Sequence:
-    """What is known of the current sequence. Scores and ranks are kept until every layer has them."""
+    """What is known of the current sequence."""
 
     def reset(self, store: SlabStore, recorder: Recorder, answer_queries: torch.Tensor) -> None:
         layers = store.layout.num_layers
         self.segment, self.length = store.layout.segment, 0
         self.scorers: dict[str, Scorer] = {name: get_scorer(name) for name in recorder.scorers}
         given = load_file(recorder.statistics) if recorder.statistics else {}
-        self.statistics = [{name: t[i].to(store.slabs.device) for name, t in given.items()} for i in range(layers)]
-        self.answer_queries = answer_queries.to(store.slabs.device)
+        first = recorder.rank * store.layout.num_heads
+        heads = slice(first, first + store.layout.num_heads)
+        device = store.slabs.device
+        self.statistics = [{name: t[i, heads].to(device) for name, t in given.items()} for i in range(layers)]
+        self.answer_queries = answer_queries.to(device)
         self.kinds = ("all", "answers") if len(answer_queries) else ("all",)
         self.peaks: list[torch.Tensor] = [torch.empty(0)] * layers
-        # Per scorer and layer, ranked scores and orders [segments, heads, S] of the finished segments.
+        # Per scorer and layer, scores [segments, heads, S] of the finished segments, chunk by chunk.
         self.scores: dict[str, list[list[torch.Tensor]]] = {n: [[] for _ in range(layers)] for n in self.scorers}
-        self.orders: dict[str, list[list[torch.Tensor]]] = {n: [[] for _ in range(layers)] for n in self.scorers}
         self.sums: list[list[torch.Tensor]] = [[] for _ in range(layers)]
 
     def observe(
@@ -120,7 +128,7 @@ class _Sequence:
             )
         self.length = request.prefix + request.length
         self._add_peaks(store, layer, queries, keys, request)
-        first, finished = request.prefix // self.segment, request.length // self.segment
+        finished = request.length // self.segment
         if finished == 0:
             return
         tokens = slice(0, finished * self.segment)
@@ -129,16 +137,13 @@ class _Sequence:
             # [tokens, heads, ..] -> [segments, heads, S, ..]
             return x[tokens].unflatten(0, (finished, self.segment)).transpose(1, 2)
 
-        first_segment = torch.arange(first, first + finished, device=keys.device) == 0
         for name, scorer in self.scorers.items():
             window = min(scorer.queries, self.segment)
             statistics = store.statistics[layer] if scorer.reads_hidden_states else self.statistics[layer]
             asked = segments(queries)[:, :, self.segment - window :].transpose(2, 3) if window else None
             gates = segments(sides)[..., 0] if scorer.reads_hidden_states and sides is not None else None
             data = SegmentData(segments(keys), segments(values), asked, gates, store.scales[layer], statistics)
-            scores = scorer.score(data)
-            self.scores[name][layer].append(scores)
-            self.orders[name][layer].append(rank_positions(scores, first_segment))
+            self.scores[name][layer].append(scorer.score(data))
 
     def _add_peaks(
         self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, request: ExtendRequest
@@ -171,26 +176,17 @@ class _Sequence:
                 peaks[1, :, :past] = torch.maximum(peaks[1, :, :past], weights[:, answering].amax(dim=1))
         self.peaks[layer] = peaks
 
-    def results(self, ratio: float) -> dict[str, torch.Tensor]:
+    def results(self) -> dict[str, torch.Tensor]:
         # Nothing looks back at a segment that no token follows.
         count = (self.length - 1) // self.segment
         tensors = {"tokens": torch.tensor(self.length)}
-        for name in self.scorers:
-            scores = torch.stack([torch.cat(parts) for parts in self.scores[name]], dim=1)[:count].cpu()
-            order = torch.stack([torch.cat(parts) for parts in self.orders[name]], dim=1)[:count].cpu()
-            for number, kind in enumerate(self.kinds):
-                tensors[f"{name}.coverage.{kind}"] = self._coverage(order, number)
-            tensors[f"{name}.implied.layer"] = implied_counts(scores, ratio, "layer")
-            tensors[f"{name}.implied.model"] = implied_counts(scores, ratio, "model")
+        for number, kind in enumerate(self.kinds):
+            peaks = torch.stack([layer[number, :, : count * self.segment] for layer in self.peaks])
+            tensors[f"peaks.{kind}"] = peaks.cpu().contiguous()
+        for name, layers in self.scores.items():
+            scores = torch.stack([torch.cat(parts)[:count] for parts in layers], dim=1)
+            tensors[f"{name}.scores"] = scores.float().cpu().contiguous()
         return tensors
-
-    def _coverage(self, order: torch.Tensor, kind: int) -> torch.Tensor:
-        """Peak attention covered by the first 16, 32, .. of `order` [segments, layers, heads, S]."""
-        count = order.shape[0]
-        peaks = torch.stack([layer[kind] for layer in self.peaks])[..., : count * self.segment].cpu()
-        peaks = peaks.unflatten(-1, (count, self.segment)).permute(2, 0, 1, 3)
-        covered = peaks.gather(-1, order).unflatten(-1, (self.segment // UNIT, UNIT)).sum(dim=-1)
-        return covered.cumsum(dim=-1).contiguous()
 
     def add_moments(self, layer: int, queries: torch.Tensor) -> None:
         sample = queries.double().permute(1, 2, 0, 3)

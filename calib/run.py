@@ -54,6 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="samples are cut to this length [8192]")
     parser.add_argument("--seed", type=int, default=0, help="of the built-in conversations [0]")
     parser.add_argument("--dtype", default="auto", help="as for the server [auto]")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, as for the server [1]")
     parser.add_argument("--work", type=Path, help="folder of recordings, to resume from [OUTPUT.recordings]")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
@@ -70,6 +71,8 @@ def run(options: argparse.Namespace) -> None:
     """Calibrate; writes one profile per scorer. Raises RaggedConfigError on bad input."""
     _check(options)
     geometry, context_length = _read_model(options.model)
+    if options.tp < 1 or geometry.num_heads % options.tp:
+        raise RaggedConfigError(f"--tp {options.tp} does not divide the model's {geometry.num_heads} KV heads")
     longest = min(options.max_tokens, context_length - 2)
     samples = tokenize(
         read_samples(options.data, options.samples, options.seed), options.model, longest, options.segment + 1
@@ -79,11 +82,11 @@ def run(options: argparse.Namespace) -> None:
         model=options.model,
         model_fingerprint=geometry.fingerprint,
         scorers=tuple(options.scorer),
-        ratio=options.ratio,
         segment=options.segment,
         dataset_hash=dataset_hash(samples),
         dtype=options.dtype,
         scorer_weights=options.scorer_weights,
+        tp=options.tp,
     )
     work = options.work or Path(options.output.replace("{scorer}", "all") + ".recordings")
     console = Console(stderr=True)
@@ -101,6 +104,7 @@ def run(options: argparse.Namespace) -> None:
             [sample.task for sample in samples],
             settings,
             scorer,
+            ratio=options.ratio,
             method=options.method,
             scope=scope,
             queries=queries,
@@ -129,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(reports, indent=2))
     else:
-        print(f"recordings are kept in {work} for another --method, --scope or --alpha; delete them when done")
+        print(f"recordings are kept in {work} for another --method, --ratio, --scope or --alpha; delete them when done")
 
 
 def _queries(options: argparse.Namespace, samples: list[TokenizedSample]) -> str:

@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import MODEL
 from benchmarks.recall.task import VOCABULARY
+from calib.coverage import coverage_curves
 from calib.derive import derive_profile
 from calib.implied import implied_counts
-from calib.measure import Settings, measure
-from calib.recorder import ANSWERS, RECORDING, Recorder
+from calib.measure import Settings, join_ranks, measure
+from calib.recorder import ANSWERS, Recorder, recording_file
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention import torch_ops
 from sgl_ragged.attention.batch import extend_batch
@@ -55,7 +56,7 @@ def record(recorder: Recorder, tensors: list[torch.Tensor], chunks: list[int]) -
             torch_ops.extend(store, layer, *part, batch)
             recorder.extend(store, layer, *part, batch, None)
         start = end
-    return load_file(f"{recorder.folder}/{RECORDING}")
+    return load_file(recording_file(recorder.folder, 0))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +73,13 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
     tensors = content(seed=0)
     (tmp_path / ANSWERS).write_text("[[70, 75], [150, 151]]")
     answering = [69, 70, 71, 72, 73, 149]
-    found = record(Recorder(str(tmp_path), SCORERS, 0.3, str(statistics)), tensors, chunks)
+    found = record(Recorder(str(tmp_path), SCORERS, str(statistics)), tensors, chunks)
     assert int(found["tokens"]) == LENGTH
+    curves = {
+        (scorer, kind): coverage_curves(found[f"{scorer}.scores"], found[f"peaks.{kind}"])
+        for scorer in SCORERS
+        for kind in ("all", "answers")
+    }
     given_statistics = load_file(statistics)
     for layer, head in np.ndindex(LAYERS, HEADS):
         queries, keys, values = (x[:, layer, head].double().numpy() for x in tensors)
@@ -92,13 +98,13 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
                 for scorer in SCORERS:
                     for units in (1, 2, 3):
                         kept = kept_tokens(scorer, tokens.part(start, stop), 16 * units, segment == 0)
-                        covered = found[f"{scorer}.coverage.{kind}"][segment, layer, head, units - 1]
+                        covered = curves[scorer, kind][segment, layer, head, units - 1]
                         assert float(covered) == pytest.approx(peak[kept].sum(), rel=1e-4)
 
 
 def test_moments_of_the_queries(tmp_path):
     queries, *rest = content(seed=2)
-    found = record(Recorder(str(tmp_path), (), 0.3), [queries, *rest], [SEGMENT])
+    found = record(Recorder(str(tmp_path), ()), [queries, *rest], [SEGMENT])
     flat = queries[:, 1, 2, 0].double()
     assert int(found["count"]) == LENGTH
     torch.testing.assert_close(found["query_mean"][1, 2, 0], flat.sum(0))
@@ -106,7 +112,7 @@ def test_moments_of_the_queries(tmp_path):
 
 
 def test_a_new_request_starts_afresh(tmp_path):
-    recorder = Recorder(str(tmp_path), ("keydiff",), 0.3)
+    recorder = Recorder(str(tmp_path), ("keydiff",))
     first = record(recorder, content(seed=3), [])
     record(recorder, content(seed=4), [SEGMENT])
     again = record(recorder, content(seed=3), [])
@@ -145,41 +151,61 @@ def test_implied_counts_are_the_flattened_top_k(ratio, scope, seed, bad):
 
 
 def make_settings(**changes) -> Settings:
-    values = dict(model="some/model", model_fingerprint="0" * 16, scorers=("keydiff",), ratio=0.5, segment=32)
+    values = dict(model="some/model", model_fingerprint="0" * 16, scorers=("keydiff",), segment=32)
     values |= dict(dataset_hash="d", dtype="auto", scorer_weights=None)
     return Settings(**(values | changes))
 
 
 def derive(recordings, **changes):
-    options = dict(method="implied", scope="layer", queries="all", alpha=2.0, fit="exact", head_dim=DIM, statistics={})
+    options = dict(
+        ratio=0.5, method="implied", scope="layer", queries="all", alpha=2.0, fit="exact", head_dim=DIM, statistics={}
+    )
     tasks = ["a", "b"] * len(recordings)
     return derive_profile(recordings, tasks[: len(recordings)], make_settings(), "keydiff", **(options | changes))
 
 
 def test_mean_and_deviation_over_segments_and_samples():
-    first = torch.tensor([[[16, 32]], [[32, 16]]], dtype=torch.int32)
-    second = torch.tensor([[[24, 24]]], dtype=torch.int32)
-    recordings = [{"keydiff.implied.layer": counts} for counts in (first, second)]
-    profile = derive(recordings)
-    np.testing.assert_allclose(profile.mu, [[0.75, 0.75]])
-    np.testing.assert_allclose(profile.sigma, np.full((1, 2), np.std([0.5, 1.0, 0.75])), rtol=1e-6)
-    np.testing.assert_allclose(profile.shares[:, 0], [[0.75, 0.75], [0.75, 0.75]])
+    """48 of 2 x 32 tokens: 20 of each head are forced in segment 0, 16 in segment 1; the better head has the rest."""
+    ahead, behind = torch.ones(32), torch.zeros(32)
+    first = torch.stack([torch.stack([ahead, behind]), torch.stack([behind, ahead])])[:, None]
+    tied = torch.zeros(1, 1, 2, 32)
+    profile = derive([{"keydiff.scores": scores} for scores in (first, tied)], ratio=0.75)
+    np.testing.assert_allclose(profile.mu, [[(28 + 16 + 28) / 96, (20 + 32 + 20) / 96]])
+    np.testing.assert_allclose(profile.sigma, [[np.std([28, 16, 28]) / 32, np.std([20, 32, 20]) / 32]], rtol=1e-6)
+    np.testing.assert_allclose(profile.shares[:, 0], [[44 / 64, 52 / 64], [28 / 32, 20 / 32]])
     assert profile.tasks == ("a", "b")
     assert profile.model_id == "model"
+    assert profile.ratio == 0.75
 
 
 def test_coverage_profile_serves_the_mean_curve():
-    steep, flat = [9.0, 10.0], [1.0, 1.5]
-    recordings = [
-        {"keydiff.coverage.all": torch.tensor([[[steep, flat], [flat, [0.0, 8.0]]]])},
-        {"keydiff.coverage.all": torch.tensor([[[steep, flat], [[0.0, 6.0], flat]]])},
-    ]
-    profile = derive(recordings, method="coverage", scope="model")
+    """Two layers of two heads; peaks on the guard and before it, so that curves have two known points."""
+
+    def sample(*curves: tuple[float, float]) -> dict[str, torch.Tensor]:
+        peaks = torch.zeros(2, 2, 32)
+        for head, (guard, everything) in enumerate(curves):
+            peaks[head // 2, head % 2, 20], peaks[head // 2, head % 2, 5] = guard, everything - guard
+        return {"keydiff.scores": torch.zeros(1, 2, 2, 32), "peaks.all": peaks}
+
+    recordings = [sample((9, 10), (1, 1.5), (1, 1.5), (0, 8)), sample((9, 10), (1, 1.5), (0, 6), (1, 1.5))]
+    profile = derive(recordings, ratio=0.75, method="coverage", scope="model")
     np.testing.assert_allclose(profile.coverage[1, 1], [0.5, 4.75])
     # 0.75 of 8 units: one each, then the second unit of the two heads that gain most by it.
     kept = coverage_kept(profile.coverage, 0.75, 32)
     assert kept.tolist() == [[16, 16], [32, 32]]
     assert profile.shares.shape == (2, 2, 2)
+
+
+def test_ranks_are_joined_head_by_head():
+    scores, peaks = torch.randn(3, 2, 4, 32), torch.rand(2, 4, 96)
+    halves = [
+        {"tokens": torch.tensor(100), "x.scores": scores[:, :, part], "peaks.all": peaks[:, part]}
+        for part in (slice(0, 2), slice(2, 4))
+    ]
+    joined = join_ranks(halves)
+    assert torch.equal(joined["x.scores"], scores)
+    assert torch.equal(joined["peaks.all"], peaks)
+    assert int(joined["tokens"]) == 100
 
 
 # Data
@@ -255,7 +281,7 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
 
     class Engine:
         def __init__(self, settings, samples, recorder, kv_bytes):
-            self.folder = recorder.folder
+            pass
 
         def __enter__(self):
             return self
@@ -264,15 +290,11 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
             pass
 
         def record(self, sample):
-            from pathlib import Path
-
             if len(seen) == 2:
                 seen.append(-1)
                 raise KeyboardInterrupt
             seen.append(sample.input_ids[0])
-            path = Path(self.folder) / RECORDING
-            save_file({"x": torch.tensor(sample.input_ids[0])}, str(path))
-            return path
+            return {"x": torch.tensor(sample.input_ids[0])}
 
     monkeypatch.setattr("calib.measure._Engine", Engine)
     progress = SimpleNamespace(done=0)
@@ -287,4 +309,4 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
     assert [int(r["x"]) for r in found] == [0, 1, 2]
     assert seen == [0, 1, -1, 2]
     with pytest.raises(RaggedConfigError, match="other settings or data"):
-        measure(make_settings(ratio=0.4, dataset_hash=chosen.dataset_hash), samples, tmp_path, 1, advance)
+        measure(make_settings(segment=64, dataset_hash=chosen.dataset_hash), samples, tmp_path, 1, advance)

@@ -21,6 +21,10 @@ from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
 class Observer(Protocol):
     """Looks at what prefill stores and attends; `calib.recorder` is one."""
 
+    def for_rank(self, rank: int) -> Observer:
+        """The observer of one tensor-parallel rank."""
+        ...
+
     def extend(
         self,
         store: SlabStore,

@@ -94,9 +94,12 @@ def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch:
 
 def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     """SGLang's factory of the attention backend called `seams.BACKEND`."""
+    from sglang.srt.runtime_context import get_parallel
+
     from sgl_ragged.attention.backend import RaggedAttnBackend
 
-    return RaggedAttnBackend(model_runner, options.observer)
+    observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
+    return RaggedAttnBackend(model_runner, observer)
 
 
 def _layout(options: RaggedOptions, configurator: Any) -> Any:

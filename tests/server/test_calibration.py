@@ -75,6 +75,7 @@ def test_calibrate_and_serve_a_qwen3(tmp_path, nursery):
         (("--samples", "1"), "at least 2"),
         (("--alpha", "1"), "belong to --method implied"),
         (("--method", "implied", "--queries", "all"), "belongs to --method coverage"),
+        (("--tp", "3"), "does not divide the model's 2 KV heads"),
         (("--scorer", "keydiff", "h2o"), "must contain {scorer}"),
         (("--scorer", "fastkvzip"), "pass --scorer-weights"),
         (("--scorer", "nonsense"), "unknown scorer"),
