@@ -74,21 +74,30 @@ def _main() -> None:
     # SGLang asks for spawn, which would import everything again.
     multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid:
-            print(pid, flush=True)
-            continue
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        output = os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (output, 1), (output, 2)):
-            os.dup2(source, target)
-        load_plugins()
-        sglang.launch_server.run_server(prepare_server_args(order["args"]))
-        return
+    nursery, servers = os.getpid(), []
+    try:
+        for line in sys.stdin:
+            order = json.loads(line)
+            pid = os.fork()
+            if pid:
+                servers.append(psutil.Process(pid))
+                print(pid, flush=True)
+                continue
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            output = os.open(order["log"], os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for source, target in ((nothing, 0), (output, 1), (output, 2)):
+                os.dup2(source, target)
+            load_plugins()
+            sglang.launch_server.run_server(prepare_server_args(order["args"]))
+            return
+    finally:
+        # Whoever asked for the servers may be gone without having stopped them.
+        if os.getpid() == nursery:
+            for server in servers:
+                if server.is_running():
+                    stop(server)
 
 
 if __name__ == "__main__":
