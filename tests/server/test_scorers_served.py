@@ -78,6 +78,21 @@ def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
+def test_decode_equals_prefill_when_the_cache_is_coarser_than_the_model(nursery, tmp_path):
+    """A float32 model with a bfloat16 cache: prefill must score and attend what decode finds in the cache."""
+    make_profile(MODEL, tmp_path / "profile.safetensors", scorer="snapkv", segment=SEGMENT)
+    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
+    flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
+    flags += ["--ragged-scorer", "snapkv", "--ragged-profile", str(tmp_path / "profile.safetensors")]
+    flags += ["--kv-cache-dtype", "bfloat16"]
+    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+        prompt = document(23, 300)
+        decoded = generate(server, prompt, 250)
+        flush(server)
+        prefilled = generate(server, prompt + decoded.tokens, 1, logprobs_from=len(prompt) - 1)
+    np.testing.assert_allclose(prefilled.input_logprobs, decoded.output_logprobs, atol=1e-4)
+
+
 def test_calibrated_budgets_keep_recall_at_a_tenth(nursery, tmp_path):
     """The committed profile of the recall model; `python -m benchmarks.accuracy` asks 200 questions of every scorer."""
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
