@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from calib.measured import Measured, load_measured
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.profile import Profile
 
 SEGMENT = 256
@@ -118,9 +118,9 @@ def to_profile(
     if config is None:
         notes.append("no --config: the profile has no fingerprint and no head_dim, so it can be inspected, not served")
     else:
-        _require_same_heads(measured, config)
-        fingerprint = config_fingerprint(config)
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        geometry = ModelGeometry.from_config(config, measured.model_id)
+        _require_same_heads(measured, geometry)
+        fingerprint, head_dim = geometry.fingerprint, geometry.head_dim
     shares = measured.whole if share == "whole" else measured.evictable
     mu, sigma = shares.mean(axis=0), shares.std(axis=0)
     if share == "evictable":
@@ -182,15 +182,15 @@ def scale_to_ratio(mu: np.ndarray, ratio: float) -> tuple[float, bool]:
     return float(1.0 / positive[-1]), True
 
 
-def _require_same_heads(measured: Measured, config: dict[str, Any]) -> None:
+def _require_same_heads(measured: Measured, geometry: ModelGeometry) -> None:
     layers, heads = measured.whole.shape[1:]
-    if measured.model_layers > layers and config["num_hidden_layers"] != layers:
+    if measured.model_layers > layers and geometry.num_layers != layers:
         raise RaggedConfigError(
             f"the file covers {layers} of the {measured.model_layers} layers of {measured.model_id!r}, those with "
             f"full attention; such models cannot be served, so leave out --config and only inspect the profile"
         )
     have = (layers, heads)
-    want = (config["num_hidden_layers"], config.get("num_key_value_heads") or config["num_attention_heads"])
+    want = (geometry.num_layers, geometry.num_heads)
     if have != want:
         raise RaggedConfigError(
             f"the file was measured on {measured.model_id!r} with (layers, heads) = {have}, but the configuration "

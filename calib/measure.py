@@ -66,7 +66,7 @@ def measure(
         advance()
     if missing:
         recorder = Recorder(str(folder), settings.scorers, str(statistics) if statistics else None)
-        with _Engine(settings, samples, recorder, kv_bytes) as engine:
+        with _Engine(settings, recorder, kv_bytes) as engine:
             for number in missing:
                 _save(engine.record(samples[number]), names[number])
                 advance()
@@ -107,7 +107,7 @@ def _measure_statistics(
     for _ in range(done):
         advance()
     if done < len(samples):
-        with _Engine(settings, samples, Recorder(str(target.parent), ()), kv_bytes) as engine:
+        with _Engine(settings, Recorder(str(target.parent), ()), kv_bytes) as engine:
             for sample in samples[done:]:
                 moments = engine.record(sample) | {"samples": torch.tensor(1)}
                 sums = {name: value + sums[name] for name, value in moments.items()} if sums else moments
@@ -121,9 +121,7 @@ def _measure_statistics(
 class _Engine:
     """SGLang's engine with the recorder: one request at a time, no radix cache, nothing compressed."""
 
-    def __init__(
-        self, settings: Settings, samples: Sequence[TokenizedSample], recorder: Recorder, kv_bytes: int
-    ) -> None:
+    def __init__(self, settings: Settings, recorder: Recorder, kv_bytes: int) -> None:
         self.folder, self.tp = Path(recorder.folder), settings.tp
         gated = [name for name in settings.scorers if get_scorer(name).reads_hidden_states]
         self.arguments: dict[str, Any] = dict(

@@ -280,7 +280,7 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
     seen: list[int] = []
 
     class Engine:
-        def __init__(self, settings, samples, recorder, kv_bytes):
+        def __init__(self, settings, recorder, kv_bytes):
             pass
 
         def __enter__(self):
