@@ -7,11 +7,14 @@ is what is stored.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from scipy.optimize import isotonic_regression
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import Profile
+
+if TYPE_CHECKING:
+    from sgl_ragged.profile import Profile
 
 UNIT = 16
 """Tokens per storage unit: kept counts are multiples of it (16-row tiles in the kernels)."""
@@ -103,6 +106,9 @@ def coverage_kept(coverage: np.ndarray, ratio: float, segment: int, scope: str =
             Curves of another segment length are read at the same share of the segment.
         ratio, segment, scope: as in `fit_kept`, also for the returned array.
     """
+    # Only here: the rest of this module is what a benchmark on a bare GPU machine needs.
+    from scipy.optimize import isotonic_regression
+
     check_segment(segment)
     top, measured = segment // UNIT, coverage.shape[2]
     shares = np.arange(1, top + 1) / top

@@ -20,14 +20,14 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from sgl_ragged.attention import torch_ops
-from sgl_ragged.attention.batch import decode_batch, extend_batch
+from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
+from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, kept_tokens
 
-SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 48, 4, 12, 4, 50
+SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 48, 16, 12, 4, 50
 LAYOUT = SlabLayout(kept=np.array([[16, 32, 48], [32, 16, 32]]), head_dim=DIM, segment=SEGMENT)
 SCORER = "snapkv"
 
@@ -74,6 +74,9 @@ class Request:
 
 
 class PoolMachine(RuleBasedStateMachine):
+    def make_operations(self, store: SlabStore) -> Operations:
+        return TorchOps(store)
+
     def __init__(self) -> None:
         super().__init__()
         self.allocator = PagedTokenToKVPoolAllocator(
@@ -91,6 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
             )
         )
         self.store = SlabStore(LAYOUT, get_scorer(SCORER), SLOTS, ROWS, torch.float32, "cpu")
+        self.operations = self.make_operations(self.store)
         self.running: list[Request] = []
         self.retracted: list[list[int]] = []
 
@@ -117,12 +121,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.running.append(Request(tokens=list(tokens), row=row, node=node, shared=shared, pages=pages))
 
     def _extend(self, row: int, tokens: list[int], begin: int, end: int) -> None:
-        self.store.flush_seals()
-        batch = extend_batch(self.table.req_to_token, [row], [begin], [end - begin], SEGMENT)
+        self.operations.seal_pending()
+        batch = self.operations.describe_extend(self.table.req_to_token, torch.tensor([row]), [begin], [end - begin])
         content = kv(tokens[begin:end], begin)
         for layer in range(LAYOUT.num_layers):
             keys, values = content[:, layer, 0], content[:, layer, 1]
-            torch_ops.extend(self.store, layer, keys[:, :, None], keys, values, batch, keys)
+            self.operations.extend(layer, keys[:, :, None], keys, values, batch, keys)
 
     def _release(self, request: Request, *, keep: bool) -> None:
         """Give back rows and pages; with `keep`, whole segments go to the tree first."""
@@ -180,18 +184,23 @@ class PoolMachine(RuleBasedStateMachine):
             self._decode_step()
 
     def _decode_step(self) -> None:
-        self.store.flush_seals()
+        self.operations.seal_pending()
         rows = torch.tensor([request.row for request in self.running])
         lengths = torch.tensor([len(request.tokens) for request in self.running])
-        batch = decode_batch(self.table.req_to_token, rows, lengths, lengths, SEGMENT)
-        for request in self.running:
-            if len(request.tokens) % SEGMENT == 0:
-                index = len(request.tokens) // SEGMENT - 1
-                self.store.defer_seal(PendingSeal(row=request.row, slot=request.pages[-1], segment_index=index))
+        batch = self.operations.describe_decode(self.table.req_to_token, rows, lengths, lengths)
+        full = [request for request in self.running if len(request.tokens) % SEGMENT == 0]
+        if full:
+            self.store.defer_seals(
+                PendingSeals(
+                    rows=torch.tensor([request.row for request in full]),
+                    slots=torch.tensor([request.pages[-1] for request in full]),
+                    starts=torch.tensor([len(request.tokens) == SEGMENT for request in full]),
+                )
+            )
         content = torch.cat([kv(r.tokens[-1:], len(r.tokens) - 1) for r in self.running])
         for layer in range(LAYOUT.num_layers):
             keys, values = content[:, layer, 0], content[:, layer, 1]
-            torch_ops.decode(self.store, layer, keys[:, :, None], keys, values, batch, keys)
+            self.operations.decode(layer, keys[:, :, None], keys, values, batch, keys)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, ROWS))
@@ -240,7 +249,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def live_slabs_hold_what_the_oracle_says(self) -> None:
-        pending = {seal.slot for seal in self.store._pending}
+        pending = {slot for seals in self.store._pending for slot in seals.slots.tolist()}
         live = self._tree_segments()
         for request in self.running:
             for number, page in enumerate(request.pages):

@@ -11,11 +11,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sgl_ragged.attention import torch_ops
-from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, decode_batch, extend_batch
+from sgl_ragged.attention.batch import ExtendBatch, extend_batch
+from sgl_ragged.attention.operations import Operations
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
-from sgl_ragged.mem_pool.slab_store import PendingSeal, SlabStore
+from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 
 
 class Observer(Protocol):
@@ -35,7 +35,7 @@ class Observer(Protocol):
         batch: ExtendBatch,
         sides: torch.Tensor | None,
     ) -> None:
-        """Called after `torch_ops.extend` with its arguments; must not change them."""
+        """Called after `Operations.extend` with its arguments; must not change them."""
         ...
 
 
@@ -45,7 +45,13 @@ class RaggedAttnBackend(AttentionBackend):
     Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose.
     """
 
-    def __init__(self, model_runner: Any, observer: Observer | None = None) -> None:
+    def __init__(
+        self, model_runner: Any, make_operations: Callable[[SlabStore, int], Operations], observer: Observer | None = None
+    ) -> None:
+        """
+        Args:
+            make_operations: gives the operations for a store and the most segments that a sequence can have.
+        """
         super().__init__()
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RaggedTokenToKVPool):
@@ -54,53 +60,71 @@ class RaggedAttnBackend(AttentionBackend):
         self.store = pool.store
         self.store.scales = [layer.scaling for layer in layers]
         self.observer = observer
+        self._observed: ExtendBatch | None = None
         self._token_scores: dict[int, torch.Tensor] = {}
         if self.store.scorer.reads_hidden_states:
             self._read_hidden_states(model_runner.model, pool.start_layer)
         self.segment = pool.page_size
         self.first_layer = pool.start_layer
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.forward_metadata: DecodeBatch | ExtendBatch | None = None
+        self.operations = make_operations(self.store, -(-self.req_to_token.shape[1] // self.segment))
+        self.forward_metadata: Any = None
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
-        # Slots are read from the request table before the forward pass, but tails are read in every layer.
-        return SharedReadEnds.POST_REPLAY
+        # A decode step copies rows, lengths and slots to buffers of its own before its layers run. What it reads after
+        # that, slabs and tails, is written by forward passes alone, in stream order.
+        return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Seal what the last decode step filled, then describe this batch."""
-        self.store.flush_seals()
         mode = forward_batch.forward_mode
+        if mode.is_decode():
+            self.init_forward_metadata_out_graph(forward_batch)
+            return
+        self.operations.seal_pending()
         if mode.is_idle():
             self.forward_metadata = None
-        elif mode.is_decode():
-            self.forward_metadata = decode_batch(
-                self.req_to_token,
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens,
-                forward_batch.seq_lens_cpu,
-                self.segment,
-            )
+            return
+        prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
+        rows = forward_batch.req_pool_indices
+        self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths)
+        if self.observer is not None:
+            self._observed = extend_batch(self.req_to_token, rows.tolist(), prefixes, lengths, self.segment)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to allocate: the operations' buffers are as large as the largest batch from the start."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded requests have one token, in row 0, which belongs to no request."""
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before every decode step, and before its graph is captured or replayed: seal, then describe the batch.
+
+        Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
+        """
+        if not in_capture:
+            self.operations.seal_pending()
+        self.forward_metadata = self.operations.describe_decode(
+            self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
+        )
+        if not in_capture:
             self._defer_full_segments(forward_batch)
-        else:
-            self.forward_metadata = extend_batch(
-                self.req_to_token,
-                forward_batch.req_pool_indices.tolist(),
-                list(forward_batch.extend_prefix_lens_cpu),
-                list(forward_batch.extend_seq_lens_cpu),
-                self.segment,
-            )
 
     def _defer_full_segments(self, forward_batch: ForwardBatch) -> None:
-        """Note the segments that this decode step completes."""
+        """Note the segments that this decode step completes. Does not wait for the device."""
         lengths = forward_batch.seq_lens_cpu.tolist()
         full = [index for index, length in enumerate(lengths) if length % self.segment == 0]
         if not full:
             return
-        rows = forward_batch.req_pool_indices[full].tolist()
-        for row, index in zip(rows, full, strict=True):
-            first_token = lengths[index] - self.segment
-            slot = int(self.req_to_token[row, first_token]) // self.segment
-            self.store.defer_seal(PendingSeal(row=row, slot=slot, segment_index=first_token // self.segment))
+        device = self.req_to_token.device
+        which, last, starts = (
+            torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            for values in (full, [lengths[i] - 1 for i in full], [lengths[i] == self.segment for i in full])
+        )
+        rows = forward_batch.req_pool_indices[which].to(torch.int64)
+        slots = self.req_to_token[rows, last].to(torch.int64) // self.segment
+        self.store.defer_seals(PendingSeals(rows=rows, slots=slots, starts=starts.bool()))
 
     def forward_extend(
         self,
@@ -114,11 +138,11 @@ class RaggedAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim]."""
         queries, keys, values, sides = self._heads(q, k, v, layer)
-        number, batch = layer.layer_id - self.first_layer, self.forward_metadata
-        assert isinstance(batch, ExtendBatch), "an extend batch must have been described first"
-        output = torch_ops.extend(self.store, number, queries, keys, values, batch, sides)
+        number = layer.layer_id - self.first_layer
+        output = self.operations.extend(number, queries, keys, values, self.forward_metadata, sides)
         if self.observer is not None:
-            self.observer.extend(self.store, number, queries, keys, values, batch, sides)
+            assert self._observed is not None, "an extend batch must have been described first"
+            self.observer.extend(self.store, number, queries, keys, values, self._observed, sides)
         return output.flatten(1)
 
     def forward_decode(
@@ -133,9 +157,8 @@ class RaggedAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of one token per request; shapes as in `forward_extend`."""
         queries, keys, values, sides = self._heads(q, k, v, layer)
-        number, batch = layer.layer_id - self.first_layer, self.forward_metadata
-        assert isinstance(batch, DecodeBatch), "a decode batch must have been described first"
-        output = torch_ops.decode(self.store, number, queries, keys, values, batch, sides)
+        number = layer.layer_id - self.first_layer
+        output = self.operations.decode(number, queries, keys, values, self.forward_metadata, sides)
         return output.flatten(1)
 
     def _heads(

@@ -9,8 +9,61 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, ExtendRequest
+from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, ExtendRequest, decode_batch, extend_batch
 from sgl_ragged.mem_pool.slab_store import SlabStore
+
+
+class TorchOps:
+    """The operations of this module, as the backend asks for them (`operations.Operations`)."""
+
+    def __init__(self, store: SlabStore) -> None:
+        self.store = store
+
+    def describe_extend(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
+    ) -> ExtendBatch:
+        return extend_batch(req_to_token, rows.tolist(), prefixes, lengths, self.store.layout.segment)
+
+    def describe_decode(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+    ) -> DecodeBatch:
+        return decode_batch(req_to_token, rows, seq_lens, seq_lens_cpu, self.store.layout.segment)
+
+    def extend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: ExtendBatch,
+        sides: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return extend(self.store, layer, queries, keys, values, batch, sides)
+
+    def decode(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: DecodeBatch,
+        sides: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return decode(self.store, layer, queries, keys, values, batch, sides)
+
+    def seal_pending(self) -> None:
+        seal_pending(self.store)
+
+
+def seal_pending(store: SlabStore) -> None:
+    """Seal all pending segments of the store from their tails. Call before any later read or write."""
+    pending = store.take_pending()
+    if pending is None:
+        return
+    for layer in range(store.layout.num_layers):
+        tails = store.tails[pending.rows, layer]
+        sides = store.sides[pending.rows, layer, :, : store.side_places] if store.has_sides else None
+        store.seal(layer, pending.slots, pending.starts, tails[:, 0], tails[:, 1], sides)
 
 
 def extend(

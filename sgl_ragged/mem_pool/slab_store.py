@@ -12,12 +12,16 @@ from sgl_ragged.scorers import Scorer, SegmentData, keep_positions, rank_positio
 
 
 @dataclass(frozen=True)
-class PendingSeal:
-    """A segment that decode has filled and that must be sealed before anything can read or overwrite it."""
+class PendingSeals:
+    """Segments that decode has filled and that must be sealed before anything can read or overwrite them.
 
-    row: int
-    slot: int
-    segment_index: int
+    rows, slots: int64 [segments], the tails they lie in and the slabs they go to.
+    starts: bool [segments], whether the segment starts its sequence.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
 
 
 def _side_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
@@ -84,7 +88,7 @@ class SlabStore:
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
-        self._pending: list[PendingSeal] = []
+        self._pending: list[PendingSeals] = []
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
     @property
@@ -125,7 +129,7 @@ class SlabStore:
         self,
         layer: int,
         slots: torch.Tensor,
-        first_segment: torch.Tensor,
+        starts: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         sides: torch.Tensor | None = None,
@@ -134,7 +138,7 @@ class SlabStore:
 
         Args:
             slots: int64 [segments].
-            first_segment: bool [segments], whether the segment starts its sequence.
+            starts: bool [segments], whether the segment starts its sequence.
             keys, values: [segments, heads, S, head_dim], keys after RoPE.
             sides: [segments, heads, side places, elements], if the scorer needs them.
         """
@@ -147,7 +151,7 @@ class SlabStore:
             if band.kept < segment:
                 if order is None:
                     scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
-                    order = rank_positions(scores, first_segment)
+                    order = rank_positions(scores, starts)
                 kept = keep_positions(order.index_select(1, heads), band.kept)
                 rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
                 band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
@@ -195,21 +199,14 @@ class SlabStore:
         place = torch.where(place < 0, self.side_places, place)
         self.sides[:, layer].transpose(1, 2)[rows, place] = sides.to(self.sides.dtype)
 
-    def defer_seal(self, pending: PendingSeal) -> None:
-        """Note a segment that the current decode step completes; `flush_seals` seals it."""
+    def defer_seals(self, pending: PendingSeals) -> None:
+        """Note segments that the current decode step completes."""
         self._pending.append(pending)
 
-    def flush_seals(self) -> int:
-        """Seal all pending segments from their tails; returns how many. Call before any later read or write."""
+    def take_pending(self) -> PendingSeals | None:
+        """The segments noted since the last call, which the caller must seal before any later read or write."""
         if not self._pending:
-            return 0
+            return None
         pending, self._pending = self._pending, []
-        device = self.slabs.device
-        rows = torch.tensor([p.row for p in pending], dtype=torch.int64, device=device)
-        slots = torch.tensor([p.slot for p in pending], dtype=torch.int64, device=device)
-        first = torch.tensor([p.segment_index == 0 for p in pending], dtype=torch.bool, device=device)
-        for layer in range(self.layout.num_layers):
-            tails = self.tails[rows, layer]
-            sides = self.sides[rows, layer, :, : self.side_places] if self.has_sides else None
-            self.seal(layer, slots, first, tails[:, 0], tails[:, 1], sides)
-        return len(pending)
+        parts = ([getattr(p, name) for p in pending] for name in ("rows", "slots", "starts"))
+        return PendingSeals(*(torch.cat(part) for part in parts))

@@ -1,0 +1,1 @@
+"""Triton kernels: append, seal, decode, extend. One file each, the kernel and its launcher."""

@@ -1,0 +1,76 @@
+"""Append: copy tokens of a batch to the tails of their requests."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def append_kernel(
+    keys_ptr,
+    values_ptr,
+    tails_ptr,
+    tokens_ptr,
+    requests_ptr,
+    places_ptr,
+    rows_ptr,
+    key_stride,
+    value_stride,
+    row_stride,
+    layer_start,
+    HEADS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    copy = tl.program_id(0)
+    head = tl.program_id(1)
+    token = tl.load(tokens_ptr + copy).to(tl.int64)
+    place = tl.load(places_ptr + copy)
+    row = tl.load(rows_ptr + tl.load(requests_ptr + copy)).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    target = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM + place * HEAD_DIM + dims
+    source = head * HEAD_DIM + dims
+    tl.store(target, tl.load(keys_ptr + token * key_stride + source))
+    tl.store(target + HEADS * SEGMENT * HEAD_DIM, tl.load(values_ptr + token * value_stride + source))
+
+
+def append(
+    tails: torch.Tensor,
+    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tokens: torch.Tensor,
+    requests: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """Write keys and values of some tokens to tails. Changes `tails` alone.
+
+    Args:
+        tails: [rows, layers, 2 (K, V), heads, S, d].
+        keys, values: [batch tokens, heads, d] in any floating dtype; the token stride may be any.
+        tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose tail.
+        rows: integers [requests], each request's row of `tails`.
+    """
+    if len(tokens) == 0:
+        return
+    _, _, _, heads, segment, dim = tails.shape
+    append_kernel[(len(tokens), heads)](
+        keys,
+        values,
+        tails,
+        tokens,
+        requests,
+        places,
+        rows,
+        keys.stride(0),
+        values.stride(0),
+        tails.stride(0),
+        layer * tails.stride(1),
+        HEADS=heads,
+        SEGMENT=segment,
+        HEAD_DIM=dim,
+        num_warps=1,
+    )

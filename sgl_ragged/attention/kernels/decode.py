@@ -1,0 +1,256 @@
+"""Decode: one query per request and query head over what its head kept and over the tail.
+
+Split-KV in two launches. In the first, every CTA of the split map takes its part of one head's rows of one request;
+the rows are the kept rows of all sealed segments, then the tail. The second merges the parts by their log-sum-exp.
+Both grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: lengths are read on the device,
+a part without rows writes a log-sum-exp of -inf and leaves.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_ragged.attention.kernels.tiles import MOST_Q_PER_KV, Tile
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _accumulate(query, keys, values, valid, scale, best, total, output):
+    """One tile of online softmax in base 2: the new (best, total, output). Every tile has a valid row."""
+    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * scale
+    logits = tl.where(valid, logits, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, axis=1)
+    output = output * shrink[:, None]
+    output += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+    return new_best, total, output
+
+
+@triton.jit
+def decode_kernel(
+    queries_ptr,
+    slabs_ptr,
+    tails_ptr,
+    slots_ptr,
+    rows_ptr,
+    lengths_ptr,
+    ctas_ptr,
+    kept_ptr,
+    key_blocks_ptr,
+    partial_ptr,
+    lse_ptr,
+    scale,
+    query_stride,
+    slab_elems,
+    slots_stride,
+    row_stride,
+    layer_start,
+    HEADS: tl.constexpr,
+    Q_PER_KV: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    request = tl.program_id(0)
+    cta = tl.program_id(1)
+    head = tl.load(ctas_ptr + cta * 4)
+    part = tl.load(ctas_ptr + cta * 4 + 1)
+    parts = tl.load(ctas_ptr + cta * 4 + 2)
+    place = request * tl.num_programs(1) + tl.load(ctas_ptr + cta * 4 + 3)
+    length = tl.load(lengths_ptr + request).to(tl.int32)
+    kept = tl.load(kept_ptr + head)
+
+    # The open segment has at least the new token, so a length of exactly S has no sealed segment yet.
+    sealed = tl.maximum(length - 1, 0) // SEGMENT
+    history = sealed * kept
+    rows_in_all = history + length - sealed * SEGMENT
+    units = (rows_in_all + 15) // 16
+    begin = tl.minimum(units * part // parts * 16, rows_in_all)
+    end = tl.minimum(units * (part + 1) // parts * 16, rows_in_all)
+
+    query_rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    tile_rows = tl.arange(0, BLOCK_N)
+    lse_at = lse_ptr + place * Q_PER_KV + query_rows
+    if begin >= end:
+        tl.store(lse_at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=query_rows < Q_PER_KV)
+        return
+
+    query_at = request.to(tl.int64) * query_stride + (head * Q_PER_KV + query_rows[:, None]) * HEAD_DIM + dims[None, :]
+    query = tl.load(queries_ptr + query_at, mask=(query_rows < Q_PER_KV)[:, None], other=0.0)
+    scale2 = scale * LOG2E
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+
+    first, last = tl.minimum(begin, history), tl.minimum(end, history)
+    slots_at = slots_ptr + request * slots_stride
+    # A constant factor is what tells the compiler that rows are aligned.
+    key_offset = tl.load(key_blocks_ptr + head) * 16
+    value_offset = kept * HEAD_DIM
+    number = first + tile_rows
+    # Slots are read one tile ahead and carried as loaded: anything else takes the loads of keys and values out of
+    # the software pipeline.
+    slot = tl.load(slots_at + number // kept, mask=number < last, other=0)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        number = start + tile_rows
+        valid = number < last
+        at = slot.to(tl.int64) * slab_elems + key_offset + (number % kept) * HEAD_DIM
+        pointers = slabs_ptr + at[:, None] + dims[None, :]
+        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
+        values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
+        following = number + BLOCK_N
+        slot = tl.load(slots_at + following // kept, mask=following < last, other=0)
+        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
+    first, last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        number = start + tile_rows
+        valid = number < last
+        pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
+        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
+        values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
+        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+
+    output = output / total[:, None]
+    lse = (best + tl.log2(total)) * LN2
+    partial_at = (place * Q_PER_KV + query_rows[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(partial_ptr + partial_at, output, mask=(query_rows < Q_PER_KV)[:, None])
+    tl.store(lse_at, lse, mask=query_rows < Q_PER_KV)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr,
+    lse_ptr,
+    parts_ptr,
+    output_ptr,
+    num_ctas,
+    HEADS: tl.constexpr,
+    Q_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    query = tl.program_id(2)
+    place = request * num_ctas + tl.load(parts_ptr + head * 2)
+    parts = tl.load(parts_ptr + head * 2 + 1)
+    dims = tl.arange(0, HEAD_DIM)
+    best = float("-inf")
+    total = 0.0
+    output = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        at = (place + part) * Q_PER_KV + query
+        lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
+        # Parts without rows were never written: their old content must not be read, not even to weigh it with 0.
+        written = lse > float("-inf")
+        partial = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=written[:, None], other=0.0)
+        new_best = tl.maximum(best, tl.max(lse, axis=0))
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink = tl.exp(best - anchor)
+        weights = tl.exp(lse - anchor)
+        total = total * shrink + tl.sum(weights, axis=0)
+        output = output * shrink + tl.sum(partial * weights[:, None], axis=0)
+        best = new_best
+    output = output / tl.where(total == 0.0, 1.0, total)
+    output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + dims
+    tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty))
+
+
+def decode_parts(
+    queries: torch.Tensor,
+    slabs: torch.Tensor,
+    tails: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    ctas: torch.Tensor,
+    kept: torch.Tensor,
+    key_blocks: torch.Tensor,
+    scale: float,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    tile: Tile,
+) -> object:
+    """Attention of each part of the split map.
+
+    Args:
+        queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
+        slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, S, d].
+        slots: int32 [batch, most segments], slots of each request's sealed segments.
+        rows: integers [batch], rows of `tails`. lengths: integers [batch], tokens with the new one; 0 for padding.
+        ctas: int32 [CTAs, 4], `split_map.cta_table` of this layer.
+        kept: int32 [heads]. key_blocks: int64 [heads], where each head's keys start in a slab, in blocks of 16 elements.
+        partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
+            Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
+
+    Returns:
+        The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
+    """
+    batch, heads, per_head, dim = queries.shape
+    assert tile.block_m >= per_head and tile.block_m == MOST_Q_PER_KV
+    return decode_kernel[(batch, len(ctas))](
+        queries,
+        slabs,
+        tails,
+        slots,
+        rows,
+        lengths,
+        ctas,
+        kept,
+        key_blocks,
+        partial,
+        lse,
+        scale,
+        queries.stride(0),
+        slabs.stride(0),
+        slots.stride(0),
+        tails.stride(0),
+        layer * tails.stride(1),
+        HEADS=heads,
+        Q_PER_KV=per_head,
+        SEGMENT=tails.shape[4],
+        HEAD_DIM=dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+
+
+def combine_parts(
+    partial: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor, num_ctas: int, output: torch.Tensor
+) -> None:
+    """Merge the parts of `decode_parts`. A request without rows gets zeros. Changes `output` alone.
+
+    Args:
+        parts: int32 [heads, 2], `split_map.head_parts` of this layer.
+        num_ctas: CTAs of this layer.
+        output: [batch, heads, q_per_kv, d], contiguous.
+    """
+    batch, heads, per_head, dim = output.shape
+    combine_kernel[(batch, heads, per_head)](
+        partial,
+        lse,
+        parts,
+        output,
+        num_ctas,
+        HEADS=heads,
+        Q_PER_KV=per_head,
+        HEAD_DIM=dim,
+        BLOCK_P=16,
+        num_warps=4,
+    )

@@ -1,0 +1,191 @@
+"""Extend: a chunk's queries over earlier segments as they were kept, and over their own segment causally.
+
+One launch takes any number of requests and segments. Its unit is a tile of rows, pairs of (token, query head), that lie
+in one segment of one request: they all see the same earlier segments. What they see comes from three places: slabs,
+the tail (tokens of their segment that came before the chunk) and the chunk itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_ragged.attention.kernels.decode import LOG2E, _accumulate
+from sgl_ragged.attention.kernels.tiles import Tile
+
+TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "sealed", "open_length")
+"""Columns of the tile table: index of the request; first token, in the batch, of the chunk's part of the segment; tokens in
+that part; first of the part's rows in this tile; earlier segments; tokens of the segment that lie in the tail."""
+
+_COLUMNS = tl.constexpr(len(TILE_COLUMNS))
+
+
+@triton.jit
+def extend_kernel(
+    queries_ptr,
+    keys_ptr,
+    values_ptr,
+    slabs_ptr,
+    tails_ptr,
+    slots_ptr,
+    rows_ptr,
+    tiles_ptr,
+    heads_ptr,
+    kept_ptr,
+    key_blocks_ptr,
+    output_ptr,
+    scale,
+    query_stride,
+    key_stride,
+    value_stride,
+    slab_elems,
+    slots_stride,
+    row_stride,
+    layer_start,
+    HEADS: tl.constexpr,
+    Q_PER_KV: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    table = tiles_ptr + tl.program_id(0) * _COLUMNS
+    request = tl.load(table)
+    first_token = tl.load(table + 1)
+    tokens = tl.load(table + 2)
+    first_row = tl.load(table + 3)
+    sealed = tl.load(table + 4)
+    open_length = tl.load(table + 5)
+    head = tl.load(heads_ptr + tl.program_id(1))
+    kept = tl.load(kept_ptr + head)
+
+    dims = tl.arange(0, HEAD_DIM)
+    tile_rows = tl.arange(0, BLOCK_N)
+    pair = first_row + tl.arange(0, BLOCK_M)
+    token = pair // Q_PER_KV
+    inside = token < tokens
+    query_head = head * Q_PER_KV + pair % Q_PER_KV
+    query_at = (first_token + token).to(tl.int64) * query_stride + query_head * HEAD_DIM
+    query = tl.load(queries_ptr + query_at[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+    scale2 = scale * LOG2E
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+
+    history = sealed * kept
+    slots_at = slots_ptr + request * slots_stride
+    # A constant factor is what tells the compiler that rows are aligned.
+    key_offset = tl.load(key_blocks_ptr + head) * 16
+    value_offset = kept * HEAD_DIM
+    # One tile ahead and carried as loaded, as in decode.
+    slot = tl.load(slots_at + tile_rows // kept, mask=tile_rows < history, other=0)
+    for start in tl.range(0, history, BLOCK_N, num_stages=STAGES):
+        number = start + tile_rows
+        valid = number < history
+        at = slot.to(tl.int64) * slab_elems + key_offset + (number % kept) * HEAD_DIM
+        pointers = slabs_ptr + at[:, None] + dims[None, :]
+        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
+        values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
+        following = number + BLOCK_N
+        slot = tl.load(slots_at + following // kept, mask=following < history, other=0)
+        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+
+    row = tl.load(rows_ptr + request).to(tl.int64)
+    tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
+    for start in tl.range(0, open_length, BLOCK_N, num_stages=STAGES):
+        number = start + tile_rows
+        valid = number < open_length
+        pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
+        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
+        values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
+        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+
+    # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
+    seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
+    for start in tl.range(0, seen, BLOCK_N, num_stages=STAGES):
+        number = start + tile_rows
+        valid = number < seen
+        chunk_at = (first_token + number).to(tl.int64)
+        keys = tl.load(
+            keys_ptr + (chunk_at * key_stride + head * HEAD_DIM)[:, None] + dims[None, :],
+            mask=valid[:, None],
+            other=0.0,
+        )
+        values = tl.load(
+            values_ptr + (chunk_at * value_stride + head * HEAD_DIM)[:, None] + dims[None, :],
+            mask=valid[:, None],
+            other=0.0,
+        )
+        causal = valid[None, :] & (number[None, :] <= token[:, None])
+        best, total, output = _accumulate(query, keys, values, causal, scale2, best, total, output)
+
+    output = output / total[:, None]
+    output_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
+    output_pointers = output_ptr + output_at[:, None] + dims[None, :]
+    tl.store(output_pointers, output.to(output_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+def extend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slabs: torch.Tensor,
+    tails: torch.Tensor,
+    layer: int,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: torch.Tensor,
+    heads: torch.Tensor,
+    kept: torch.Tensor,
+    key_blocks: torch.Tensor,
+    scale: float,
+    output: torch.Tensor,
+    tile: Tile,
+) -> object:
+    """Attention of a chunk. Changes `output` alone; every token of the batch must be in a tile.
+
+    Args:
+        queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d]. Token strides may be any.
+        slabs, tails, kept, key_blocks: as in `decode.decode_parts`.
+        slots: int32 [requests, most segments], slots of the segments before each request's last token.
+        rows: integers [requests], rows of `tails`.
+        tiles: int32 [tiles, len(TILE_COLUMNS)].
+        heads: int32 [heads], the order in which heads are started.
+        output: [tokens, heads, q_per_kv, d], contiguous.
+
+    Returns:
+        The compiled kernel; None in the interpreter.
+    """
+    _, num_heads, per_head, dim = queries.shape
+    return extend_kernel[(len(tiles), num_heads)](
+        queries,
+        keys,
+        values,
+        slabs,
+        tails,
+        slots,
+        rows,
+        tiles,
+        heads,
+        kept,
+        key_blocks,
+        output,
+        scale,
+        queries.stride(0),
+        keys.stride(0),
+        values.stride(0),
+        slabs.stride(0),
+        slots.stride(0),
+        tails.stride(0),
+        layer * tails.stride(1),
+        HEADS=num_heads,
+        Q_PER_KV=per_head,
+        SEGMENT=tails.shape[4],
+        HEAD_DIM=dim,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )

@@ -1,0 +1,306 @@
+"""Seal: score finished segments, choose what each head keeps, write it to the slabs.
+
+Segments come from tails or from a chunk (`Source`). "Heads" may be those of one layer, or of all layers at once: then
+one launch of each kernel seals what a decode step has filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_ragged.budgets import GUARD, SINKS
+
+SCORED = ("keydiff", "key_norm", "value_key_norm")
+"""Scorers that `score` computes; the formulas and their sources are in `sgl_ragged.scorers`."""
+
+_GUARD = tl.constexpr(GUARD)
+_SINKS = tl.constexpr(SINKS)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where finished segments lie, all numbers in elements of `keys` and `values`.
+
+    Key element (segment, head, token, i) is at firsts[segment] * key_first_stride + head // heads * layer_stride +
+    head % heads * head_stride + token * key_stride + i, where `heads` is the number of heads of a layer; values likewise.
+    `firsts` are integers [segments], `num_heads` counts the heads of all layers that are sealed.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    firsts: torch.Tensor
+    key_first_stride: int
+    value_first_stride: int
+    key_stride: int
+    value_stride: int
+    layer_stride: int
+    head_stride: int
+    heads: int
+    num_heads: int
+
+    @staticmethod
+    def of_tails(tails: torch.Tensor, rows: torch.Tensor, layer: int | None) -> Source:
+        """Full tails [rows, layers, 2 (K, V), heads, S, d] of some rows; `layer` None for the heads of all layers."""
+        _, layers, _, heads, segment, dim = tails.shape
+        start = 0 if layer is None else layer
+        row, layer_stride = tails.stride(0), tails.stride(1)
+        count = heads if layer is not None else layers * heads
+        keys, values = tails[:, start, 0], tails[:, start, 1]
+        return Source(keys, values, rows, row, row, dim, dim, layer_stride, segment * dim, heads, count)
+
+    @staticmethod
+    def of_chunk(keys: torch.Tensor, values: torch.Tensor, first_tokens: torch.Tensor) -> Source:
+        """Segments of a chunk's keys and values [tokens, heads, d] that start at some of its tokens."""
+        _, heads, dim = keys.shape
+        key, value = keys.stride(0), values.stride(0)
+        return Source(keys, values, first_tokens, key, value, key, value, 0, dim, heads, heads)
+
+
+@triton.jit
+def _rows(pointer, rows, stride, valid, HEAD_DIM: tl.constexpr):
+    dims = tl.arange(0, HEAD_DIM)
+    at = rows[:, None].to(tl.int64) * stride + dims[None, :]
+    return tl.load(pointer + at, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def score_kernel(
+    keys_ptr,
+    values_ptr,
+    firsts_ptr,
+    scores_ptr,
+    key_first_stride,
+    value_first_stride,
+    key_stride,
+    value_stride,
+    layer_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    SCORER: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    segment = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.load(firsts_ptr + segment).to(tl.int64)
+    offset = head // HEADS * layer_stride + head % HEADS * head_stride
+    keys_at = keys_ptr + first * key_first_stride + offset
+    values_at = values_ptr + first * value_first_stride + offset
+    scores_at = scores_ptr + (segment * tl.num_programs(1) + head) * SEGMENT
+    tokens = tl.arange(0, BLOCK_T)
+
+    anchor = tl.zeros([HEAD_DIM], tl.float32)
+    if SCORER == "keydiff":
+        for start in range(0, SEGMENT, BLOCK_T):
+            token = start + tokens
+            keys = _rows(keys_at, token, key_stride, token < SEGMENT, HEAD_DIM).to(tl.float32)
+            norm = tl.sqrt(tl.sum(keys * keys, axis=1))
+            anchor += tl.sum(keys / tl.maximum(norm, 1e-12)[:, None], axis=0)
+        anchor = anchor / SEGMENT
+        anchor = anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, axis=0)), 1e-12)
+
+    for start in range(0, SEGMENT, BLOCK_T):
+        token = start + tokens
+        inside = token < SEGMENT
+        keys = _rows(keys_at, token, key_stride, inside, HEAD_DIM).to(tl.float32)
+        norm = tl.sqrt(tl.sum(keys * keys, axis=1))
+        if SCORER == "keydiff":
+            score = -tl.sum(keys / tl.maximum(norm, 1e-12)[:, None] * anchor[None, :], axis=1)
+        elif SCORER == "key_norm":
+            score = -norm
+        else:
+            values = _rows(values_at, token, value_stride, inside, HEAD_DIM).to(tl.float32)
+            score = tl.sqrt(tl.sum(values * values, axis=1)) / tl.maximum(norm, 1.1754943508222875e-38)
+        tl.store(scores_at + token, score, mask=inside)
+
+
+@triton.jit
+def choose_kernel(
+    scores_ptr,
+    starts_ptr,
+    kept_ptr,
+    positions_ptr,
+    SEGMENT: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):
+    segment = tl.program_id(0)
+    head = tl.program_id(1)
+    at = (segment * tl.num_programs(1) + head) * SEGMENT
+    starts_sequence = tl.load(starts_ptr + segment) != 0
+    kept = tl.load(kept_ptr + head)
+
+    # A token's rank is the number of tokens that go before it. What is kept whatever its score has a class above all
+    # others: sinks first, then the guard from its end, so that it gives way, oldest token first.
+    token = tl.arange(0, PADDED)
+    score = _defined(tl.load(scores_ptr + at + token, mask=token < SEGMENT, other=float("-inf")))
+    forced = _forced(token, starts_sequence, SEGMENT)
+    rank = tl.zeros([PADDED], tl.int32)
+    for start in range(0, SEGMENT, BLOCK_J):
+        other = start + tl.arange(0, BLOCK_J)
+        other_score = _defined(tl.load(scores_ptr + at + other, mask=other < SEGMENT, other=float("-inf")))
+        other_forced = tl.where(other < SEGMENT, _forced(other, starts_sequence, SEGMENT), -1)
+        same = other_forced[None, :] == forced[:, None]
+        tied = same & (other_score[None, :] == score[:, None]) & (other[None, :] < token[:, None])
+        above = other_forced[None, :] > forced[:, None]
+        above = above | (same & (other_score[None, :] > score[:, None])) | tied
+        rank += tl.sum(above.to(tl.int32), axis=1)
+    keep = (rank < kept) & (token < SEGMENT)
+    place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
+    tl.store(positions_ptr + at + place, token, mask=keep)
+
+
+@triton.jit
+def _defined(score):
+    """As `scorers.forced_first`: infinities become the largest finite numbers, NaN goes below everything."""
+    bounded = tl.minimum(tl.maximum(score, -3.4028234663852886e38), 3.4028234663852886e38)
+    return tl.where(score == score, bounded, float("-inf"))
+
+
+@triton.jit
+def _forced(token, starts_sequence, SEGMENT: tl.constexpr):
+    guard = tl.where(token >= SEGMENT - _GUARD, token + 1, 0)
+    return tl.where((token < _SINKS) & starts_sequence, SEGMENT + 1, guard)
+
+
+@triton.jit
+def gather_kernel(
+    keys_ptr,
+    values_ptr,
+    firsts_ptr,
+    slabs_ptr,
+    slots_ptr,
+    positions_ptr,
+    kept_ptr,
+    key_blocks_ptr,
+    key_first_stride,
+    value_first_stride,
+    key_stride,
+    value_stride,
+    layer_stride,
+    head_stride,
+    slab_elems,
+    HEADS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    segment = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    kept = tl.load(kept_ptr + head)
+    inside = row < kept
+    at = (segment * tl.num_programs(1) + head) * SEGMENT
+    token = tl.load(positions_ptr + at + row, mask=inside, other=0)
+    first = tl.load(firsts_ptr + segment).to(tl.int64)
+    offset = head // HEADS * layer_stride + head % HEADS * head_stride
+    keys_at = keys_ptr + first * key_first_stride + offset
+    values_at = values_ptr + first * value_first_stride + offset
+    slot = tl.load(slots_ptr + segment).to(tl.int64)
+    target = slabs_ptr + slot * slab_elems + tl.load(key_blocks_ptr + head) * 16
+    dims = tl.arange(0, HEAD_DIM)
+    rows_at = row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(target + rows_at, _rows(keys_at, token, key_stride, inside, HEAD_DIM), mask=inside[:, None])
+    values = _rows(values_at, token, value_stride, inside, HEAD_DIM)
+    tl.store(target + kept * HEAD_DIM + rows_at, values, mask=inside[:, None])
+
+
+def score(source: Source, scorer: str, segment: int, head_dim: int) -> torch.Tensor:
+    """Scores of finished segments by one of SCORED: float32 [segments, heads, S]. Higher is kept first."""
+    shape = (len(source.firsts), source.num_heads, segment)
+    scores = torch.empty(shape, dtype=torch.float32, device=source.keys.device)
+    score_kernel[scores.shape[:2]](
+        source.keys,
+        source.values,
+        source.firsts,
+        scores,
+        source.key_first_stride,
+        source.value_first_stride,
+        source.key_stride,
+        source.value_stride,
+        source.layer_stride,
+        source.head_stride,
+        HEADS=source.heads,
+        SCORER=scorer,
+        SEGMENT=segment,
+        HEAD_DIM=head_dim,
+        BLOCK_T=32 if head_dim <= 128 else 16,
+        num_warps=4,
+    )
+    return scores
+
+
+def choose(scores: torch.Tensor, starts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Positions that each head keeps, as `scorers.rank_positions` and `keep_positions` choose them.
+
+    Args:
+        scores: float32 [segments, heads, S], contiguous.
+        starts: int32 [segments], 1 where the segment starts its sequence and so holds the sinks, else 0.
+        kept: int32 [heads].
+
+    Returns:
+        int32 [segments, heads, S]; the first kept[head] entries, ascending, are the positions, the rest undefined.
+    """
+    segments, heads, segment = scores.shape
+    positions = torch.empty((segments, heads, segment), dtype=torch.int32, device=scores.device)
+    padded = triton.next_power_of_2(segment)
+    choose_kernel[(segments, heads)](
+        scores,
+        starts,
+        kept,
+        positions,
+        SEGMENT=segment,
+        PADDED=padded,
+        BLOCK_J=max(min(8192 // padded, 32), 1),
+        num_warps=4,
+    )
+    return positions
+
+
+def gather(
+    source: Source,
+    slabs: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    kept: torch.Tensor,
+    key_blocks: torch.Tensor,
+    most_kept: int,
+    head_dim: int,
+) -> None:
+    """Copy the chosen rows of each segment to its slab. Changes `slabs` alone.
+
+    Args:
+        slots: integers [segments].
+        positions: from `choose`.
+        kept: int32 [heads]. key_blocks: int64 [heads], where each head's keys start in a slab, in blocks of 16 elements.
+        most_kept: the largest of `kept`, known to the host.
+    """
+    segments, heads, segment = positions.shape
+    block = 32
+    gather_kernel[(segments, heads, triton.cdiv(most_kept, block))](
+        source.keys,
+        source.values,
+        source.firsts,
+        slabs,
+        slots,
+        positions,
+        kept,
+        key_blocks,
+        source.key_first_stride,
+        source.value_first_stride,
+        source.key_stride,
+        source.value_stride,
+        source.layer_stride,
+        source.head_stride,
+        slabs.stride(0),
+        HEADS=source.heads,
+        SEGMENT=segment,
+        HEAD_DIM=head_dim,
+        BLOCK_R=block,
+        num_warps=4,
+    )

@@ -1,0 +1,339 @@
+"""The Triton operations: what runs on GPUs. No step waits for the device.
+
+Decode describes its batch in buffers that stay where they are, so that a CUDA graph captured once can be replayed for
+other requests. Extend copies one table to the device per batch, whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_ragged.attention.extend_tables import extend_tables
+from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.split_map import SplitMap, cta_table, head_parts
+
+
+@dataclass(frozen=True)
+class TritonDecodeBatch:
+    """Views of the operations' buffers for one decode batch, and the split of each layer.
+
+    rows: int64 [batch]. lengths, places: int32 [batch]. slots: int32 [batch, most segments].
+    """
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    places: torch.Tensor
+    slots: torch.Tensor
+    splits: tuple[LayerSplit, ...]
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """One layer's part of the split map on the device: `split_map.cta_table` and `split_map.head_parts`."""
+
+    ctas: torch.Tensor
+    parts: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TritonExtendBatch:
+    """`ExtendTables` on the device, columns apart; slots and starts of what is to be sealed."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    tiles: torch.Tensor
+    open_copies: torch.Tensor
+    rest_copies: torch.Tensor
+    from_tails: _Seals
+    from_chunk: _Seals
+
+
+@dataclass(frozen=True)
+class _Seals:
+    """Segments to be sealed: rows of their tails or first tokens in the batch, slots, 1 where a sequence starts."""
+
+    firsts: torch.Tensor
+    slots: torch.Tensor
+    starts: torch.Tensor
+
+
+class TritonOps:
+    """`operations.Operations` by Triton kernels.
+
+    Args:
+        split_map: CTAs per head for each batch bucket, made for the store's layout.
+        max_batch: most requests of a decode batch, padding included.
+        max_segments: most segments of a sequence.
+
+    Raises:
+        RaggedConfigError: the heads have a shape that the kernels do not take.
+    """
+
+    def __init__(self, store: SlabStore, split_map: SplitMap, max_batch: int, max_segments: int) -> None:
+        layout, device = store.layout, store.slabs.device
+        tiles.check_shape(layout.head_dim, store.q_per_kv)
+        self.store = store
+        self.split_map = split_map
+        itemsize = store.slabs.element_size()
+        self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
+        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize)
+        self._kept = torch.tensor(layout.kept, dtype=torch.int32, device=device)
+        self._key_blocks = torch.tensor(layout.key_offset // 16, dtype=torch.int64, device=device)
+        # Heads that keep most are started first.
+        order = np.argsort(-layout.kept, axis=1, kind="stable")
+        self._head_order = torch.tensor(order, dtype=torch.int32, device=device)
+        self._most_kept = layout.kept.max(axis=1).tolist()
+        self._splits: dict[int, tuple[LayerSplit, ...]] = {}
+        for batch in range(1, max_batch + 1):
+            counts = split_map.for_batch(batch)
+            if id(counts) not in self._splits:
+                self._splits[id(counts)] = _layer_splits(counts, layout.kept, device)
+        self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
+        self._lengths = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._places = torch.zeros(max_batch, dtype=torch.int32, device=device)
+        self._slots = torch.zeros((max_batch, max_segments), dtype=torch.int32, device=device)
+        self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
+        parts = max(
+            batch * max(len(split.ctas) for split in self._splits[id(split_map.for_batch(batch))])
+            for batch in range(1, max_batch + 1)
+        )
+        heads_rows = parts * store.q_per_kv
+        self._partial = torch.empty(heads_rows * layout.head_dim, dtype=torch.float32, device=device)
+        self._lse = torch.empty(heads_rows, dtype=torch.float32, device=device)
+
+    def describe_decode(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+    ) -> TritonDecodeBatch:
+        """As in `Operations`; overwrites the buffers that the previous description's views share."""
+        size, segment = len(rows), self.store.layout.segment
+        batch = TritonDecodeBatch(
+            rows=self._rows[:size],
+            lengths=self._lengths[:size],
+            places=self._places[:size],
+            slots=self._slots[:size],
+            splits=self._splits[id(self.split_map.for_batch(size))],
+        )
+        batch.rows.copy_(rows)
+        batch.lengths.copy_(seq_lens)
+        torch.remainder((batch.lengths - 1).clamp_min_(0), segment, out=batch.places)
+        firsts = req_to_token[:, ::segment][:, : batch.slots.shape[1]].index_select(0, batch.rows)
+        batch.slots[:, : firsts.shape[1]].copy_(firsts.div_(segment, rounding_mode="floor"))
+        return batch
+
+    def describe_extend(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
+    ) -> TritonExtendBatch:
+        segment = self.store.layout.segment
+        tables = extend_tables(prefixes, lengths, segment, self.store.q_per_kv, self.extend_tile.block_m)
+        tail_seals, chunk_seals = tables.tail_seals, tables.chunk_seals
+        host = [
+            tables.tiles,
+            tables.open_copies.T,
+            tables.rest_copies.T,
+            *(tail_seals[:, i] for i in range(2)),
+            *(chunk_seals[:, i] for i in range(3)),
+            tail_seals[:, 1] == 0,
+            chunk_seals[:, 1] == 0,
+        ]
+        (tile_table, open_copies, rest_copies, tail_request, tail_segment, chunk_request, chunk_segment, first_token,
+         tail_starts, chunk_starts) = _to_device(host, req_to_token.device)  # fmt: skip
+        rows = rows.to(torch.int64)
+        firsts = req_to_token[:, : tables.most_sealed * segment : segment].index_select(0, rows)
+        slots = firsts.div_(segment, rounding_mode="floor")
+        return TritonExtendBatch(
+            rows=rows,
+            slots=slots,
+            tiles=tile_table,
+            open_copies=open_copies,
+            rest_copies=rest_copies,
+            from_tails=_Seals(rows[tail_request], slots[tail_request, tail_segment], tail_starts),
+            from_chunk=_Seals(first_token, slots[chunk_request, chunk_segment], chunk_starts),
+        )
+
+    def extend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: TritonExtendBatch,
+        sides: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As in `Operations`. Tokens outside the chunks of the batch, if any, get zeros."""
+        store = self.store
+        # What is scored and read must not depend on whether a token came through the cache, so it has the cache's dtype.
+        keys, values = _head_rows(keys.to(store.slabs.dtype)), _head_rows(values.to(store.slabs.dtype))
+        output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        if len(batch.tiles) == 0:
+            return output
+        self._append(layer, keys, values, batch.open_copies, batch.rows, sides)
+        tails = seal.Source.of_tails(store.tails, batch.from_tails.firsts, layer)
+        self._seal(layer, tails, batch.from_tails, sides)
+        self._seal(layer, seal.Source.of_chunk(keys, values, batch.from_chunk.firsts), batch.from_chunk, sides)
+        extend.extend(
+            _head_rows(queries),
+            keys,
+            values,
+            store.slabs,
+            store.tails,
+            layer,
+            batch.slots,
+            batch.rows,
+            batch.tiles,
+            self._head_order[layer],
+            self._kept[layer],
+            self._key_blocks[layer],
+            store.scales[layer],
+            output,
+            self.extend_tile,
+        )
+        self._append(layer, keys, values, batch.rest_copies, batch.rows, sides)
+        return output
+
+    def decode(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: TritonDecodeBatch,
+        sides: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        store, size = self.store, len(batch.rows)
+        numbers = self._numbers[:size]
+        append.append(
+            store.tails, layer, _head_rows(keys), _head_rows(values), numbers, numbers, batch.places, batch.rows
+        )
+        if sides is not None:
+            store.append_side(layer, batch.rows, batch.places, sides)
+        split = batch.splits[layer]
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        self.attend_parts(layer, queries, batch, split)
+        decode.combine_parts(self._partial, self._lse, split.parts, len(split.ctas), output)
+        return output
+
+    def attend_parts(self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, split: LayerSplit) -> object:
+        """The first launch of decode attention; what it returns is that of `kernels.decode.decode_parts`."""
+        store = self.store
+        return decode.decode_parts(
+            _head_rows(queries),
+            store.slabs,
+            store.tails,
+            layer,
+            batch.slots,
+            batch.rows,
+            batch.lengths,
+            split.ctas,
+            self._kept[layer],
+            self._key_blocks[layer],
+            store.scales[layer],
+            self._partial,
+            self._lse,
+            self.decode_tile,
+        )
+
+    def seal_pending(self) -> None:
+        """All layers and segments together: three launches for a scorer that has a kernel."""
+        pending = self.store.take_pending()
+        if pending is not None:
+            seals = _Seals(pending.rows, pending.slots, pending.starts.to(torch.int32))
+            self._seal(None, seal.Source.of_tails(self.store.tails, pending.rows, None), seals, None)
+
+    def _append(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        copies: torch.Tensor,
+        rows: torch.Tensor,
+        sides: torch.Tensor | None,
+    ) -> None:
+        """Write some of a chunk's tokens to the tails; copies is int32 [3, copies] of (token, request, place)."""
+        tokens, requests, places = copies
+        append.append(self.store.tails, layer, keys, values, tokens, requests, places, rows)
+        if sides is not None and len(tokens):
+            self.store.append_side(layer, rows[requests], places, sides[tokens])
+
+    def _seal(self, layer: int | None, source: seal.Source, seals: _Seals, sides: torch.Tensor | None) -> None:
+        """Seal segments of one layer, or of all.
+
+        Args:
+            sides: of the chunk, [tokens, heads, elements], if the scorer needs them and the source is a chunk.
+        """
+        if len(seals.firsts) == 0:
+            return
+        store, segment = self.store, self.store.layout.segment
+        layers = slice(None) if layer is None else layer
+        kept = self._kept[layers].flatten()
+        most_kept = max(self._most_kept) if layer is None else self._most_kept[layer]
+        if store.scorer.name in seal.SCORED:
+            scores = seal.score(source, store.scorer.name, segment, store.layout.head_dim)
+        else:
+            numbers = range(store.layout.num_layers) if layer is None else [layer]
+            every = [self._torch_scores(number, source, seals, sides) for number in numbers]
+            scores = torch.cat(every, dim=1).float().contiguous()
+        positions = seal.choose(scores, seals.starts, kept)
+        seal.gather(
+            source,
+            store.slabs,
+            seals.slots,
+            positions,
+            kept,
+            self._key_blocks[layers].flatten(),
+            most_kept,
+            store.layout.head_dim,
+        )
+
+    def _torch_scores(
+        self, layer: int, source: seal.Source, seals: _Seals, sides: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Scores [segments, heads, S] of one layer by the scorer's own torch code."""
+        store = self.store
+        own_sides = None
+        if source.keys.dim() == 4:
+            tails = store.tails[seals.firsts, layer]
+            keys, values = tails[:, 0], tails[:, 1]
+            if store.has_sides:
+                own_sides = store.sides[seals.firsts, layer, :, : store.side_places]
+        else:
+            tokens = seals.firsts[:, None] + torch.arange(store.layout.segment, device=seals.firsts.device)
+            keys, values = source.keys[tokens].transpose(1, 2), source.values[tokens].transpose(1, 2)
+            if sides is not None:
+                last = tokens[:, store.layout.segment - store.side_places :]
+                own_sides = sides[last].transpose(1, 2).to(store.sides.dtype)
+        return store.scorer.score(store.segment_data(layer, keys, values, own_sides))
+
+
+def _layer_splits(counts: np.ndarray, kept: np.ndarray, device: torch.device) -> tuple[LayerSplit, ...]:
+    return tuple(
+        LayerSplit(
+            ctas=torch.tensor(cta_table(row, kept_row), dtype=torch.int32, device=device),
+            parts=torch.tensor(head_parts(row), dtype=torch.int32, device=device),
+        )
+        for row, kept_row in zip(counts, kept, strict=True)
+    )
+
+
+def _head_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if all but its first stride are those of a contiguous one, else a contiguous copy."""
+    return x if x[0].is_contiguous() else x.contiguous()
+
+
+def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int32 copies on the device, sent as one; each starts 16 bytes aligned, which kernels are compiled for."""
+    starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+    packed = np.zeros(int(starts[-1]), np.int32)
+    for array, start in zip(arrays, starts[:-1], strict=True):
+        packed[start : start + array.size] = array.ravel()
+    host = torch.from_numpy(packed)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    sent = host.to(device, non_blocking=True)
+    return [
+        sent[start : start + array.size].view(array.shape)
+        for array, start in zip(arrays, starts[:-1].tolist(), strict=True)
+    ]

@@ -1,0 +1,154 @@
+"""A store with operations on it, fed with made-up sequences; and what attention must give for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.torch_ops import TorchOps
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
+from sgl_ragged.scorers import get_scorer
+from tests.oracle import Tokens, visible
+
+SEGMENT = 64
+# 16 is the guard alone and 64 all tokens; between them scores decide.
+KEPT = np.array([[16, 48, 32, 64], [32, 32, 32, 32], [64, 64, 64, 64]])
+
+
+class Sequence:
+    """One sequence's queries, keys and values, and what attention over all of it must give."""
+
+    def __init__(self, length: int, layers: int, heads: int, per_head: int, dim: int, scorer: str, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(length, layers, heads, per_head, dim, generator=generator)
+        self.k = torch.randn(length, layers, heads, dim, generator=generator)
+        self.v = torch.randn(length, layers, heads, dim, generator=generator)
+        self.gates = torch.rand(length, layers, heads, 1, generator=generator)
+        self.scorer = scorer
+
+    def expected(self, kept: np.ndarray) -> torch.Tensor:
+        output = torch.empty(self.q.shape, dtype=torch.float64)
+        for layer, head in np.ndindex(*kept.shape):
+            keys, values = self.k[:, layer, head].double(), self.v[:, layer, head].double()
+            queries = self.q[:, layer, head].double()
+            tokens = Tokens(
+                keys=keys.numpy(),
+                values=values.numpy(),
+                queries=queries.transpose(0, 1).numpy(),
+                scale=0.5,
+                gates=self.gates[:, layer, head, 0].double().numpy(),
+                statistics=statistics(queries.shape[1], keys.shape[1])[head],
+            )
+            mask = visible(self.scorer, tokens, int(kept[layer, head]), SEGMENT)
+            logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
+            weights = logits.masked_fill(torch.from_numpy(~mask), -torch.inf).softmax(-1)
+            output[:, layer, head] = torch.einsum("gts,sd->tgd", weights, values)
+        return output
+
+
+def statistics(per_head: int, dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each head, a query mean [q_per_kv, d] and covariance [q_per_kv, d, d]."""
+    rng = np.random.default_rng(11)
+    roots = rng.normal(size=(KEPT.shape[1], per_head, dim, dim)) / dim**0.5
+    return list(zip(rng.normal(size=(KEPT.shape[1], per_head, dim)), roots @ roots.swapaxes(-1, -2), strict=True))
+
+
+class Rig:
+    """A store with a request table that gives request i row i + 1 and slots of its own, in scattered order."""
+
+    def __init__(
+        self,
+        kept: np.ndarray,
+        dim: int,
+        scorer: str,
+        requests: int,
+        segments: int,
+        per_head: int = 2,
+        *,
+        make_operations: Callable[[SlabStore, int], Operations] = lambda store, _: TorchOps(store),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.kept = kept
+        mean, covariance = (torch.tensor(np.stack(x)).float() for x in zip(*statistics(per_head, dim), strict=True))
+        count = requests * segments
+        self.store = SlabStore(
+            SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT),
+            get_scorer(scorer),
+            count + 1,
+            requests + 1,
+            dtype,
+            "cpu",
+            q_per_kv=per_head,
+            statistics=[{"query_mean": mean, "query_covariance": covariance}] * len(kept),
+        )
+        self.store.scales = [0.5] * len(kept)
+        self.operations = make_operations(self.store, segments)
+        # Whatever is read by mistake shows: nothing may depend on memory that was not written.
+        self.store.slabs[1:] = 1e4
+        self.store.sides[:] = 1e4
+        slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
+        locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
+        self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
+        self.table[1:] = locations.flatten(1)
+
+    def extend(self, sequences: list[Sequence], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
+        """One batch with a chunk of each sequence: each output [chunk, layers, heads, q_per_kv, d]."""
+        self.operations.seal_pending()
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        rows = torch.arange(1, len(sequences) + 1)
+        batch = self.operations.describe_extend(self.table, rows, starts, lengths)
+        layers = [
+            self.operations.extend(
+                layer,
+                *self._rows(sequences, starts, ends, layer),
+                batch,
+                self._sides(sequences, starts, ends, layer),
+            )
+            for layer in range(len(self.kept))
+        ]
+        return list(torch.stack(layers, dim=1).split(lengths))
+
+    def decode(self, sequences: list[Sequence], positions: list[int], padding: int = 0) -> torch.Tensor:
+        """One step with the token at a position of each sequence: output [batch, layers, heads, q_per_kv, d].
+
+        Padded rows, alternately of length 0 and 1, are appended, and cut off again.
+        """
+        self.operations.seal_pending()
+        size = len(sequences)
+        rows = torch.cat([torch.arange(1, size + 1), torch.zeros(padding, dtype=torch.int64)])
+        lengths = torch.tensor([position + 1 for position in positions] + [i % 2 for i in range(padding)])
+        batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
+        full = [(row, p) for row, p in enumerate(positions, start=1) if (p + 1) % SEGMENT == 0]
+        if full:
+            self.store.defer_seals(
+                PendingSeals(
+                    rows=torch.tensor([row for row, _ in full]),
+                    slots=torch.tensor([int(self.table[row, p]) // SEGMENT for row, p in full]),
+                    starts=torch.tensor([p < SEGMENT for _, p in full]),
+                )
+            )
+        ends = [position + 1 for position in positions]
+        layers = []
+        for layer in range(len(self.kept)):
+            sides = self._sides(sequences, positions, ends, layer)
+            tensors = [*self._rows(sequences, positions, ends, layer), *([] if sides is None else [sides])]
+            padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
+            layers.append(self.operations.decode(layer, *padded[:3], batch, *padded[3:])[:size])
+        return torch.stack(layers, dim=1)
+
+    def _rows(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> list[torch.Tensor]:
+        return [
+            torch.cat([getattr(s, name)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)])
+            for name in "qkv"
+        ]
+
+    def _sides(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> torch.Tensor | None:
+        if not self.store.has_sides:
+            return None
+        source = "gates" if self.store.scorer.reads_hidden_states else "q"
+        parts = [getattr(s, source)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)]
+        return torch.cat(parts).flatten(2)
