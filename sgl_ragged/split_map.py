@@ -59,13 +59,13 @@ def split_counts(kept: np.ndarray, num_ctas: int, method: str, heads_per_group: 
       until `num_ctas` are handed out and the largest load is at most BALANCE times the mean one. No division of the
       same total has a smaller largest load: any other gives some head fewer parts, and that head's last CTA here was
       given at a load no smaller than the final largest. So the total, too, is the smallest from `num_ctas` up at which
-      a division can be this balanced. Where `num_ctas` is a few per head or less (large batches) it goes past
-      `num_ctas`: CTAs then run in several waves, longest first, and a large head left whole would gate the last.
+      a division can be this balanced. With N CTAs largest / mean is at most N / (N - num_heads), so from 11 per head
+      on N is `num_ctas`. With fewer (large batches) it may go past: CTAs then run in several waves, longest first, and
+      a large head left whole would gate the last.
     - "algorithm1": Algorithm 1 per group. Groups are made per layer from heads sorted by kept count, as in
       `sgl_ragged.grouping`; a group's CTAs are dealt to its heads as evenly as possible, at least one each, the larger
       head first (ties: the lower one).
-    - "uniform": max(1, num_ctas // num_heads) for each head, the usual number of splits.
-    - "none": one for each head.
+    - "uniform": max(1, num_ctas // num_heads) each, the usual number of splits; "none": one each.
 
     Args:
         kept: int [num_layers, num_heads], positive.
@@ -244,7 +244,7 @@ def _check_positive(name: str, value: int) -> None:
 
 
 def _check_kept(kept: np.ndarray) -> np.ndarray:
-    kept = np.array(kept)
+    kept = np.asarray(kept)
     if kept.ndim != 2 or kept.size == 0 or kept.dtype.kind not in "iu" or (kept < 1).any():
         raise RaggedConfigError(f"kept counts must be positive integers [layers, heads], got {kept.dtype} {kept.shape}")
     return kept.astype(np.int64)
