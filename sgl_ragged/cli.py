@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from sgl_ragged.choice import choose_budgets
+from sgl_ragged import split_map_report
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.grouping import group_largest
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import parse_bytes, plan_pool
+from sgl_ragged.model_options import add_model_options, choose_kept
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
@@ -22,17 +20,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="sgl-ragged", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     layout = commands.add_parser("layout", help="what a KV budget holds, for a model on disk")
-    layout.add_argument("--model", type=Path, required=True, help="folder with config.json")
+    add_model_options(layout)
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
-    layout.add_argument("--ratio", type=float, default=0.5)
-    layout.add_argument("--segment", type=int, default=256)
-    layout.add_argument("--scorer", default="keydiff")
-    layout.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
-    layout.add_argument("--heads-per-group", type=int, default=1)
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
+    split_map_report.add_parser(commands)
     check = commands.add_parser("check", help="whether the installed SGLang has the seams that the plugin needs")
     check.set_defaults(run=check_installation)
     options = parser.parse_args()
@@ -49,11 +43,7 @@ def show_layout(options: argparse.Namespace) -> None:
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    geometry = _read_geometry(options.model)
-    chosen = choose_budgets(
-        geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
-    )
-    kept = group_largest(chosen.kept, options.heads_per_group)
+    geometry, chosen, kept = choose_kept(options)
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     budget = parse_bytes(options.kv_bytes)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
@@ -72,17 +62,6 @@ def check_installation(_: argparse.Namespace) -> None:
 
     check_seams(RAGGED_SEAMS)
     print(f"all {len(RAGGED_SEAMS)} seams of the installed SGLang are as expected")
-
-
-def _read_geometry(folder: Path) -> ModelGeometry:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-        return ModelGeometry.from_config(config.get("text_config", config), str(folder))
-    except (OSError, json.JSONDecodeError) as error:
-        raise RaggedConfigError(f"cannot read {path}: {error}") from None
-    except KeyError as error:
-        raise RaggedConfigError(f"{path} is no model configuration, it lacks {error}") from None
 
 
 if __name__ == "__main__":

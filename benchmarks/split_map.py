@@ -1,0 +1,159 @@
+"""How evenly split maps load the CTAs of decode attention, on measured profiles: arithmetic, no GPU.
+
+    python -m benchmarks.split_map [--json] [--ratios 0.3 0.25 0.5] [--batches 4 16 64]
+
+Profiles are those of tests/data (four scorers, three models, two scopes, two shares). Kept counts are fitted to each
+ratio at segments of 256 tokens, in the profile's own scope; every head is its own group. Largest / mean is that of a
+layer's CTAs; makespan is the waves model of `sgl_ragged.split_map.makespan`. Writes a row for each ratio, batch and
+method, every layer of the first ratio, and the images of docs/split-map.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sgl_ragged.budgets import fit_kept
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.split_map import METHODS
+from sgl_ragged.split_map_report import MethodLoads, compare_methods, plot_loads, save_plot
+
+ROOT = Path(__file__).parent.parent
+PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
+OUTPUT = Path(__file__).parent / "results" / "split-map.json"
+IMAGES = ROOT / "docs" / "images"
+PICTURED = "keydiff/llama-3.1-8b-instruct/layer/evictable"
+SEGMENT = 256
+RESIDENT_CTAS = 396
+"""132 multiprocessors with 3 CTAs each."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over all layers of all profiles at one ratio and batch.
+
+    `num_ctas`: CTAs per request that fill the GPU; `ctas_*`: what the method hands out per layer; `over`: share of
+    layers that it gives more than fill the GPU. Largest / mean load and makespan over layers.
+    """
+
+    ratio: float
+    batch: int
+    num_ctas: int
+    method: str
+    layers: int
+    ctas_min: int
+    ctas_median: float
+    ctas_max: int
+    over: float
+    imbalance_median: float
+    imbalance_worst: float
+    makespan_median: float
+    makespan_worst: float
+
+
+def measure(ratio: float, batch: int) -> dict[str, dict[str, MethodLoads]]:
+    """Loads by profile and method."""
+    with np.load(PROFILES) as archive:
+        return {
+            name: compare_methods(fit_kept(archive[name], ratio, SEGMENT, name.split("/")[2]), batch, RESIDENT_CTAS)
+            for name in archive.files
+        }
+
+
+def summarise(found: dict[str, dict[str, MethodLoads]], ratio: float, batch: int) -> list[Row]:
+    """One row a method, all layers of all profiles taken together."""
+    num_ctas = max(1, RESIDENT_CTAS // batch)
+    rows = []
+    for method in next(iter(found.values())):
+        parts = [loads[method] for loads in found.values()]
+        everything = MethodLoads(*(np.concatenate([getattr(p, f) for p in parts]) for f in MethodLoads.__annotations__))
+        over = float((everything.ctas > num_ctas).mean())
+        summary = asdict(everything.summary())
+        rows.append(Row(ratio, batch, num_ctas, method, len(everything.ctas), over=over, **summary))
+    return rows
+
+
+def by_layer(found: dict[str, dict[str, MethodLoads]]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Every layer of every profile and method: CTAs per request, largest / mean load, makespan."""
+    return {
+        name: {
+            method: {
+                "ctas": entry.ctas.tolist(),
+                "imbalance": entry.imbalance.round(2).tolist(),
+                "makespan": entry.makespan.round(2).tolist(),
+            }
+            for method, entry in loads.items()
+        }
+        for name, loads in found.items()
+    }
+
+
+def show(rows: list[Row], console: Console) -> None:
+    for ratio in dict.fromkeys(row.ratio for row in rows):
+        title = f"{rows[0].layers} layers, ratio {ratio:g}, {RESIDENT_CTAS} resident CTAs"
+        caption = "CTAs per layer: min, median, max; over N: layers with more; loads and makespan: median, worst"
+        table = Table(title=title, caption=caption)
+        for name in ("batch", "N", "method", "CTAs", "over N", "largest / mean", "makespan"):
+            table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        for row in (row for row in rows if row.ratio == ratio):
+            table.add_row(
+                *(str(row.batch), str(row.num_ctas), row.method),
+                f"{row.ctas_min} {row.ctas_median:g} {row.ctas_max}",
+                f"{row.over:.0%}",
+                f"{row.imbalance_median:.2f} {row.imbalance_worst:.2f}",
+                f"{row.makespan_median:.2f} {row.makespan_worst:.2f}",
+                end_section=row.method == METHODS[0],
+            )
+        console.print(table)
+
+
+def draw(ratio: float, batch: int) -> None:
+    """The load of every CTA of one profile: docs/images/split-map-batch-BATCH.png."""
+    with np.load(PROFILES) as archive:
+        kept = fit_kept(archive[PICTURED], ratio, SEGMENT, PICTURED.split("/")[2])
+    loads = compare_methods(kept, batch, RESIDENT_CTAS)
+    title = f"{PICTURED}, ratio {ratio:g}, batch {batch} on {RESIDENT_CTAS} resident CTAs"
+    figure = plot_loads(kept, {method: loads[method].counts for method in ("uniform", "exact")}, title)
+    save_plot(figure, IMAGES / f"split-map-batch-{batch}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--ratios", nargs="+", type=float, default=[0.3, 0.25, 0.5], metavar="R", help="layers: of the first"
+    )
+    parser.add_argument("--batches", nargs="+", type=int, default=[4, 16, 64], metavar="N")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
+    options = parser.parse_args()
+    rows, layers = [], {}
+    for ratio in options.ratios:
+        for batch in options.batches:
+            found = measure(ratio, batch)
+            rows += summarise(found, ratio, batch)
+            if ratio == options.ratios[0]:
+                layers[f"ratio {ratio:g}, batch {batch}"] = by_layer(found)
+    for batch in (4, 64):
+        draw(0.3, batch)
+    settings = {"resident_ctas": RESIDENT_CTAS, "segment": SEGMENT, "profiles": str(PROFILES.relative_to(ROOT))}
+    document = {"settings": settings, "rows": [asdict(row) for row in rows], "layers": layers}
+    text = json.dumps(document, separators=(",", ":"))
+    options.output.write_text(text + "\n")
+    if options.json:
+        print(text)
+    else:
+        show(rows, Console())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RaggedConfigError as error:
+        sys.exit(f"split_map: {error}")

@@ -1,0 +1,48 @@
+"""Options that say which model is served with which budgets, shared by the commands of `sgl-ragged`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from sgl_ragged.choice import BudgetChoice, choose_budgets
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.grouping import group_largest
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the model, and what the server's flags of the same names say about its budgets."""
+    parser.add_argument("--model", type=Path, required=True, help="folder with config.json")
+    parser.add_argument("--ratio", type=float, default=0.5)
+    parser.add_argument("--segment", type=int, default=256)
+    parser.add_argument("--scorer", default="keydiff")
+    parser.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
+    parser.add_argument("--heads-per-group", type=int, default=1)
+
+
+def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoice, np.ndarray]:
+    """The model, the choice of budgets, and the kept counts as stored: int64 [num_layers, num_heads], grouped.
+
+    Raises:
+        RaggedConfigError: no such model, or budgets that do not fit it.
+    """
+    geometry = _read_geometry(options.model)
+    chosen = choose_budgets(
+        geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
+    )
+    return geometry, chosen, group_largest(chosen.kept, options.heads_per_group)
+
+
+def _read_geometry(folder: Path) -> ModelGeometry:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        return ModelGeometry.from_config(config.get("text_config", config), str(folder))
+    except (OSError, json.JSONDecodeError) as error:
+        raise RaggedConfigError(f"cannot read {path}: {error}") from None
+    except KeyError as error:
+        raise RaggedConfigError(f"{path} is no model configuration, it lacks {error}") from None

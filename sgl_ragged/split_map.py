@@ -1,0 +1,250 @@
+"""Split map: how many CTAs (thread blocks) each head gets in decode attention, known ahead of time.
+
+All heads of a request have equally many sealed segments, so a head's load is proportional to its kept count n, and the
+split of a layer depends on the layout and the number of CTAs alone: not on lengths, not on the request. The decode
+grid of a layer is (batch, CTAs of the layer); CTA j of a head with s parts takes the j-th of s equal parts of the
+head's kept rows of one request, so its load is n / s.
+
+Source: TANGRAM section 4.3, Algorithm 1. Loads are kept tokens per segment of 16 or more tokens; only proportions
+matter. Pure numpy, importable without SGLang, without torch and without a GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_ragged.errors import RaggedConfigError
+
+METHODS = ("exact", "algorithm1", "uniform", "none")
+
+BALANCE = 1.10
+"""Method "exact" goes on splitting until the largest CTA load of a layer is at most this times the mean one."""
+
+
+def algorithm1(budgets: np.ndarray, num_ctas: int) -> np.ndarray:
+    """TANGRAM's Algorithm 1: every head group gets CTAs in proportion to its budget, each rounded alone.
+
+    The paper leaves open what round() does with ties: here they go up (2.5 gives 3). The counts of a layer need not
+    sum to `num_ctas`.
+
+    Args:
+        budgets: float [num_layers, num_groups], non-negative, aggregated per group (Phi).
+        num_ctas: CTAs to hand out in each layer (N_CTA).
+
+    Returns:
+        int64 [num_layers, num_groups]: S = max(1, round(Phi / tau)) with tau = sum(Phi) / N_CTA of the layer; all
+        ones where a layer's budgets are all 0.
+
+    Raises:
+        RaggedConfigError: budgets are not [layers, groups] or negative, or num_ctas is not positive.
+    """
+    _check_positive("CTAs per request", num_ctas)
+    budgets = np.asarray(budgets, dtype=np.float64)
+    if budgets.ndim != 2 or budgets.size == 0 or not np.isfinite(budgets).all() or (budgets < 0).any():
+        raise RaggedConfigError(f"budgets must be [layers, groups] and not negative, got shape {budgets.shape}")
+    total = budgets.sum(axis=1, keepdims=True)
+    # Phi * N / sum, not Phi / (sum / N): rounded once only, so that ties of whole budgets are seen as ties.
+    shares = budgets * num_ctas / np.where(total > 0, total, 1.0)
+    return np.maximum(1, np.floor(shares + 0.5)).astype(np.int64)
+
+
+def split_counts(kept: np.ndarray, num_ctas: int, method: str, heads_per_group: int = 1) -> np.ndarray:
+    """CTAs of every head.
+
+    - "exact": one CTA for each head, then the next to the head with the largest load n / s (ties to the lower head),
+      until `num_ctas` are handed out and the largest load is at most BALANCE times the mean one. No division of the
+      same total has a smaller largest load: any other gives some head fewer parts, and that head's last CTA here was
+      given at a load no smaller than the final largest. So the total, too, is the smallest from `num_ctas` up at which
+      a division can be this balanced. With N CTAs largest / mean is at most N / (N - num_heads), so from 11 per head
+      on N is `num_ctas`. With fewer (large batches) it may go past: CTAs then run in several waves, longest first, and
+      a large head left whole would gate the last.
+    - "algorithm1": Algorithm 1 per group. Groups are made per layer from heads sorted by kept count, as in
+      `sgl_ragged.grouping`; a group's CTAs are dealt to its heads as evenly as possible, at least one each, the larger
+      head first (ties: the lower one).
+    - "uniform": max(1, num_ctas // num_heads) each, the usual number of splits; "none": one each.
+
+    Args:
+        kept: int [num_layers, num_heads], positive.
+        num_ctas: CTAs per request and layer: what the GPU holds at once divided by the batch, at least 1.
+        heads_per_group: only for "algorithm1"; the others split head by head.
+
+    Returns:
+        int64 [num_layers, num_heads], at least 1.
+
+    Raises:
+        RaggedConfigError: unknown method, or kept counts, num_ctas or heads_per_group that are not positive.
+    """
+    kept = _check_kept(kept)
+    _check_positive("CTAs per request", num_ctas)
+    if method == "exact":
+        return np.array([_split_exactly(row, num_ctas) for row in kept.tolist()], dtype=np.int64)
+    if method == "algorithm1":
+        return _split_groups(kept, num_ctas, heads_per_group)
+    if method == "uniform":
+        return np.full_like(kept, max(1, num_ctas // kept.shape[1]))
+    if method == "none":
+        return np.ones_like(kept)
+    raise RaggedConfigError(f"unknown split method {method!r}; known: {', '.join(METHODS)}")
+
+
+def _split_exactly(row: list[int], num_ctas: int) -> list[int]:
+    counts, total, kept = [1] * len(row), len(row), sum(row)
+    largest_first = [(-float(n), head) for head, n in enumerate(row)]
+    heapq.heapify(largest_first)
+    # This ends: with n / gcd parts for each head, or a multiple of that, all loads are equal.
+    while total < num_ctas or -largest_first[0][0] * total / kept > BALANCE:
+        head = largest_first[0][1]
+        counts[head] += 1
+        total += 1
+        heapq.heapreplace(largest_first, (-row[head] / counts[head], head))
+    return counts
+
+
+def _split_groups(kept: np.ndarray, num_ctas: int, heads_per_group: int) -> np.ndarray:
+    if heads_per_group < 1:
+        raise RaggedConfigError(f"heads per group must be at least 1, not {heads_per_group}")
+    order = np.argsort(kept, axis=1, kind="stable")
+    starts = np.arange(0, kept.shape[1], heads_per_group)
+    by_group = algorithm1(np.add.reduceat(np.take_along_axis(kept, order, axis=1), starts, axis=1), num_ctas)
+    counts = np.empty_like(kept)
+    for row, heads, parts, out in zip(kept, order, by_group, counts, strict=True):
+        for start, count in zip(starts, parts, strict=True):
+            members = heads[start : start + heads_per_group]
+            members = members[np.argsort(-row[members], kind="stable")]
+            each, more = divmod(int(count), len(members))
+            out[members] = np.maximum(1, each + (np.arange(len(members)) < more))
+    return counts
+
+
+def cta_table(counts_row: np.ndarray, kept_row: np.ndarray) -> np.ndarray:
+    """What each CTA of one layer does, longest first.
+
+    Args:
+        counts_row: int [num_heads], CTAs of each head.
+        kept_row: int [num_heads], kept count of each head.
+
+    Returns:
+        int32 [num_ctas, 4], num_ctas = sum of the counts: (head, part, parts, place). `place` is where the CTA leaves
+        its partial result, head-major: the head's first place (`head_parts`) plus part. Rows are sorted by load
+        kept / parts, largest first, those of equal load by place.
+    """
+    counts = np.asarray(counts_row, dtype=np.int64)
+    head = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(head))
+    part = place - head_parts(counts)[head, 0]
+    order = np.argsort(-(np.asarray(kept_row) / counts)[head], kind="stable")
+    return np.stack([head, part, counts[head], place], axis=1)[order].astype(np.int32)
+
+
+def head_parts(counts_row: np.ndarray) -> np.ndarray:
+    """Where the partial results of each head lie: int32 [num_heads, 2], (first place, parts), for combining them."""
+    counts = np.asarray(counts_row, dtype=np.int64)
+    return np.stack([np.cumsum(counts) - counts, counts], axis=1).astype(np.int32)
+
+
+def imbalance(kept: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Largest / mean CTA load of each layer: float64 [num_layers], 1 where all CTAs do equally much.
+
+    Args:
+        kept, counts: int [num_layers, num_heads].
+    """
+    return (kept / counts).max(axis=1) * counts.sum(axis=1) / kept.sum(axis=1)
+
+
+def makespan(kept: np.ndarray, counts: np.ndarray, batch: int, resident_ctas: int) -> np.ndarray:
+    """Time of each layer over the least possible, if time were load: float64 [num_layers], at least 1.
+
+    The waves model: the CTAs of `batch` requests of equal length start longest first (the batch is the fastest
+    varying index of the grid), each in the slot that is free first, on `resident_ctas` slots. Returned is the largest
+    load of a slot over the mean load of all slots. It takes no account of what a GPU does when slots stand idle: the
+    others then share its bandwidth.
+
+    Args:
+        kept, counts: int [num_layers, num_heads].
+        batch: requests.
+        resident_ctas: CTAs that the GPU holds at once.
+
+    Raises:
+        RaggedConfigError: batch or resident_ctas is not positive.
+    """
+    _check_positive("batch", batch)
+    _check_positive("resident CTAs", resident_ctas)
+    largest = []
+    for row, parts in zip(kept, counts, strict=True):
+        loads = np.repeat(row / parts, parts * batch)
+        slots = [0.0] * resident_ctas
+        for load in np.sort(loads)[::-1].tolist():
+            heapq.heapreplace(slots, slots[0] + load)
+        largest.append(max(slots))
+    return np.array(largest) * resident_ctas / (kept.sum(axis=1) * batch)
+
+
+@dataclass(frozen=True, eq=False)
+class SplitMap:
+    """The split of all layers for several batch sizes, kept with the layout.
+
+    Args:
+        kept: int64 [num_layers, num_heads], the layout's kept counts.
+        counts_by_batch: batch bucket -> int64 [num_layers, num_heads], CTAs of each head per request.
+        method: one of METHODS.
+        resident_ctas: CTAs that the GPU holds at once.
+    """
+
+    kept: np.ndarray
+    counts_by_batch: Mapping[int, np.ndarray]
+    method: str
+    resident_ctas: int
+
+    def for_batch(self, batch: int) -> np.ndarray:
+        """int64 [num_layers, num_heads]: counts of the smallest bucket that holds the batch, of the largest beyond."""
+        return self.counts_by_batch[
+            min((b for b in self.counts_by_batch if b >= batch), default=max(self.counts_by_batch))
+        ]
+
+    @property
+    def most_ctas(self) -> dict[int, int]:
+        """Batch bucket -> largest number of CTAs per request of any layer: places of the scratch of one request."""
+        return {batch: int(counts.sum(axis=1).max()) for batch, counts in self.counts_by_batch.items()}
+
+
+def build_split_map(
+    kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact", heads_per_group: int = 1
+) -> SplitMap:
+    """The split map of a layout; batches that leave equally many CTAs per request share one array.
+
+    Args:
+        kept: int [num_layers, num_heads], kept counts.
+        resident_ctas: CTAs of the decode kernel that the GPU holds at once: SMs * CTAs per SM.
+        batches: batch buckets, in any order.
+        method, heads_per_group: as in `split_counts`.
+
+    Raises:
+        RaggedConfigError: no batches, or one that is not positive; see also `split_counts`.
+    """
+    kept = _check_kept(kept)
+    _check_positive("resident CTAs", resident_ctas)
+    if not batches:
+        raise RaggedConfigError("a split map needs at least one batch size")
+    for batch in batches:
+        _check_positive("batch", batch)
+    per_request = {batch: max(1, resident_ctas // batch) for batch in sorted(set(batches))}
+    counts = {n: split_counts(kept, n, method, heads_per_group) for n in set(per_request.values())}
+    for array in (kept, *counts.values()):
+        array.setflags(write=False)
+    return SplitMap(kept, {batch: counts[n] for batch, n in per_request.items()}, method, resident_ctas)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise RaggedConfigError(f"{name} must be at least 1, not {value}")
+
+
+def _check_kept(kept: np.ndarray) -> np.ndarray:
+    kept = np.asarray(kept)
+    if kept.ndim != 2 or kept.size == 0 or kept.dtype.kind not in "iu" or (kept < 1).any():
+        raise RaggedConfigError(f"kept counts must be positive integers [layers, heads], got {kept.dtype} {kept.shape}")
+    return kept.astype(np.int64)

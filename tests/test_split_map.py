@@ -1,0 +1,318 @@
+"""The split map: how many CTAs each head gets, against closed forms, brute force and measured profiles."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from math import gcd
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from sgl_ragged.budgets import fit_kept, uniform_kept
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.grouping import group_largest
+from sgl_ragged.split_map import (
+    BALANCE,
+    METHODS,
+    algorithm1,
+    build_split_map,
+    cta_table,
+    head_parts,
+    imbalance,
+    makespan,
+    split_counts,
+)
+
+with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
+    MEASURED = dict(_archive)
+"""Mean shares [layers, heads] by SCORER/MODEL/SCOPE/SHARE; tests/data/README.md."""
+
+RESIDENT = 396
+"""132 SMs with 3 CTAs each."""
+
+KEPT = arrays(
+    np.int64, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.integers(1, 16).map(lambda units: 16 * units)
+)
+
+
+def test_it_imports_numpy_alone():
+    code = (
+        "import sys, sgl_ragged.split_map\n"
+        "assert not {'torch', 'sglang', 'scipy', 'matplotlib'} & set(sys.modules), 'imports more than numpy'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Algorithm 1
+
+
+def test_algorithm_1_by_hand():
+    """Layer 0: sum 2, tau 0.2, Phi / tau = 0.25, 1.75, 3.5 (a tie, up), 4.5 (up), so 1 + 2 + 4 + 5 = 12 CTAs, not 10.
+
+    Layer 1: sum 4, tau 0.4: 2.5 each, a tie, up. Layer 2 has nothing to do.
+    """
+    budgets = np.array([[0.05, 0.35, 0.7, 0.9], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    assert algorithm1(budgets, 10).tolist() == [[1, 2, 4, 5], [3, 3, 3, 3], [1, 1, 1, 1]]
+
+
+@given(KEPT, st.integers(1, 100))
+def test_algorithm_1_as_printed(kept, num_ctas):
+    counts = algorithm1(kept, num_ctas)
+    for row, out in zip(kept.tolist(), counts.tolist(), strict=True):
+        tau = Fraction(sum(row), num_ctas)
+        assert out == [max(1, (Fraction(phi) / tau + Fraction(1, 2)).__floor__()) for phi in row]
+    assert split_counts(kept, num_ctas, "algorithm1").tolist() == counts.tolist()
+
+
+def test_algorithm_1_on_groups():
+    """Sorted by kept count: heads 1, 3 (32 and 48 tokens), then 2, 0 (64 and 256); 400 / 10 = 40 tokens per CTA."""
+    kept = np.array([[256, 32, 64, 48]])
+    assert algorithm1(np.array([[80, 320]]), 10).tolist() == [[2, 8]]
+    assert split_counts(kept, 10, "algorithm1", 2).tolist() == [[4, 1, 4, 1]]
+    # 11 CTAs: 2.2 and 8.8; the ninth goes to the larger head.
+    assert split_counts(kept, 11, "algorithm1", 2).tolist() == [[5, 1, 4, 1]]
+    # One group of all: 10 CTAs for 4 heads.
+    assert split_counts(kept, 10, "algorithm1", 4).tolist() == [[3, 2, 3, 2]]
+    # The last group is the smaller one.
+    assert split_counts(kept, 10, "algorithm1", 3).tolist() == [[6, 1, 2, 1]]
+    # A group with fewer CTAs than heads.
+    assert split_counts(kept, 2, "algorithm1", 2).tolist() == [[1, 1, 1, 1]]
+
+
+@given(KEPT, st.integers(1, 60), st.integers(1, 5))
+def test_algorithm_1_splits_heads_of_a_group_alike(kept, num_ctas, size):
+    grouped = group_largest(kept, size)
+    counts = split_counts(grouped, num_ctas, "algorithm1", size)
+    order = np.argsort(kept, axis=1, kind="stable")
+    for heads, out in zip(order, counts, strict=True):
+        for start in range(0, len(heads), size):
+            assert np.ptp(out[heads[start : start + size]]) <= 1
+
+
+# Exact
+
+
+def test_exact_by_hand():
+    # All loads are 32: no division of 12 is better.
+    kept = np.array([[256, 64, 32, 32]])
+    assert split_counts(kept, 12, "exact").tolist() == [[8, 2, 1, 1]]
+    # Ties go to the lower head; 10 and 11 of 4 equal heads are not balanced, 12 are.
+    equal = np.full((1, 4), 64)
+    for num_ctas, total in ((1, 4), (4, 4), (5, 8), (9, 12), (12, 12), (43, 43)):
+        assert split_counts(equal, num_ctas, "exact").sum() == total
+    assert split_counts(equal, 43, "exact").tolist() == [[11, 11, 11, 10]]
+
+
+def test_an_extreme_head_is_split_past_the_ctas_at_hand():
+    """With 9 parts of the last head the largest load is 256 / 9 and the mean 304 / 12: 1.12; with 10 parts 1.09."""
+    assert split_counts(np.array([[16, 16, 16, 256]]), 4, "exact").tolist() == [[1, 1, 1, 10]]
+
+
+def divisions(total: int, heads: int) -> Iterator[tuple[int, ...]]:
+    """All ways to hand `total` CTAs to heads, at least one each."""
+    for cuts in itertools.combinations(range(1, total), heads - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 16), min_size=1, max_size=4),
+    st.integers(1, 14),
+)
+def test_exact_has_the_smallest_largest_load_and_stops_as_early_as_any_division(row, num_ctas):
+    (counts,) = split_counts(np.array([row]), num_ctas, "exact").tolist()
+
+    def largest(division: tuple[int, ...]) -> Fraction:
+        return max(Fraction(n, s) for n, s in zip(row, division, strict=True))
+
+    total = sum(counts)
+    if total <= 18:
+        assert largest(tuple(counts)) == min(largest(division) for division in divisions(total, len(row)))
+    for fewer in range(max(num_ctas, len(row)), min(total, 18)):
+        assert min(float(largest(d)) * fewer / sum(row) for d in divisions(fewer, len(row))) > BALANCE
+
+
+@given(KEPT, st.integers(1, 450))
+def test_exact_is_balanced_with_as_few_ctas_as_may_be(kept, num_ctas):
+    counts = split_counts(kept, num_ctas, "exact")
+    assert (counts >= 1).all()
+    assert (imbalance(kept, counts) <= BALANCE).all()
+    for row, out in zip(kept, counts, strict=True):
+        least = max(num_ctas, len(row))
+        # Equal loads are reached at every multiple of sum / gcd.
+        period = int(row.sum()) // gcd(*row.tolist())
+        assert least <= out.sum() <= -(-least // period) * period
+        # A larger head has no fewer parts (of equal ones the lower may have one more), and every CTA went to a
+        # head whose load was at least the final largest.
+        assert (np.diff(out[np.argsort(row, kind="stable")]) >= -1).all()
+        taken = out > 1
+        if taken.any():
+            assert (row[taken] / (out[taken] - 1)).min() >= (row / out).max()
+
+
+@given(KEPT, st.integers(0, 40))
+def test_exact_hands_out_exactly_the_ctas_where_they_are_many(kept, more):
+    """Largest load M: s <= n / M + 1 for every head, so N <= sum / M + H, and M / mean <= N / (N - H): 1.1 at 11 H."""
+    num_ctas = 11 * kept.shape[1] + more
+    counts = split_counts(kept, num_ctas, "exact")
+    assert (counts.sum(axis=1) == num_ctas).all()
+    assert (imbalance(kept, counts) <= num_ctas / (num_ctas - kept.shape[1])).all()
+
+
+# All methods
+
+
+@given(KEPT, st.integers(1, 120), st.sampled_from(METHODS), st.integers(1, 4))
+def test_every_head_has_a_cta_and_equal_layers_are_split_alike(kept, num_ctas, method, size):
+    counts = split_counts(kept, num_ctas, method, size)
+    assert counts.shape == kept.shape
+    assert counts.dtype == np.int64
+    assert (counts >= 1).all()
+    twice = split_counts(np.concatenate([kept, kept]), num_ctas, method, size)
+    assert twice.tolist() == counts.tolist() * 2
+    assert (imbalance(kept, counts) >= 1 - 1e-12).all()
+    if method == "none":
+        assert (counts == 1).all()
+    if method == "uniform":
+        assert (counts == max(1, num_ctas // kept.shape[1])).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_equal_budgets_are_split_equally(method):
+    kept = uniform_kept(4, 8, 0.5, 256)
+    counts = split_counts(kept, 96, method)
+    assert (counts == (1 if method == "none" else 12)).all()
+    assert imbalance(kept, counts).tolist() == [1.0] * 4
+
+
+# Tables for the kernels
+
+
+@given(arrays(np.int64, st.integers(1, 9), elements=st.integers(1, 16)), st.integers(1, 100), st.sampled_from(METHODS))
+def test_the_table_covers_every_part_once_longest_first(row, num_ctas, method):
+    (counts,) = split_counts(row[None], num_ctas, method)
+    table, first = cta_table(counts, row), head_parts(counts)
+    assert table.shape == (counts.sum(), 4)
+    assert table.dtype == first.dtype == np.int32
+    expected = [(head, part, s) for head, s in enumerate(counts.tolist()) for part in range(s)]
+    assert sorted(map(tuple, table[:, :3].tolist())) == expected
+    # Places are head-major, and those of head_parts.
+    assert [tuple(line[:3]) for line in sorted(table.tolist(), key=lambda line: line[3])] == expected
+    assert sorted(table[:, 3].tolist()) == list(range(len(table)))
+    assert (table[:, 3] == first[table[:, 0], 0] + table[:, 1]).all()
+    assert (first[table[:, 0], 1] == table[:, 2]).all()
+    loads = row[table[:, 0]] / table[:, 2]
+    assert (np.diff(loads) <= 0).all()
+    assert (np.diff(table[:, 3])[np.diff(loads) == 0] > 0).all()
+
+
+def test_a_table_by_hand():
+    kept, counts = np.array([32, 96, 48]), np.array([1, 2, 1])
+    assert cta_table(counts, kept).tolist() == [[1, 0, 2, 1], [1, 1, 2, 2], [2, 0, 1, 3], [0, 0, 1, 0]]
+    assert head_parts(counts).tolist() == [[0, 1], [1, 2], [3, 1]]
+
+
+# Loads
+
+
+def test_imbalance_by_hand():
+    kept = np.array([[32, 96], [64, 64]])
+    assert imbalance(kept, np.array([[1, 1], [1, 1]])).tolist() == [1.5, 1.0]
+    assert imbalance(kept, np.array([[1, 3], [1, 2]])).tolist() == [1.0, 1.5]
+
+
+def test_makespan_by_hand():
+    kept, whole = np.array([[32, 96]]), np.array([[1, 1]])
+    # One slot does everything; two slots: 96 against 32; four: two stand idle.
+    assert [makespan(kept, whole, 1, slots).tolist() for slots in (1, 2, 4)] == [[1.0], [1.5], [3.0]]
+    # Three requests on four slots: 96, 96, 96, then 32 three times in the fourth slot.
+    assert makespan(kept, whole, 3, 4).tolist() == [1.0]
+    # Eight CTAs of 32 on three slots: three waves for 8 / 3.
+    assert makespan(kept, np.array([[1, 3]]), 2, 3).tolist() == [9 / 8]
+
+
+@settings(max_examples=50, deadline=None)
+@given(KEPT, st.integers(1, 5), st.integers(1, 20))
+def test_makespan_bounds(kept, batch, slots):
+    """Between the largest CTA, or all slots equally full, and one CTA more than that (Graham 1969)."""
+    counts = split_counts(kept, max(1, slots // batch), "exact")
+    loads, mean = kept / counts, kept.sum(axis=1) * batch / slots
+    found = makespan(kept, counts, batch, slots) * mean
+    assert (found >= np.maximum(loads.max(axis=1), mean) - 1e-9).all()
+    assert (found <= mean + loads.max(axis=1) * (1 - 1 / slots) + 1e-9).all()
+
+
+# The map
+
+
+def test_the_map_of_several_batches():
+    kept = fit_kept(MEASURED["keydiff/llama-3.1-8b-instruct/layer/evictable"], 0.3, 256)
+    found = build_split_map(kept, RESIDENT, [64, 1, 4, 60, 400, 500, 4])
+    assert list(found.counts_by_batch) == [1, 4, 60, 64, 400, 500]
+    for batch, num_ctas in ((1, 396), (4, 99), (60, 6), (64, 6), (400, 1), (500, 1)):
+        assert found.for_batch(batch).tolist() == split_counts(kept, num_ctas, "exact").tolist()
+        assert found.most_ctas[batch] == found.for_batch(batch).sum(axis=1).max()
+    for batch, bucket in ((2, 4), (3, 4), (5, 60), (61, 64), (401, 500), (10_000, 500)):
+        assert found.for_batch(batch) is found.counts_by_batch[bucket]
+    assert found.for_batch(60) is found.for_batch(64)
+    assert found.for_batch(400) is found.for_batch(500)
+    assert not found.kept.flags.writeable
+    assert not found.for_batch(1).flags.writeable
+    kept[0, 0] = 16  # the caller's own array stays the caller's
+
+
+def test_the_map_hands_its_options_on():
+    kept = np.array([[256, 32, 64, 48]])
+    found = build_split_map(kept, 22, [2], "algorithm1", 2)
+    assert (found.method, found.resident_ctas) == ("algorithm1", 22)
+    assert found.for_batch(1).tolist() == [[5, 1, 4, 1]]
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.3, 0.5])
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_profiles_are_split_evenly(name, ratio):
+    kept = fit_kept(MEASURED[name], ratio, 256, name.split("/")[2])
+    found = build_split_map(kept, RESIDENT, [1, 4, 16, 64])
+    for batch, counts in found.counts_by_batch.items():
+        assert (imbalance(kept, counts) <= 1.10).all()
+        assert (counts.sum(axis=1) >= RESIDENT // batch).all()
+    for batch in (1, 4):
+        assert (found.for_batch(batch).sum(axis=1) == RESIDENT // batch).all()
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda kept: split_counts(kept, 10, "guess"), "unknown split method 'guess'; known: exact"),
+        (lambda kept: split_counts(kept, 0, "exact"), "CTAs per request must be at least 1, not 0"),
+        (lambda kept: split_counts(kept, 10, "algorithm1", 0), "heads per group must be at least 1"),
+        (lambda kept: split_counts(kept[0], 10, "none"), "positive integers .layers, heads."),
+        (lambda kept: split_counts(0 * kept, 10, "exact"), "positive integers"),
+        (lambda kept: split_counts(kept / 256, 10, "exact"), "positive integers"),
+        (lambda kept: split_counts(kept[:0], 10, "exact"), "positive integers"),
+        (lambda kept: algorithm1(-kept, 10), "not negative"),
+        (lambda kept: algorithm1(kept * np.nan, 10), "not negative"),
+        (lambda kept: algorithm1(kept, 0), "CTAs per request"),
+        (lambda kept: makespan(kept, kept, 0, 10), "batch must be at least 1"),
+        (lambda kept: makespan(kept, kept, 1, 0), "resident CTAs must be"),
+        (lambda kept: build_split_map(kept, 0, [1]), "resident CTAs must be"),
+        (lambda kept: build_split_map(kept, 10, []), "at least one batch"),
+        (lambda kept: build_split_map(kept, 10, [4, 0]), "batch must be at least 1, not 0"),
+        (lambda kept: build_split_map(kept, 10, [4], "guess"), "unknown split method"),
+    ],
+)
+def test_bad_input(call, words):
+    with pytest.raises(RaggedConfigError, match=words) as raised:
+        call(np.full((2, 4), 64))
+    assert "\n" not in str(raised.value)
