@@ -80,7 +80,8 @@ class TritonOps:
         self.split_map = split_map
         itemsize = store.slabs.element_size()
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
-        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize)
+        architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture)
         self._kept = torch.tensor(layout.kept, dtype=torch.int32, device=device)
         self._key_blocks = torch.tensor(layout.key_offset // 16, dtype=torch.int64, device=device)
         # Heads that keep most are started first.
@@ -288,9 +289,7 @@ class TritonOps:
             store.layout.head_dim,
         )
 
-    def _torch_scores(
-        self, layer: int, source: seal.Source, seals: _Seals, sides: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _torch_scores(self, layer: int, source: seal.Source, seals: _Seals, sides: torch.Tensor | None) -> torch.Tensor:
         """Scores [segments, heads, S] of one layer by the scorer's own torch code."""
         store = self.store
         own_sides = None
