@@ -13,6 +13,7 @@ import torch
 
 from sgl_ragged.attention.extend_tables import extend_tables
 from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
+from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.split_map import SplitMap, cta_table, head_parts
 
@@ -72,6 +73,8 @@ class TritonOps:
     Raises:
         RaggedConfigError: the heads have a shape that the kernels do not take.
     """
+
+    captures_graphs = True
 
     def __init__(self, store: SlabStore, split_map: SplitMap, max_batch: int, max_segments: int) -> None:
         layout, device = store.layout, store.slabs.device
@@ -141,7 +144,7 @@ class TritonOps:
             chunk_seals[:, 1] == 0,
         ]
         (tile_table, open_copies, rest_copies, tail_request, tail_segment, chunk_request, chunk_segment, first_token,
-         tail_starts, chunk_starts) = _to_device(host, req_to_token.device)  # fmt: skip
+         tail_starts, chunk_starts) = to_device(host, req_to_token.device)  # fmt: skip
         rows = rows.to(torch.int64)
         firsts = req_to_token[:, : tables.most_sealed * segment : segment].index_select(0, rows)
         slots = firsts.div_(segment, rounding_mode="floor")
@@ -211,6 +214,10 @@ class TritonOps:
         )
         if sides is not None:
             store.append_side(layer, batch.rows, batch.places, sides)
+        return self.attend(layer, queries, batch)
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch) -> torch.Tensor:
+        """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
         split = batch.splits[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         self.attend_parts(layer, queries, batch, split)
@@ -320,19 +327,3 @@ def _layer_splits(counts: np.ndarray, kept: np.ndarray, device: torch.device) ->
 def _head_rows(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself if all but its first stride are those of a contiguous one, else a contiguous copy."""
     return x if x[0].is_contiguous() else x.contiguous()
-
-
-def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int32 copies on the device, sent as one; each starts 16 bytes aligned, which kernels are compiled for."""
-    starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-    packed = np.zeros(int(starts[-1]), np.int32)
-    for array, start in zip(arrays, starts[:-1], strict=True):
-        packed[start : start + array.size] = array.ravel()
-    host = torch.from_numpy(packed)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    sent = host.to(device, non_blocking=True)
-    return [
-        sent[start : start + array.size].view(array.shape)
-        for array, start in zip(arrays, starts[:-1].tolist(), strict=True)
-    ]
