@@ -48,8 +48,8 @@ class Build:
 class Resources:
     """What a compiled kernel needs. Registers per thread; shared and spilled bytes per CTA and thread.
 
-    `wide_loads`: 16-byte loads and asynchronous copies among the machine instructions; `async_depth`: the largest number
-    of copies that a wait leaves in flight, 0 where nothing is pipelined; `tensor_core`: the matrix instruction, if any.
+    `wide_loads`: 16-byte loads and asynchronous copies among the machine instructions; `async_depth`: most copies that
+    a wait leaves in flight, 0 where nothing is pipelined; `tensor_core`: the matrix instruction, if any.
     """
 
     kernel: str
@@ -175,16 +175,18 @@ def _run(tool: str, *arguments: str) -> str:
 
 def markdown(found: list[Resources]) -> str:
     """The page in docs/: one row per kernel, dtype and head dimension, architectures side by side."""
+    intro = f"""\
+# What the kernels need
+
+Registers per thread / shared memory in KiB per CTA, as the assembler of triton {triton.__version__} reports them for
+compute capability 8.0, 9.0 and 10.0. No kernel spills a register. Compiled, not run: this says nothing about speed. Made by
+`python -m benchmarks.kernel_resources --output docs/kernel-resources.md`; `tests/test_compiled_kernels.py` guards it.
+
+Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
+Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight.
+"""
     lines = [
-        "# What the kernels need",
-        "",
-        f"Registers per thread / shared memory in KiB per CTA, as the assembler of triton {triton.__version__} reports them for compute",
-        "capability 8.0, 9.0 and 10.0. No kernel spills a register. Compiled, not run: this says nothing about speed. Made by",
-        "`python -m benchmarks.kernel_resources --output docs/kernel-resources.md`; `tests/test_compiled_kernels.py` guards it.",
-        "",
-        f"Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens. Decode and extend load keys and values 16 bytes at a",
-        "time, asynchronously, with two copies in flight; their products run on tensor cores (HMMA; HGMMA and UTCHMMA where listed).",
-        "",
+        intro,
         "| kernel | dtype | head_dim | tile | 8.0 | 9.0 | 10.0 | matrix instructions |",
         "|---|---|---|---|---|---|---|---|",
     ]

@@ -1,4 +1,4 @@
-"""Random lives of requests with the torch operations; what is checked after every step is in `tests/pool_machine.py`."""
+"""Random lives of requests with the torch operations; what is checked after each step is in `tests/pool_machine.py`."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ class TritonOps:
     ) -> torch.Tensor:
         """As in `Operations`. Tokens outside the chunks of the batch, if any, get zeros."""
         store = self.store
-        # What is scored and read must not depend on whether a token came through the cache, so it has the cache's dtype.
+        # What is scored and read must not depend on whether a token came through the cache: it has the cache's dtype.
         keys, values = _head_rows(keys.to(store.slabs.dtype)), _head_rows(values.to(store.slabs.dtype))
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         if len(batch.tiles) == 0:

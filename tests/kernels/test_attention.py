@@ -101,7 +101,7 @@ def test_one_head_and_eight(kept):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails on operations that make the host wait for a device, or whose result has a shape that only a device knows."""
+    """Fails on operations that make the host wait for a device, as those do whose result has a shape unknown to it."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item")

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.tiles import MOST_Q_PER_KV, Tile
+from sgl_ragged.attention.kernels.tiles import Tile
 
 COMBINED_PARTS = 16
 """Parts that the combine kernel reads at a time."""
@@ -208,7 +208,7 @@ def decode_parts(
         slots: int32 [batch, most segments], slots of each request's sealed segments.
         rows: integers [batch], rows of `tails`. lengths: integers [batch], tokens with the new one; 0 for padding.
         ctas: int32 [CTAs, 4], `split_map.cta_table` of this layer.
-        kept: int32 [heads]. key_blocks: int64 [heads], where each head's keys start in a slab, in blocks of 16 elements.
+        kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
 
@@ -216,7 +216,7 @@ def decode_parts(
         The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
     """
     batch, heads, per_head, dim = queries.shape
-    assert tile.block_m >= per_head and tile.block_m == MOST_Q_PER_KV
+    assert per_head <= tile.block_m, f"{per_head} query heads per KV head do not fit in {tile.block_m} rows"
     return decode_kernel[(batch, len(ctas))](
         queries,
         slabs,

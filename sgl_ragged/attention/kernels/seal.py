@@ -29,7 +29,7 @@ class Source:
     """Where finished segments lie, all numbers in elements of `keys` and `values`.
 
     Key element (segment, head, token, i) is at firsts[segment] * key_first_stride + head // heads * layer_stride +
-    head % heads * head_stride + token * key_stride + i, where `heads` is the number of heads of a layer; values likewise.
+    head % heads * head_stride + token * key_stride + i, where `heads` counts the heads of one layer; values likewise.
     `firsts` are integers [segments], `num_heads` counts the heads of all layers that are sealed.
     """
 
@@ -285,7 +285,7 @@ def gather(
     Args:
         slots: integers [segments].
         positions: from `choose`.
-        kept: int32 [heads]. key_blocks: int64 [heads], where each head's keys start in a slab, in blocks of 16 elements.
+        kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         most_kept: the largest of `kept`, known to the host.
     """
     segments, heads, segment = positions.shape
