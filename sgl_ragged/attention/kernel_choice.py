@@ -54,7 +54,9 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     if kernel == "flashinfer":
         from sgl_ragged.attention.flashinfer_ops import FlashInferOps
 
-        return FlashInferOps(store, max_batch, max_segments)
+        with_flashinfer = FlashInferOps(store, max_batch, max_segments)
+        with_flashinfer.warm_up()
+        return with_flashinfer
     from sgl_ragged.attention.triton_ops import TritonOps
     from sgl_ragged.split_map import batch_buckets, build_split_map, imbalance
 
@@ -71,7 +73,9 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         max(ctas),
         max(imbalance(store.layout.kept, counts).max() for counts in split_map.counts_by_batch.values()),
     )
-    return TritonOps(store, split_map, max_batch, max_segments)
+    operations = TritonOps(store, split_map, max_batch, max_segments)
+    operations.warm_up()
+    return operations
 
 
 def _resident_ctas(store: SlabStore) -> int:

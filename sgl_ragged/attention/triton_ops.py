@@ -14,7 +14,7 @@ import torch
 from sgl_ragged.attention.extend_tables import extend_tables
 from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
 from sgl_ragged.attention.transfer import to_device
-from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 from sgl_ragged.split_map import SplitMap, cta_table, head_parts
 
 
@@ -47,8 +47,8 @@ class TritonExtendBatch:
     rows: torch.Tensor
     slots: torch.Tensor
     tiles: torch.Tensor
-    open_copies: torch.Tensor
-    rest_copies: torch.Tensor
+    open_copies: tuple[torch.Tensor, ...]
+    rest_copies: tuple[torch.Tensor, ...]
     from_tails: _Seals
     from_chunk: _Seals
 
@@ -85,12 +85,13 @@ class TritonOps:
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
         self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture)
-        self._kept = torch.tensor(layout.kept, dtype=torch.int32, device=device)
-        self._key_blocks = torch.tensor(layout.key_offset // 16, dtype=torch.int64, device=device)
+        # One tensor a layer, not rows of one: kernels are compiled for addresses that divide by 16.
+        self._kept = [torch.tensor(row, dtype=torch.int32, device=device) for row in layout.kept]
+        self._key_blocks = [torch.tensor(row // 16, dtype=torch.int64, device=device) for row in layout.key_offset]
         # Heads that keep most are started first.
         order = np.argsort(-layout.kept, axis=1, kind="stable")
-        self._head_order = torch.tensor(order, dtype=torch.int32, device=device)
-        self._most_kept = layout.kept.max(axis=1).tolist()
+        self._head_order = [torch.tensor(row, dtype=torch.int32, device=device) for row in order]
+        self._every_kept, self._every_key_blocks = torch.cat(self._kept), torch.cat(self._key_blocks)
         self._max_segments = max_segments
         self._splits: dict[int, tuple[LayerSplit, ...]] = {}
         self._max_batch = 0
@@ -115,6 +116,24 @@ class TritonOps:
         self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
+
+    def warm_up(self) -> None:
+        """Compile every kernel before the first request waits for it. Writes to row 0 and slot 0, which hold nothing."""
+        store, layout = self.store, self.store.layout
+        device, length = store.slabs.device, layout.segment + 1
+        table = torch.zeros((1, 2 * layout.segment), dtype=torch.int32, device=device)
+        row = torch.zeros(1, dtype=torch.int64, device=device)
+        keys = store.slabs.new_ones((length, layout.num_heads, layout.head_dim))
+        queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
+        sides = None
+        if store.has_sides:
+            sides = store.sides.new_ones((length, layout.num_heads, store.sides.shape[-1]))
+        self.extend(0, queries, keys, keys, self.describe_extend(table, row, [0], [length]), sides)
+        store.defer_seals(PendingSeals(row, row, torch.ones_like(row, dtype=torch.bool)))
+        self.seal_pending()
+        lengths = torch.ones_like(row)
+        batch = self.describe_decode(table, row, lengths, lengths.cpu())
+        self.decode(0, queries[:1], keys[:1], keys[:1], batch, None if sides is None else sides[:1])
 
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
@@ -143,15 +162,17 @@ class TritonOps:
         tail_seals, chunk_seals = tables.tail_seals, tables.chunk_seals
         host = [
             tables.tiles,
-            tables.open_copies.T,
-            tables.rest_copies.T,
-            *(tail_seals[:, i] for i in range(2)),
-            *(chunk_seals[:, i] for i in range(3)),
+            *tables.open_copies.T,
+            *tables.rest_copies.T,
+            *tail_seals.T,
+            *chunk_seals.T,
             tail_seals[:, 1] == 0,
             chunk_seals[:, 1] == 0,
         ]
-        (tile_table, open_copies, rest_copies, tail_request, tail_segment, chunk_request, chunk_segment, first_token,
-         tail_starts, chunk_starts) = to_device(host, req_to_token.device)  # fmt: skip
+        tile_table, *columns = to_device(host, req_to_token.device)
+        open_copies, rest_copies = tuple(columns[:3]), tuple(columns[3:6])
+        (tail_request, tail_segment, chunk_request, chunk_segment, first_token,
+         tail_starts, chunk_starts) = columns[6:]  # fmt: skip
         rows = rows.to(torch.int64)
         firsts = req_to_token[:, : tables.most_sealed * segment : segment].index_select(0, rows)
         slots = firsts.div_(segment, rounding_mode="floor")
@@ -263,11 +284,11 @@ class TritonOps:
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
-        copies: torch.Tensor,
+        copies: tuple[torch.Tensor, ...],
         rows: torch.Tensor,
         sides: torch.Tensor | None,
     ) -> None:
-        """Write some of a chunk's tokens to the tails; copies is int32 [3, copies] of (token, request, place)."""
+        """Write some of a chunk's tokens to the tails; copies are (tokens, requests, places), int32."""
         tokens, requests, places = copies
         append.append(self.store.tails, layer, keys, values, tokens, requests, places, rows)
         if sides is not None and len(tokens):
@@ -282,9 +303,9 @@ class TritonOps:
         if len(seals.firsts) == 0:
             return
         store, segment = self.store, self.store.layout.segment
-        layers = slice(None) if layer is None else layer
-        kept = self._kept[layers].flatten()
-        most_kept = max(self._most_kept) if layer is None else self._most_kept[layer]
+        kept = self._every_kept if layer is None else self._kept[layer]
+        key_blocks = self._every_key_blocks if layer is None else self._key_blocks[layer]
+        most_kept = int(store.layout.kept[slice(None) if layer is None else layer].max())
         if store.scorer.name in seal.SCORED:
             scores = seal.score(source, store.scorer.name, segment, store.layout.head_dim)
         else:
@@ -298,7 +319,7 @@ class TritonOps:
             seals.slots,
             positions,
             kept,
-            self._key_blocks[layers].flatten(),
+            key_blocks,
             most_kept,
             store.layout.head_dim,
         )

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.tiles import Tile
 
-COMBINED_PARTS = 16
+COMBINED_PARTS = 32
 """Parts that the combine kernel reads at a time."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,7 +45,7 @@ def segment_of(number, per_unit):
     return (((number >> 4).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_stride"])
 def decode_kernel(
     queries_ptr,
     slabs_ptr,
@@ -144,7 +144,7 @@ def decode_kernel(
     tl.store(lse_at, lse, mask=query_rows < Q_PER_KV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_ctas"])
 def combine_kernel(
     partial_ptr,
     lse_ptr,

@@ -22,7 +22,8 @@ tail."""
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 
 
-@triton.jit
+# Triton compiles anew for a number that divides by 16: this one changes from batch to batch.
+@triton.jit(do_not_specialize=["slots_stride"])
 def extend_kernel(
     queries_ptr,
     keys_ptr,

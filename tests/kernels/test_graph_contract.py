@@ -1,0 +1,167 @@
+"""The backend under the calls that SGLang's CUDA graph runner makes, without a GPU.
+
+A captured graph runs the same kernels on the same addresses again. Here the description that was made for the capture
+stands for the graph: a replay hands it to the operations once more, whatever the backend described since.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_ragged.attention.backend import RaggedAttnBackend
+from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
+from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.scorers import get_scorer
+from tests.rig import KEPT, SEGMENT, Sequence
+
+HEADS, PER_HEAD, DIM, SCALE, LAYERS = 4, 2, 16, 0.5, 2
+LENGTHS = [SEGMENT - 2, 2 * SEGMENT + 5, 3]
+# The runner pads to sizes that may exceed the rows of the request table.
+CAPTURED = (6, 2, 1)
+
+
+class Runner:
+    """SGLang's model runner and graph runner, as far as the backend sees them."""
+
+    def __init__(self, kernel: str = "triton") -> None:
+        layout = SlabLayout(KEPT[:LAYERS], DIM, SEGMENT)
+        pool = RaggedTokenToKVPool(
+            PoolPlan(layout, 4, 12, len(LENGTHS) + 1),
+            get_scorer("keydiff"),
+            [{}] * LAYERS,
+            q_per_kv=PER_HEAD,
+            dtype=torch.float32,
+            device="cpu",
+            start_layer=0,
+            end_layer=LAYERS,
+        )
+        self.layers = torch.nn.ModuleList(
+            [RadixAttention(HEADS * PER_HEAD, DIM, SCALE, HEADS, layer_id=layer) for layer in range(LAYERS)]
+        )
+        slots = torch.tensor([[3, 9, 1, 5], [7, 2, 11, 4], [6, 8, 10, 1]])
+        self.table = torch.zeros(len(LENGTHS) + 1, 4 * SEGMENT, dtype=torch.int32)
+        self.table[1:] = (slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)).flatten(1)
+        model_runner = SimpleNamespace(
+            token_to_kv_pool=pool, model=self.layers, req_to_token_pool=SimpleNamespace(req_to_token=self.table)
+        )
+        self.backend = RaggedAttnBackend(model_runner, functools.partial(make_operations, kernel))
+        largest = max(CAPTURED)
+        self.rows = torch.zeros(largest, dtype=torch.int64)
+        self.seq_lens = torch.zeros(largest, dtype=torch.int64)
+        self.inputs = torch.zeros(LAYERS, 3, largest, HEADS * PER_HEAD * DIM)
+        self.graphs: dict[int, object] = {}
+
+    def view(self, size: int) -> SimpleNamespace:
+        seq_lens = self.seq_lens[:size]
+        return SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            req_pool_indices=self.rows[:size],
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens.clone(),
+        )
+
+    def extend(self, sequences: list[Sequence], lengths: list[int]) -> None:
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            req_pool_indices=torch.arange(1, len(sequences) + 1),
+            extend_prefix_lens_cpu=[0] * len(lengths),
+            extend_seq_lens_cpu=lengths,
+        )
+        self.backend.init_forward_metadata(batch)
+        for number, layer in enumerate(self.layers):
+            q, k, v = (
+                torch.cat([getattr(s, name)[:n, number] for s, n in zip(sequences, lengths, strict=True)])
+                for name in "qkv"
+            )
+            self.backend.forward_extend(q.flatten(1), k, v, layer, batch)
+
+    def capture(self) -> None:
+        self.backend.init_cuda_graph_state(max(CAPTURED), max(CAPTURED))
+        self.rows.zero_()
+        self.seq_lens.fill_(self.backend.get_cuda_graph_seq_len_fill_value())
+        for size in CAPTURED:
+            view = self.view(size)
+            self.backend.init_forward_metadata_out_graph(view, in_capture=True)
+            self.backend.init_forward_metadata_in_graph(view)
+            self.graphs[size] = self.backend.forward_metadata
+            self._forward(size)
+
+    def replay(self, sequences: list[Sequence], rows: list[int], positions: list[int]) -> torch.Tensor:
+        """One decode step, padded to a captured size: [batch, layers, heads, q_per_kv, d]."""
+        size = min(size for size in CAPTURED if size >= len(rows))
+        self.rows.zero_()
+        self.seq_lens.fill_(self.backend.get_cuda_graph_seq_len_fill_value())
+        self.rows[: len(rows)] = torch.tensor(rows)
+        self.seq_lens[: len(rows)] = torch.tensor(positions) + 1
+        for number in range(LAYERS):
+            for part, name in enumerate("qkv"):
+                given = torch.stack([getattr(s, name)[p, number] for s, p in zip(sequences, positions, strict=True)])
+                self.inputs[number, part, : len(rows), : given[0].numel()] = given.flatten(1)
+        self.backend.init_forward_metadata_out_graph(self.view(size))
+        self.backend.forward_metadata = self.graphs[size]
+        output = self._forward(size)[:, : len(rows)]
+        return output.transpose(0, 1).unflatten(2, (HEADS, PER_HEAD, DIM))
+
+    def _forward(self, size: int) -> torch.Tensor:
+        width = HEADS * DIM
+        return torch.stack(
+            [
+                self.backend.forward_decode(q[:size], k[:size, :width], v[:size, :width], layer, None)
+                for layer, (q, k, v) in zip(self.layers, self.inputs, strict=True)
+            ]
+        )
+
+
+def test_replays_serve_other_requests_than_the_capture_and_seal_before_they_read():
+    steps = 5
+    sequences = [Sequence(n + steps, LAYERS, HEADS, PER_HEAD, DIM, "keydiff", seed) for seed, n in enumerate(LENGTHS)]
+    expected = [sequence.expected(KEPT[:LAYERS]) for sequence in sequences]
+    runner = Runner()
+    runner.capture()
+    assert runner.backend.store.take_pending() is None
+    runner.extend(sequences, LENGTHS)
+    for step in range(steps):
+        # The first request fills its segment in the second step, is away in the third and comes back alone.
+        rows = [[1, 2, 3], [1, 3], [2, 3], [1], [1]][step]
+        positions = [{1: [0, 1, 1, 2, 3], 2: [0, 1, 1, 2, 2], 3: [0, 1, 2, 2, 2]}[row][step] for row in rows]
+        positions = [LENGTHS[row - 1] + offset for row, offset in zip(rows, positions, strict=True)]
+        output = runner.replay([sequences[row - 1] for row in rows], rows, positions)
+        want = torch.stack([expected[row - 1][position] for row, position in zip(rows, positions, strict=True)])
+        torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_scheduler_shared_tables_are_read_before_the_replay_only():
+    """After the description, overwriting what the scheduler shares changes nothing."""
+    sequence = Sequence(LENGTHS[1] + 1, LAYERS, HEADS, PER_HEAD, DIM, "keydiff", 1)
+    runner = Runner()
+    runner.capture()
+    runner.extend([sequence], [LENGTHS[1]])
+    assert runner.backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.PRE_REPLAY
+    describe = runner.backend.init_forward_metadata_out_graph
+
+    def describe_then_overwrite(view, in_capture=False):
+        describe(view, in_capture)
+        runner.table.fill_(10**6)
+        runner.rows.fill_(10**6)
+        runner.seq_lens.fill_(10**6)
+
+    runner.backend.init_forward_metadata_out_graph = describe_then_overwrite
+    output = runner.replay([sequence], [1], [LENGTHS[1]])
+    want = sequence.expected(KEPT[:LAYERS])[LENGTHS[1] :]
+    torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_operations_that_work_on_the_host_refuse_to_be_captured():
+    with pytest.raises(RaggedConfigError, match="cannot be captured"):
+        Runner("torch").capture()

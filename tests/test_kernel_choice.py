@@ -1,0 +1,50 @@
+"""Which operations serve, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from sgl_ragged.attention.kernel_choice import choose_kernel
+from sgl_ragged.attention.kernels.tiles import check_shape
+from sgl_ragged.errors import RaggedConfigError
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "chosen"),
+    [
+        ("auto", "cuda", "triton"),
+        ("auto", "cpu", "torch"),
+        ("torch", "cuda", "torch"),
+        ("triton", "cuda", "triton"),
+        ("flashinfer", "cuda", "flashinfer"),
+    ],
+)
+def test_auto_is_triton_on_gpus_and_torch_elsewhere(asked, device, chosen):
+    assert choose_kernel(asked, device) == chosen
+
+
+@pytest.mark.parametrize("asked", ["triton", "flashinfer"])
+def test_gpu_kernels_are_refused_without_a_gpu(asked):
+    with pytest.raises(RaggedConfigError, match=f"--ragged-kernel {asked} needs an NVIDIA GPU, the device is cpu"):
+        choose_kernel(asked, "cpu")
+
+
+@pytest.mark.parametrize(("head_dim", "q_per_kv"), [(80, 4), (512, 4), (128, 17)])
+def test_heads_that_the_kernels_cannot_take_are_refused(head_dim, q_per_kv):
+    with pytest.raises(RaggedConfigError, match=f"not {head_dim} and {q_per_kv}; use --ragged-kernel torch"):
+        check_shape(head_dim, q_per_kv)
+
+
+def test_choosing_needs_neither_torch_nor_triton():
+    """Options and start-up checks run in processes that must not load them."""
+    script = """
+import sys
+for name in ("torch", "triton", "sglang"):
+    sys.modules[name] = None
+import sgl_ragged.attention.kernel_choice, sgl_ragged.attention.kernels.tiles, sgl_ragged.plugin.options
+import sgl_ragged.attention.extend_tables
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
