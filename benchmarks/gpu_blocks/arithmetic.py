@@ -101,22 +101,24 @@ class DecodePlan:
     bytes: int
 
 
-def plan_decode(case: DecodeCase, ratios: tuple[float, ...], memory: int, baseline: bool = True) -> DecodePlan | str:
+def plan_decode(
+    case: DecodeCase, ratios: tuple[float, ...], memory: int, replay_bytes: int = REPLAY_BYTES
+) -> DecodePlan | str:
     """The plan with the most layers that fits `memory` bytes, or the reason why there is none.
 
     Args:
-        ratios: what is held in memory at once, beside the uncompressed cache if `baseline`.
+        ratios: what is held in memory at once, beside the uncompressed cache.
     """
     model = case.model
     full = decode_work(case, None).bytes
-    full_calls = max(1, -(-REPLAY_BYTES // full))
+    full_calls = max(1, -(-replay_bytes // full))
     needed = 0
     for layers in range(len(model.layers), 0, -1):
-        copies, needed = {}, full_calls * full if baseline else 0
+        copies, needed = {}, full_calls * full
         for ratio in ratios:
             kept = kept_counts(model, ratio, layers)
             once = sum(decode_work(case, row).bytes for row in kept)
-            copies[ratio] = max(1, -(-REPLAY_BYTES // once))
+            copies[ratio] = max(1, -(-replay_bytes // once))
             rows = case.batch * copies[ratio]
             slabs = rows * (case.sealed + 1) * int(kept.sum()) * 2 * model.head_dim
             tails = rows * layers * model.heads * 2 * model.segment * model.head_dim

@@ -1,0 +1,124 @@
+"""The blocks of benchmarks/gpu.py in the interpreter, on tiny shapes: that they run, not what they measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu_blocks import append, ceilings, correctness, decode, extend, overhead, resources, seal
+from benchmarks.gpu_blocks.cases import (
+    LLAMA_8B,
+    AppendCase,
+    CorrectnessCase,
+    DecodeCase,
+    ExtendCase,
+    OverheadCase,
+    SealCase,
+)
+from benchmarks.gpu_blocks.context import Context
+from benchmarks.gpu_blocks.timing import HostTimer
+
+CPU = torch.device("cpu")
+TINY = CorrectnessCase("float32", 2, 16, "keydiff", "exact", 32, ((16, 32), (32, 16)))
+MODEL = dataclasses.replace(LLAMA_8B, layers=(2, 20), q_per_kv=2, head_dim=16, segment=64)
+
+
+@pytest.fixture
+def context() -> Context:
+    """float16, as the interpreter cannot multiply bfloat16 matrices."""
+    return Context(CPU, HostTimer(), memory=1 << 30, dtype=torch.float16, replay_bytes=1)
+
+
+def finish(rows) -> list[dict]:
+    """All rows, as the results file would hold them."""
+    return json.loads(json.dumps(list(rows)))
+
+
+def test_correctness_passes_and_names_every_check():
+    rows = finish(correctness.run_case(TINY, CPU, graphs=False))
+    assert [row["check"] for row in rows] == ["seal", "append", "extend", "decode"]
+    assert all(row["passed"] for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("broken", "failing"),
+    [
+        ("slab", {"seal"}),
+        ("tail", {"append"}),
+        ("output", {"extend", "decode"}),
+    ],
+)
+def test_correctness_sees_what_is_wrong(monkeypatch, broken, failing):
+    check = correctness._check
+
+    def breaking(trial, prefilled, replayed):
+        store = trial.stage.store
+        if broken == "slab":  # the first kept row of the longest request's first segment
+            store.slabs[int(trial.stage.table[len(trial.lengths), 0]) // TINY.segment, 0] += 1
+        elif broken == "tail":
+            store.tails[1, 0, 0, 0, 0, 0] += 1
+        else:
+            prefilled[-1] = torch.full_like(prefilled[-1], float("nan"))
+            trial.outputs[-1][-1] = trial.outputs[-1][-1] + 1
+        return check(trial, prefilled, replayed)
+
+    monkeypatch.setattr(correctness, "_check", breaking)
+    rows = correctness.run_case(TINY, CPU, graphs=False)
+    assert failing <= {row["check"] for row in rows if not row["passed"]}
+
+
+def test_decode_reports_every_variant(context):
+    rows = finish(decode.run(context, [DecodeCase(MODEL, 256, 2)], ratios=(0.5, 1.0)))
+    (row,) = rows
+    names = [entry["name"] for entry in row["ours"]]
+    assert names == ["ours 0.5 exact", "ours 0.5 uniform", "ours 0.5 algorithm1", "ours 0.5 none", "ours 1 exact"]
+    assert all(entry["median_us"] > 0 for entry in row["ours"])
+    assert row["best_baseline"] is not None
+    assert row["ours"][-1]["bytes_over_full"] == 1.0
+
+
+def test_decode_says_what_does_not_fit(context):
+    context.memory = 1000
+    assert finish(decode.run(context, [DecodeCase(MODEL, 256, 2)])) == []
+    assert "needs" in context.skipped[0]["reason"]
+
+
+def test_cases_beyond_the_time_are_skipped(context):
+    context.deadline = 0.0
+    assert finish(decode.run(context, [DecodeCase(MODEL, 256, 2)])) == []
+    assert context.skipped == [{"case": "Llama-3.1-8B, 256, batch 2", "reason": "no time left"}]
+
+
+def test_extend(context):
+    (row,) = finish(extend.run(context, [ExtendCase(MODEL, 64, 64, requests=2)], ratios=(0.5,)))
+    assert [entry["name"] for entry in row["ours"]] == ["ours 0.5", "ours 0.5, with append and seal"]
+    assert all(entry["tflop_per_s"] > 0 for entry in row["ours"])
+
+
+def test_seal(context):
+    model = dataclasses.replace(MODEL, layers=(2,))
+    case = SealCase(model, 64, ("keydiff", "key_norm"), pending=(1,))
+    rows = finish(seal.run(context, case, prefix=64, hidden=8, feed_forward=8))
+    assert len(rows) == 5
+    assert rows[-1]["segments"] == 1
+    assert rows[0]["percent_of_prefill"] > 0
+
+
+def test_append(context):
+    rows = finish(append.run(context, AppendCase(MODEL, (1, 2))))
+    assert [row["case"] for row in rows] == [
+        "1 requests, a token each",
+        "2 requests, a token each",
+        "remainder of 63 tokens",
+    ]
+
+
+def test_overhead_ceilings_and_resources(context):
+    assert len(finish(overhead.run(context, OverheadCase(MODEL, 128, (1,), 64), repeats=1))) == 3
+    assert np.isfinite([row["median_us"] for row in finish(ceilings.run(context, 1 << 16, 16))]).all()
+    assert context.ceilings["copy_bytes_per_s"] > 0
+    assert all("failed" in row for row in finish(resources.run(context, (MODEL,))))
