@@ -48,7 +48,11 @@ KEPT_BACK = {"correctness": 110.0, "decode": 100.0, "extend": 45.0}
 """Seconds that a group leaves for those after it, if it takes all it may."""
 
 MINIMUM = {"correctness": 40.0, "decode": 40.0, "extend": 25.0, "seal": 20.0}
-"""Seconds below which a group is not begun."""
+LEAST = 10.0
+"""Seconds below which a group is not begun: by its first block, LEAST for those not named."""
+
+GRACE = 40.0
+"""Seconds for the case that a process has in hand when its time is up."""
 
 CASE_SECONDS = 150.0
 PARALLEL_CASES = 6
@@ -76,11 +80,11 @@ def _run_groups(options: argparse.Namespace, script: Path) -> int:
             continue
         left = deadline - time.monotonic()
         allowed = left - (KEPT_BACK.get(blocks[0], 0.0) if _later(blocks[0], options.blocks) else 0.0)
-        if left < MINIMUM.get(blocks[0], 10.0):
+        if left < MINIMUM.get(blocks[0], LEAST):
             for block in blocks:
                 record.set_block(block, {"status": "skipped", "reason": f"{left:.0f} s were left"})
             continue
-        allowed = max(allowed, MINIMUM.get(blocks[0], 10.0))
+        allowed = max(allowed, MINIMUM.get(blocks[0], LEAST))
         if blocks == ["correctness"]:
             _run_correctness(script, record, allowed)
         else:
@@ -98,8 +102,8 @@ def _run_child(script: Path, blocks: list[str], record: Record, output: Path, se
     command = [sys.executable, str(script), "--child", "--output", str(output), "--blocks", ",".join(blocks)]
     started = time.monotonic()
     try:
-        # The child stops by itself between cases; the grace is for the case in hand.
-        status = subprocess.run([*command, "--seconds", str(seconds)], timeout=seconds + 40).returncode
+        # The child stops by itself between cases.
+        status = subprocess.run([*command, "--seconds", str(seconds)], timeout=seconds + GRACE).returncode
         reason = f"its process ended with status {status}"
     except subprocess.TimeoutExpired:
         reason = "its process did not end in time"
