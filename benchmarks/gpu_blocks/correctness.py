@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_blocks.cases import CorrectnessCase
+from benchmarks.gpu_blocks.context import Row
 from benchmarks.gpu_blocks.reference import Errors, Tokens, attention, kept_positions, visible
 from benchmarks.gpu_blocks.stage import Stage, make_stage, measured_residents
-from benchmarks.gpu_blocks.timing import DeviceTimer
+from benchmarks.gpu_blocks.timing import Timer
 from sgl_ragged.attention.triton_ops import TritonOps
 from sgl_ragged.mem_pool.slab_store import PendingSeals
 
@@ -24,7 +25,11 @@ PADDING = 3
 
 
 class Trial:
-    """One case: a stage full of NaN, the sequences, and how far each has been processed."""
+    """One case: a stage full of NaN, the sequences, and what the operations gave.
+
+    outputs: of each sequence, parts [tokens, layers, heads, q_per_kv, d] in order: prefill, then decoded tokens.
+    eager, replayed: [sequences, layers, heads, q_per_kv, d], the token after those, decoded twice.
+    """
 
     def __init__(self, case: CorrectnessCase, device: torch.device) -> None:
         torch.manual_seed(len(case.name))
@@ -52,6 +57,8 @@ class Trial:
         resident, _ = measured_residents(self.stage, batch)
         self.operations: TritonOps = self.stage.operations(case.method, resident, batch)
         self.outputs: list[list[torch.Tensor]] = [[] for _ in self.lengths]
+        self.eager = torch.empty(0)
+        self.replayed = torch.empty((len(self.lengths), *shape), dtype=self.dtype, device=device)
 
     def poison(self) -> None:
         self.operations._partial.fill_(float("nan"))
@@ -122,32 +129,32 @@ class Trial:
                 )
             )
 
-    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode the last token eagerly, and by a graph captured for the requests in another order: both outputs."""
+    def replay(self, timer: Timer) -> None:
+        """Decode the last token eagerly, and by a graph captured for the requests in another order."""
         self.operations.seal_pending()
         positions = [length + STEPS for length in self.lengths]
         order = list(range(len(positions)))
         inputs = self.decode_inputs(positions, order)
         self.poison()
-        eager = self.attend(inputs, self.describe(inputs)).clone()
-        # Captured with the requests turned round; rows 0 and other lengths stand where the replay has requests.
+        self.eager = self.attend(inputs, self.describe(inputs))
+        # Captured with the requests turned round, so that lengths, rows and slots are others in the replay.
         static = self.decode_inputs(positions, order[::-1])
         batch = self.describe(static)
-        held: list[torch.Tensor] = []
-        replay = DeviceTimer().prepare(lambda: held.append(self.attend(static, batch)))
-        captured = held[-1]
+        replay = timer.prepare(lambda: self.replayed.copy_(self.attend(static, batch)))
         for name in "qkv":
             static[name].copy_(inputs[name])
         self.describe(inputs)
         self.poison()
-        captured.fill_(float("nan"))
+        self.replayed.fill_(float("nan"))
         replay()
-        torch.cuda.synchronize()
-        return eager, captured
 
 
-def run_case(case: CorrectnessCase, device: torch.device, graphs: bool = True) -> list[dict[str, Any]]:
-    """Rows {"case", "check", "passed", ...}. `graphs` False where there are none: on CPUs."""
+def run_case(case: CorrectnessCase, device: torch.device, timer: Timer) -> list[Row]:
+    """Rows {"case", "check", "passed", ...}. `timer` captures the graph; without a GPU it calls anew instead."""
+    return check(run_trial(case, device, timer))
+
+
+def run_trial(case: CorrectnessCase, device: torch.device, timer: Timer) -> Trial:
     # Fresh memory is filled with NaN, so that outputs which no kernel wrote show.
     deterministic = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -156,50 +163,46 @@ def run_case(case: CorrectnessCase, device: torch.device, graphs: bool = True) -
         cuts = [min(length, 2 * case.segment + case.segment // 3) // 2 * 2 for length in trial.lengths]
         trial.extend([0] * len(cuts), cuts)
         trial.extend(cuts, trial.lengths)
-        prefilled = [torch.cat(parts) for parts in trial.outputs]
         for step in range(STEPS):
             trial.decode(step)
-        replayed = trial.replay() if graphs else None
-        if not graphs:
-            trial.operations.seal_pending()
+        trial.replay(timer)
     finally:
         torch.use_deterministic_algorithms(deterministic)
-    return _check(trial, prefilled, replayed)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return trial
 
 
-def _check(
-    trial: Trial, prefilled: list[torch.Tensor], replayed: tuple[torch.Tensor, torch.Tensor] | None
-) -> list[dict[str, Any]]:
+def check(trial: Trial) -> list[Row]:
+    """Set what a trial has left in memory and given out against float64."""
     case, bound = trial.case, TOLERANCES[trial.case.dtype]
     wrong_seals: list[str] = []
     wanted: dict[str, list[torch.Tensor]] = {"extend": [], "decode": [], "replay": []}
     given: dict[str, list[torch.Tensor]] = {"extend": [], "decode": [], "replay": []}
     for i, (tokens, length) in enumerate(zip(trial.sequences, trial.lengths, strict=True)):
-        whole = torch.cat(trial.outputs[i])
+        outputs = torch.cat([*trial.outputs[i], trial.replayed[i : i + 1]])
+        parts = {
+            "extend": slice(0, length),
+            "decode": slice(length, length + STEPS),
+            "replay": slice(length + STEPS, length + STEPS + 1),
+        }
         for layer, head in np.ndindex(*trial.kept.shape):
             kept, wrong = _kept(trial, i, layer, head)
             wrong_seals += wrong
             mask = visible(kept, length + STEPS + 1, case.segment, trial.device)
-            scale = trial.stage.store.scales[layer]
-            last = length + STEPS + (replayed is not None)
-            reference = attention(tokens, layer, head, mask, slice(0, last), scale)
-            wanted["extend"].append(reference[:length])
-            given["extend"].append(prefilled[i][:, layer, head])
-            wanted["decode"].append(reference[length : length + STEPS])
-            given["decode"].append(whole[length : length + STEPS, layer, head])
-            if replayed is not None:
-                wanted["replay"].append(reference[length + STEPS :])
-                given["replay"].append(replayed[1][i : i + 1, layer, head])
-    rows: list[dict[str, Any]] = [{"check": "seal", "passed": not wrong_seals, "wrong": wrong_seals[:5]}]
-    rows.append({"check": "append", "passed": _tails_hold_tokens(trial, replayed is not None)})
-    for check in ("extend", "decode", "replay"):
-        if wanted[check]:
-            errors = Errors.between(torch.cat(given[check]), torch.cat(wanted[check]), bound)
-            figures = {"relative": errors.relative, "largest": errors.largest, "bound": bound}
-            rows.append({"check": check, "passed": errors.passed, **figures})
-    if replayed is not None:
-        same = bool(torch.equal(*replayed))
-        rows.append({"check": "replay equals eager", "passed": same})
+            reference = attention(tokens, layer, head, mask, trial.stage.store.scales[layer])
+            for name, part in parts.items():
+                wanted[name].append(reference[part])
+                given[name].append(outputs[part, layer, head])
+    rows: list[Row] = [
+        {"check": "seal", "passed": not wrong_seals, "wrong": wrong_seals[:5]},
+        {"check": "append", "passed": _tails_hold_tokens(trial)},
+    ]
+    for name in wanted:
+        errors = Errors.between(torch.cat(given[name]), torch.cat(wanted[name]), bound)
+        figures = {"relative": errors.relative, "largest": errors.largest, "bound": bound}
+        rows.append({"check": name, "passed": errors.passed, **figures})
+    rows.append({"check": "replay equals eager", "passed": bool(torch.equal(trial.eager, trial.replayed))})
     return [{"case": case.name, **row} for row in rows]
 
 
@@ -222,11 +225,11 @@ def _kept(trial: Trial, request: int, layer: int, head: int) -> tuple[dict[int, 
     return kept, wrong
 
 
-def _tails_hold_tokens(trial: Trial, replayed: bool) -> bool:
+def _tails_hold_tokens(trial: Trial) -> bool:
     """Whether each tail has exactly the tokens of its open segment, bit by bit."""
     segment, store = trial.case.segment, trial.stage.store
     for i, tokens in enumerate(trial.sequences):
-        stored = trial.lengths[i] + STEPS + replayed
+        stored = trial.lengths[i] + STEPS + 1
         first = (stored - 1) // segment * segment
         for index, source in enumerate((tokens.k, tokens.v)):
             # [layers, heads, tokens, d]

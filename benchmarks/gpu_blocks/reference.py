@@ -81,20 +81,13 @@ def kept_positions(
     return positions, ""
 
 
-def attention(
-    tokens: Tokens, layer: int, head: int, mask: torch.Tensor, positions: slice, scale: float
-) -> torch.Tensor:
-    """float64 [queries, q_per_kv, d]: one head's attention of the queries at `positions`.
-
-    Args:
-        mask: bool [T, T], which token each position may attend to.
-    """
+def attention(tokens: Tokens, layer: int, head: int, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    """float64 [T, q_per_kv, d]: one head's attention under a mask, bool [T, T]: which token each position may see."""
     keys, values = tokens.k[:, layer, head].double(), tokens.v[:, layer, head].double()
-    queries = tokens.q[positions, layer, head].double()
-    seen = mask[positions, : len(keys)]
+    queries = tokens.q[:, layer, head].double()
     output = torch.empty_like(queries)
     for query_head in range(queries.shape[1]):
-        logits = (queries[:, query_head] @ keys.T * scale).masked_fill(~seen, -torch.inf)
+        logits = (queries[:, query_head] @ keys.T * scale).masked_fill(~mask, -torch.inf)
         output[:, query_head] = logits.softmax(-1) @ values
     return output
 

@@ -163,7 +163,8 @@ def _ceilings(document: dict[str, Any]) -> dict[str, float]:
 def _run_correctness_case(name: str) -> int:
     """In a child of its own: prints the case's rows as the last line."""
     case = next(case for case in CORRECTNESS_CASES if case.name == name)
-    print(json.dumps(run_case(case, torch.device("cuda", torch.cuda.current_device()))), flush=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    print(json.dumps(run_case(case, device, DeviceTimer())), flush=True)
     return 0
 
 

@@ -38,37 +38,42 @@ def finish(rows) -> list[dict]:
     return json.loads(json.dumps(list(rows)))
 
 
-def test_correctness_passes_and_names_every_check():
-    rows = finish(correctness.run_case(TINY, CPU, graphs=False))
-    assert [row["check"] for row in rows] == ["seal", "append", "extend", "decode"]
+@pytest.fixture(scope="module")
+def trial() -> correctness.Trial:
+    return correctness.run_trial(TINY, CPU, HostTimer())
+
+
+def test_correctness_passes_and_names_every_check(trial):
+    rows = finish(correctness.check(trial))
+    assert [row["check"] for row in rows] == ["seal", "append", "extend", "decode", "replay", "replay equals eager"]
     assert all(row["passed"] for row in rows), rows
 
 
+def first_slab(trial: correctness.Trial) -> torch.Tensor:
+    """The first kept key of the longest request."""
+    return trial.stage.store.slabs[int(trial.stage.table[-1, 0]) // TINY.segment, :16]
+
+
 @pytest.mark.parametrize(
-    ("broken", "failing"),
+    ("where", "failing"),
     [
-        ("slab", {"seal"}),
-        ("tail", {"append"}),
-        ("output", {"extend", "decode"}),
+        (first_slab, {"seal"}),
+        (lambda trial: trial.stage.store.tails[1, 0, 0, 0, 0], {"append"}),
+        (lambda trial: trial.outputs[0][0][0, 0, 0, 0], {"extend"}),
+        (lambda trial: trial.outputs[-1][-1][0, 0, 0, 0], {"decode"}),
+        (lambda trial: trial.replayed[0, 0, 0, 0], {"replay", "replay equals eager"}),
     ],
 )
-def test_correctness_sees_what_is_wrong(monkeypatch, broken, failing):
-    check = correctness._check
-
-    def breaking(trial, prefilled, replayed):
-        store = trial.stage.store
-        if broken == "slab":  # the first kept row of the longest request's first segment
-            store.slabs[int(trial.stage.table[len(trial.lengths), 0]) // TINY.segment, 0] += 1
-        elif broken == "tail":
-            store.tails[1, 0, 0, 0, 0, 0] += 1
-        else:
-            prefilled[-1] = torch.full_like(prefilled[-1], float("nan"))
-            trial.outputs[-1][-1] = trial.outputs[-1][-1] + 1
-        return check(trial, prefilled, replayed)
-
-    monkeypatch.setattr(correctness, "_check", breaking)
-    rows = correctness.run_case(TINY, CPU, graphs=False)
-    assert failing <= {row["check"] for row in rows if not row["passed"]}
+@pytest.mark.parametrize("wrong", [torch.nan, 1.0])
+def test_correctness_sees_what_is_wrong(trial, where, failing, wrong):
+    place = where(trial)
+    right = place.clone()
+    place[0] += wrong
+    rows = correctness.check(trial)
+    place.copy_(right)
+    # A slab's wrong row leaves the reference with nothing to compare with.
+    failed = {row["check"] for row in rows if not row["passed"]}
+    assert failed == failing or (failing == {"seal"} and failing <= failed)
 
 
 def test_decode_reports_every_variant(context):
