@@ -1,11 +1,11 @@
 """How evenly split maps load the CTAs of decode attention, on measured profiles: arithmetic, no GPU.
 
-    python -m benchmarks.split_map [--json] [--ratios 0.3 0.25 0.5] [--batches 4 16 64]
+    python -m benchmarks.split_map [--json] [--ratios 0.3 0.25 0.5] [--batches 1 4 8 16 32 64]
 
 Profiles are those of tests/data (four scorers, three models, two scopes, two shares). Kept counts are fitted to each
 ratio at segments of 256 tokens, in the profile's own scope; every head is its own group. Largest / mean is that of a
 layer's CTAs; makespan is the waves model of `sgl_ragged.split_map.makespan`. Writes a row for each ratio, batch and
-method, every layer of the first ratio, and the images of docs/split-map.md.
+method, every layer of the first ratio for some batches and methods, and the images of docs/split-map.md.
 """
 
 from __future__ import annotations
@@ -33,25 +33,30 @@ PICTURED = "keydiff/llama-3.1-8b-instruct/layer/evictable"
 SEGMENT = 256
 RESIDENT_CTAS = 396
 """132 multiprocessors with 3 CTAs each."""
+LISTED_BATCHES, LISTED_METHODS = (4, 16, 64), ("algorithm1", "exact")
+"""What is written layer by layer; the rest only as rows, to keep the file small."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One method over all layers of all profiles at one ratio and batch.
 
-    `num_ctas`: CTAs per request that fill the GPU; `ctas_*`: what the method hands out per layer; `over`: share of
-    layers that it gives more than fill the GPU. Largest / mean load and makespan over layers.
+    `ctas_*`: CTAs of a layer per request. `waves_*`: of `RESIDENT_CTAS` CTAs, those of the whole batch. `filled_*`:
+    CTAs over the places of these waves, 1 where the last wave is full. Largest / mean load and makespan over layers.
     """
 
     ratio: float
     batch: int
-    num_ctas: int
     method: str
     layers: int
     ctas_min: int
     ctas_median: float
     ctas_max: int
-    over: float
+    waves_min: int
+    waves_median: float
+    waves_max: int
+    filled_median: float
+    filled_worst: float
     imbalance_median: float
     imbalance_worst: float
     makespan_median: float
@@ -69,19 +74,28 @@ def measure(ratio: float, batch: int) -> dict[str, dict[str, MethodLoads]]:
 
 def summarise(found: dict[str, dict[str, MethodLoads]], ratio: float, batch: int) -> list[Row]:
     """One row a method, all layers of all profiles taken together."""
-    num_ctas = max(1, RESIDENT_CTAS // batch)
     rows = []
     for method in next(iter(found.values())):
         parts = [loads[method] for loads in found.values()]
         everything = MethodLoads(*(np.concatenate([getattr(p, f) for p in parts]) for f in MethodLoads.__annotations__))
-        over = float((everything.ctas > num_ctas).mean())
-        summary = asdict(everything.summary())
-        rows.append(Row(ratio, batch, num_ctas, method, len(everything.ctas), over=over, **summary))
+        waves = -(-everything.ctas * batch // RESIDENT_CTAS)
+        filled = everything.ctas * batch / (waves * RESIDENT_CTAS)
+        rows.append(
+            Row(
+                *(ratio, batch, method, len(everything.ctas)),
+                waves_min=int(waves.min()),
+                waves_median=float(np.median(waves)),
+                waves_max=int(waves.max()),
+                filled_median=round(float(np.median(filled)), 4),
+                filled_worst=round(float(filled.min()), 4),
+                **{name: round(value, 4) for name, value in asdict(everything.summary()).items()},
+            )
+        )
     return rows
 
 
 def by_layer(found: dict[str, dict[str, MethodLoads]]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Every layer of every profile and method: CTAs per request, largest / mean load, makespan."""
+    """Every layer of every profile for the methods listed: CTAs per request, largest / mean load, makespan."""
     return {
         name: {
             method: {
@@ -90,6 +104,7 @@ def by_layer(found: dict[str, dict[str, MethodLoads]]) -> dict[str, dict[str, di
                 "makespan": entry.makespan.round(2).tolist(),
             }
             for method, entry in loads.items()
+            if method in LISTED_METHODS
         }
         for name, loads in found.items()
     }
@@ -98,15 +113,16 @@ def by_layer(found: dict[str, dict[str, MethodLoads]]) -> dict[str, dict[str, di
 def show(rows: list[Row], console: Console) -> None:
     for ratio in dict.fromkeys(row.ratio for row in rows):
         title = f"{rows[0].layers} layers, ratio {ratio:g}, {RESIDENT_CTAS} resident CTAs"
-        caption = "CTAs per layer: min, median, max; over N: layers with more; loads and makespan: median, worst"
+        caption = "CTAs of a layer per request, waves: min, median, max; waves filled, loads, makespan: median, worst"
         table = Table(title=title, caption=caption)
-        for name in ("batch", "N", "method", "CTAs", "over N", "largest / mean", "makespan"):
+        for name in ("batch", "method", "CTAs", "waves", "filled", "largest / mean", "makespan"):
             table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
         for row in (row for row in rows if row.ratio == ratio):
             table.add_row(
-                *(str(row.batch), str(row.num_ctas), row.method),
+                *(str(row.batch), row.method),
                 f"{row.ctas_min} {row.ctas_median:g} {row.ctas_max}",
-                f"{row.over:.0%}",
+                f"{row.waves_min} {row.waves_median:g} {row.waves_max}",
+                f"{row.filled_median:.0%} {row.filled_worst:.0%}",
                 f"{row.imbalance_median:.2f} {row.imbalance_worst:.2f}",
                 f"{row.makespan_median:.2f} {row.makespan_worst:.2f}",
                 end_section=row.method == METHODS[0],
@@ -129,7 +145,7 @@ def main() -> None:
     parser.add_argument(
         "--ratios", nargs="+", type=float, default=[0.3, 0.25, 0.5], metavar="R", help="layers: of the first"
     )
-    parser.add_argument("--batches", nargs="+", type=int, default=[4, 16, 64], metavar="N")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64], metavar="N")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     options = parser.parse_args()
@@ -138,7 +154,7 @@ def main() -> None:
         for batch in options.batches:
             found = measure(ratio, batch)
             rows += summarise(found, ratio, batch)
-            if ratio == options.ratios[0]:
+            if ratio == options.ratios[0] and batch in LISTED_BATCHES:
                 layers[f"ratio {ratio:g}, batch {batch}"] = by_layer(found)
     for batch in (4, 64):
         draw(0.3, batch)

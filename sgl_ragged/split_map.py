@@ -22,7 +22,7 @@ from sgl_ragged.errors import RaggedConfigError
 METHODS = ("exact", "algorithm1", "uniform", "none")
 
 BALANCE = 1.10
-"""Method "exact" goes on splitting until the largest CTA load of a layer is at most this times the mean one."""
+"""Method "exact" adds waves until a layer takes at most this times the least possible time, if time were load."""
 
 
 def algorithm1(budgets: np.ndarray, num_ctas: int) -> np.ndarray:
@@ -52,36 +52,40 @@ def algorithm1(budgets: np.ndarray, num_ctas: int) -> np.ndarray:
     return np.maximum(1, np.floor(shares + 0.5)).astype(np.int64)
 
 
-def split_counts(kept: np.ndarray, num_ctas: int, method: str, heads_per_group: int = 1) -> np.ndarray:
+def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str, heads_per_group: int = 1) -> np.ndarray:
     """CTAs of every head.
 
-    - "exact": one CTA for each head, then the next to the head with the largest load n / s (ties to the lower head),
-      until `num_ctas` are handed out and the largest load is at most BALANCE times the mean one. No division of the
-      same total has a smaller largest load: any other gives some head fewer parts, and that head's last CTA here was
-      given at a load no smaller than the final largest. So the total, too, is the smallest from `num_ctas` up at which
-      a division can be this balanced. With N CTAs largest / mean is at most N / (N - num_heads), so from 11 per head
-      on N is `num_ctas`. With fewer (large batches) it may go past: CTAs then run in several waves, longest first, and
-      a large head left whole would gate the last.
-    - "algorithm1": Algorithm 1 per group. Groups are made per layer from heads sorted by kept count, as in
-      `sgl_ragged.grouping`; a group's CTAs are dealt to its heads as evenly as possible, at least one each, the larger
-      head first (ties: the lower one).
-    - "uniform": max(1, num_ctas // num_heads) each, the usual number of splits; "none": one each.
+    - "exact": the CTAs of the batch run in w whole waves. w waves hold N = floor(w * resident_ctas / batch) CTAs of
+      each request. Each head gets one and the next goes to the head with the largest load n / s (ties to the lower
+      head) until N are handed out. No division of N has a smaller largest load L: any other gives some head fewer
+      parts, and that head's last CTA here was given at a load no smaller than L. w is the least, with a CTA for each
+      head, for which w * L, the time of w waves of the largest load, is at most BALANCE times batch * sum(n) /
+      resident_ctas, the least possible time. Then the largest load is at most BALANCE times the mean one. `makespan`
+      is at most BALANCE, too: there are at most w CTAs per slot, so whenever one starts, some slot has ended at most
+      w - 1 of them.
+    - "algorithm1": Algorithm 1 per group, on N = max(1, resident_ctas // batch). Groups are made per layer from heads
+      sorted by kept count, as in `sgl_ragged.grouping`; a group's CTAs are dealt to its heads as evenly as possible,
+      at least one each, the larger head first (ties: the lower one).
+    - "uniform": max(1, N // num_heads) each, the usual number of splits; "none": one each.
 
     Args:
         kept: int [num_layers, num_heads], positive.
-        num_ctas: CTAs per request and layer: what the GPU holds at once divided by the batch, at least 1.
+        resident_ctas: CTAs that the GPU holds at once, at least 1.
+        batch: requests of equal length, at least 1.
         heads_per_group: only for "algorithm1"; the others split head by head.
 
     Returns:
-        int64 [num_layers, num_heads], at least 1.
+        int64 [num_layers, num_heads], at least 1: CTAs of each head of one request.
 
     Raises:
-        RaggedConfigError: unknown method, or kept counts, num_ctas or heads_per_group that are not positive.
+        RaggedConfigError: unknown method, or kept counts, CTAs, batch or heads_per_group that are not positive.
     """
     kept = _check_kept(kept)
-    _check_positive("CTAs per request", num_ctas)
+    _check_positive("resident CTAs", resident_ctas)
+    _check_positive("batch", batch)
     if method == "exact":
-        return np.array([_split_exactly(row, num_ctas) for row in kept.tolist()], dtype=np.int64)
+        return np.array([_split_exactly(row, resident_ctas, batch) for row in kept.tolist()], dtype=np.int64)
+    num_ctas = max(1, resident_ctas // batch)
     if method == "algorithm1":
         return _split_groups(kept, num_ctas, heads_per_group)
     if method == "uniform":
@@ -91,17 +95,23 @@ def split_counts(kept: np.ndarray, num_ctas: int, method: str, heads_per_group: 
     raise RaggedConfigError(f"unknown split method {method!r}; known: {', '.join(METHODS)}")
 
 
-def _split_exactly(row: list[int], num_ctas: int) -> list[int]:
+def _split_exactly(row: list[int], resident_ctas: int, batch: int) -> list[int]:
     counts, total, kept = [1] * len(row), len(row), sum(row)
     largest_first = [(-float(n), head) for head, n in enumerate(row)]
     heapq.heapify(largest_first)
-    # This ends: with n / gcd parts for each head, or a multiple of that, all loads are equal.
-    while total < num_ctas or -largest_first[0][0] * total / kept > BALANCE:
-        head = largest_first[0][1]
-        counts[head] += 1
-        total += 1
-        heapq.heapreplace(largest_first, (-row[head] / counts[head], head))
-    return counts
+    waves = -(-len(row) * batch // resident_ctas)
+    # This ends: x = waves * resident_ctas / batch is less than N + 1 and L at most kept / (N - heads), so
+    # x * L / kept < x / (x - 1 - heads), which is at most 1.1 from x = 11 * (heads + 1) on. So N, too, is less than
+    # 11 * (heads + 1) + resident_ctas / batch.
+    while True:
+        while total < waves * resident_ctas // batch:
+            head = largest_first[0][1]
+            counts[head] += 1
+            total += 1
+            heapq.heapreplace(largest_first, (-row[head] / counts[head], head))
+        if -largest_first[0][0] * (waves * resident_ctas / batch) / kept <= BALANCE:
+            return counts
+        waves += 1
 
 
 def _split_groups(kept: np.ndarray, num_ctas: int, heads_per_group: int) -> np.ndarray:
@@ -214,7 +224,7 @@ class SplitMap:
 def build_split_map(
     kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact", heads_per_group: int = 1
 ) -> SplitMap:
-    """The split map of a layout; batches that leave equally many CTAs per request share one array.
+    """The split map of a layout; batches with the same counts in every layer share one array.
 
     Args:
         kept: int [num_layers, num_heads], kept counts.
@@ -226,16 +236,16 @@ def build_split_map(
         RaggedConfigError: no batches, or one that is not positive; see also `split_counts`.
     """
     kept = _check_kept(kept)
-    _check_positive("resident CTAs", resident_ctas)
     if not batches:
         raise RaggedConfigError("a split map needs at least one batch size")
-    for batch in batches:
-        _check_positive("batch", batch)
-    per_request = {batch: max(1, resident_ctas // batch) for batch in sorted(set(batches))}
-    counts = {n: split_counts(kept, n, method, heads_per_group) for n in set(per_request.values())}
-    for array in (kept, *counts.values()):
+    counts_by_batch: dict[int, np.ndarray] = {}
+    shared: dict[bytes, np.ndarray] = {}
+    for batch in sorted(set(batches)):
+        counts = split_counts(kept, resident_ctas, batch, method, heads_per_group)
+        counts_by_batch[batch] = shared.setdefault(counts.tobytes(), counts)
+    for array in (kept, *shared.values()):
         array.setflags(write=False)
-    return SplitMap(kept, {batch: counts[n] for batch, n in per_request.items()}, method, resident_ctas)
+    return SplitMap(kept, counts_by_batch, method, resident_ctas)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.model_options import add_model_options, choose_kept
-from sgl_ragged.split_map import BALANCE, METHODS, build_split_map, imbalance, makespan
+from sgl_ragged.split_map import BALANCE, METHODS, imbalance, makespan, split_counts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def compare_methods(
     """Every method on the kept counts int [num_layers, num_heads], by name, the simplest first."""
     loads = {}
     for method in reversed(METHODS):
-        counts = build_split_map(kept, resident_ctas, [batch], method, heads_per_group).for_batch(batch)
+        counts = split_counts(kept, resident_ctas, batch, method, heads_per_group)
         loads[method] = MethodLoads(counts, imbalance(kept, counts), makespan(kept, counts, batch, resident_ctas))
     return loads
 
@@ -127,7 +127,7 @@ def _by_layer(kept: np.ndarray, loads: MethodLoads) -> list[dict[str, object]]:
 
 
 def _table(loads: Mapping[str, MethodLoads], batch: int, resident: int) -> Table:
-    title = f"batch {batch} on {resident} resident CTAs: {max(1, resident // batch)} per request and layer"
+    title = f"batch {batch} on {resident} resident CTAs: a wave holds {resident / batch:.4g} per request"
     caption = "load: largest / mean of a layer's CTAs; makespan: over the least possible. Arithmetic, not times."
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("method", no_wrap=True)

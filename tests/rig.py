@@ -31,6 +31,7 @@ class Sequence:
         self.scorer = scorer
 
     def expected(self, kept: np.ndarray) -> torch.Tensor:
+        """float64 like `q`: attention with what each head keeps, by a dense mask."""
         output = torch.empty(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
             keys, values = self.k[:, layer, head].double(), self.v[:, layer, head].double()
@@ -41,7 +42,7 @@ class Sequence:
                 queries=queries.transpose(0, 1).numpy(),
                 scale=0.5,
                 gates=self.gates[:, layer, head, 0].double().numpy(),
-                statistics=statistics(queries.shape[1], keys.shape[1])[head],
+                statistics=statistics(kept.shape[1], queries.shape[1], keys.shape[1])[head],
             )
             mask = visible(self.scorer, tokens, int(kept[layer, head]), SEGMENT)
             logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
@@ -50,11 +51,11 @@ class Sequence:
         return output
 
 
-def statistics(per_head: int, dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def statistics(heads: int, per_head: int, dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """For each head, a query mean [q_per_kv, d] and covariance [q_per_kv, d, d]."""
     rng = np.random.default_rng(11)
-    roots = rng.normal(size=(KEPT.shape[1], per_head, dim, dim)) / dim**0.5
-    return list(zip(rng.normal(size=(KEPT.shape[1], per_head, dim)), roots @ roots.swapaxes(-1, -2), strict=True))
+    roots = rng.normal(size=(heads, per_head, dim, dim)) / dim**0.5
+    return list(zip(rng.normal(size=(heads, per_head, dim)), roots @ roots.swapaxes(-1, -2), strict=True))
 
 
 class Rig:
@@ -73,7 +74,9 @@ class Rig:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.kept = kept
-        mean, covariance = (torch.tensor(np.stack(x)).float() for x in zip(*statistics(per_head, dim), strict=True))
+        mean, covariance = (
+            torch.tensor(np.stack(x)).float() for x in zip(*statistics(kept.shape[1], per_head, dim), strict=True)
+        )
         count = requests * segments
         self.store = SlabStore(
             SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT),
@@ -141,8 +144,9 @@ class Rig:
         return torch.stack(layers, dim=1)
 
     def _rows(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> list[torch.Tensor]:
+        dtype = self.store.slabs.dtype
         return [
-            torch.cat([getattr(s, name)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)])
+            torch.cat([getattr(s, name)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)]).to(dtype)
             for name in "qkv"
         ]
 

@@ -80,10 +80,10 @@ def test_split_map_as_json(model, monkeypatch, capsys):
     kept = profile_kept(profile, 0.3, 256)
     assert (report["batch"], report["resident_ctas"], report["method"]) == (8, 40, "exact")
     assert [layer["kept"] for layer in report["layers"]] == kept.tolist()
-    assert [layer["counts"] for layer in report["layers"]] == split_counts(kept, 5, "exact").tolist()
+    assert [layer["counts"] for layer in report["layers"]] == split_counts(kept, 40, 8, "exact").tolist()
     assert set(report["methods"]) == set(METHODS)
     for method, found in report["methods"].items():
-        counts = split_counts(kept, 5, method)
+        counts = split_counts(kept, 40, 8, method)
         assert found["imbalance_worst"] == imbalance(kept, counts).max()
         assert found["makespan_median"] == np.median(makespan(kept, counts, 8, 40))
         assert (found["ctas_min"], found["ctas_max"]) == (counts.sum(axis=1).min(), counts.sum(axis=1).max())
@@ -96,14 +96,14 @@ def test_split_map_of_groups(model, monkeypatch, capsys):
     layers = json.loads(capsys.readouterr().out)["layers"]
     kept = group_largest(profile_kept(profile, 0.5, 256), 2)
     assert [layer["kept"] for layer in layers] == kept.tolist()
-    assert [layer["counts"] for layer in layers] == split_counts(kept, 99, "algorithm1", 2).tolist()
+    assert [layer["counts"] for layer in layers] == split_counts(kept, 396, 4, "algorithm1", 2).tolist()
 
 
 def test_split_map_as_a_table_and_a_plot(model, monkeypatch, capsys):
     plot = model / "loads.png"
     run(monkeypatch, "inspect", "--split-map", "--model", str(model), "--plot", str(plot))
     shown = capsys.readouterr().out
-    assert "batch 4 on 396 resident CTAs: 99 per request and layer" in shown
+    assert "batch 4 on 396 resident CTAs: a wave holds 99 per request" in shown
     for method in METHODS:
         assert method in shown
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -46,7 +46,10 @@ class RaggedAttnBackend(AttentionBackend):
     """
 
     def __init__(
-        self, model_runner: Any, make_operations: Callable[[SlabStore, int], Operations], observer: Observer | None = None
+        self,
+        model_runner: Any,
+        make_operations: Callable[[SlabStore, int], Operations],
+        observer: Observer | None = None,
     ) -> None:
         """
         Args:

@@ -28,9 +28,7 @@ class ExtendTables:
     most_sealed: int
 
 
-def extend_tables(
-    prefixes: list[int], lengths: list[int], segment: int, q_per_kv: int, block_m: int
-) -> ExtendTables:
+def extend_tables(prefixes: list[int], lengths: list[int], segment: int, q_per_kv: int, block_m: int) -> ExtendTables:
     """Describe chunks of `lengths` tokens that follow `prefixes` tokens of their sequences.
 
     Args:

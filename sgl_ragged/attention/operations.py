@@ -19,6 +19,10 @@ class Operations(Protocol):
 
     store: SlabStore
 
+    captures_graphs: bool
+    """Whether decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
+    device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
+
     def describe_extend(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
     ) -> Any:

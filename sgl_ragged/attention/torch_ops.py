@@ -16,6 +16,8 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 class TorchOps:
     """The operations of this module, as the backend asks for them (`operations.Operations`)."""
 
+    captures_graphs = False
+
     def __init__(self, store: SlabStore) -> None:
         self.store = store
 

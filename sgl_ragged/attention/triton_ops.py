@@ -13,6 +13,7 @@ import torch
 
 from sgl_ragged.attention.extend_tables import extend_tables
 from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
+from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.split_map import SplitMap, cta_table, head_parts
 
@@ -73,6 +74,8 @@ class TritonOps:
         RaggedConfigError: the heads have a shape that the kernels do not take.
     """
 
+    captures_graphs = True
+
     def __init__(self, store: SlabStore, split_map: SplitMap, max_batch: int, max_segments: int) -> None:
         layout, device = store.layout, store.slabs.device
         tiles.check_shape(layout.head_dim, store.q_per_kv)
@@ -80,7 +83,8 @@ class TritonOps:
         self.split_map = split_map
         itemsize = store.slabs.element_size()
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
-        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize)
+        architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture)
         self._kept = torch.tensor(layout.kept, dtype=torch.int32, device=device)
         self._key_blocks = torch.tensor(layout.key_offset // 16, dtype=torch.int64, device=device)
         # Heads that keep most are started first.
@@ -140,7 +144,7 @@ class TritonOps:
             chunk_seals[:, 1] == 0,
         ]
         (tile_table, open_copies, rest_copies, tail_request, tail_segment, chunk_request, chunk_segment, first_token,
-         tail_starts, chunk_starts) = _to_device(host, req_to_token.device)  # fmt: skip
+         tail_starts, chunk_starts) = to_device(host, req_to_token.device)  # fmt: skip
         rows = rows.to(torch.int64)
         firsts = req_to_token[:, : tables.most_sealed * segment : segment].index_select(0, rows)
         slots = firsts.div_(segment, rounding_mode="floor")
@@ -165,7 +169,7 @@ class TritonOps:
     ) -> torch.Tensor:
         """As in `Operations`. Tokens outside the chunks of the batch, if any, get zeros."""
         store = self.store
-        # What is scored and read must not depend on whether a token came through the cache, so it has the cache's dtype.
+        # What is scored and read must not depend on whether a token came through the cache: it has the cache's dtype.
         keys, values = _head_rows(keys.to(store.slabs.dtype)), _head_rows(values.to(store.slabs.dtype))
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         if len(batch.tiles) == 0:
@@ -226,7 +230,7 @@ class TritonOps:
         return self.attend(layer, queries, batch)
 
     def attend(self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch) -> torch.Tensor:
-        """The attention of `decode` alone."""
+        """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
         split = batch.splits[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         self.attend_parts(layer, queries, batch, split)
@@ -305,9 +309,7 @@ class TritonOps:
             store.layout.head_dim,
         )
 
-    def _torch_scores(
-        self, layer: int, source: seal.Source, seals: _Seals, sides: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _torch_scores(self, layer: int, source: seal.Source, seals: _Seals, sides: torch.Tensor | None) -> torch.Tensor:
         """Scores [segments, heads, S] of one layer by the scorer's own torch code."""
         store = self.store
         own_sides = None
@@ -338,19 +340,3 @@ def _layer_splits(counts: np.ndarray, kept: np.ndarray, device: torch.device) ->
 def _head_rows(x: torch.Tensor) -> torch.Tensor:
     """The tensor itself if all but its first stride are those of a contiguous one, else a contiguous copy."""
     return x if x[0].is_contiguous() else x.contiguous()
-
-
-def _to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int32 copies on the device, sent as one; each starts 16 bytes aligned, which kernels are compiled for."""
-    starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
-    packed = np.zeros(int(starts[-1]), np.int32)
-    for array, start in zip(arrays, starts[:-1], strict=True):
-        packed[start : start + array.size] = array.ravel()
-    host = torch.from_numpy(packed)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    sent = host.to(device, non_blocking=True)
-    return [
-        sent[start : start + array.size].view(array.shape)
-        for array, start in zip(arrays, starts[:-1].tolist(), strict=True)
-    ]

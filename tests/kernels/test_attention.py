@@ -8,9 +8,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.operations import triton_operations
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
+
+MIXED, FULL = KEPT[:1], KEPT[2:]
+EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 10 * SEGMENT + 7]
+SHORT = [1, SEGMENT, 3 * SEGMENT + 7]
 
 
 def rig_for(kept, dim, scorer, requests, segments, per_head, method="exact", dtype=torch.float32) -> Rig:
@@ -19,31 +24,132 @@ def rig_for(kept, dim, scorer, requests, segments, per_head, method="exact", dty
 
 
 @pytest.mark.parametrize(
-    ("scorer", "per_head", "dim", "method"),
+    ("kept", "scorer", "per_head", "dim", "method", "lengths"),
     [
-        ("keydiff", 4, 64, "exact"),
-        ("key_norm", 1, 64, "algorithm1"),
-        ("value_key_norm", 8, 16, "uniform"),
-        ("streaming", 3, 32, "none"),
-        ("snapkv", 2, 16, "exact"),
-        ("h2o", 16, 16, "exact"),
-        ("expected_attention", 5, 16, "exact"),
-        ("fastkvzip", 1, 128, "exact"),
+        (MIXED, "keydiff", 4, 64, "exact", EDGES),
+        (FULL, "keydiff", 2, 64, "exact", EDGES),
+        (MIXED, "key_norm", 1, 128, "algorithm1", SHORT),
+        (MIXED, "value_key_norm", 8, 16, "uniform", SHORT),
+        (MIXED, "streaming", 3, 32, "none", EDGES),
+        (MIXED, "keydiff", 16, 16, "exact", SHORT),
+        (MIXED, "keydiff", 2, 256, "exact", SHORT),
+        (MIXED, "snapkv", 2, 16, "exact", SHORT),
+        (MIXED, "h2o", 5, 16, "exact", SHORT),
+        (KEPT, "expected_attention", 2, 16, "exact", SHORT),
+        (MIXED, "fastkvzip", 1, 16, "exact", SHORT),
     ],
 )
-def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim, method):
-    """Lengths 1, S-1, S, S+1, 10S+7 in one launch, then decode with padded rows over a segment border."""
-    lengths = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 10 * SEGMENT + 7]
-    steps = 3
-    sequences = [
-        Sequence(length + steps, *KEPT.shape, per_head, dim, scorer, seed) for seed, length in enumerate(lengths)
-    ]
-    rig = rig_for(KEPT, dim, scorer, len(lengths), 12, per_head, method)
-    expected = [sequence.expected(KEPT) for sequence in sequences]
+def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, dim, method, lengths):
+    """All lengths in one batch; then decode steps, which cross segment borders, with padded rows of length 0 and 1."""
+    steps = 2
+    sequences = [Sequence(n + steps, *kept.shape, per_head, dim, scorer, seed) for seed, n in enumerate(lengths)]
+    rig = rig_for(kept, dim, scorer, len(lengths), 12, per_head, method)
+    expected = [sequence.expected(kept) for sequence in sequences]
     outputs = rig.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
-        torch.testing.assert_close(output.double(), want[:length], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(output.double(), want[:length], atol=1e-5, rtol=1e-4)
     for step in range(steps):
-        output = rig.decode(sequences, [length + step for length in lengths], padding=3)
+        output = rig.decode(sequences, [length + step for length in lengths], padding=2)
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
-        torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scorer", ["keydiff", "snapkv", "fastkvzip"])
+@pytest.mark.parametrize("cuts", [[SEGMENT - 3, SEGMENT + 5], [10, 20, 3 * SEGMENT], [2 * SEGMENT, 2 * SEGMENT + 1]])
+def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts):
+    """Chunks that start and end anywhere, each after three decode steps, equal one pass."""
+    total, kept = 3 * SEGMENT + 10, KEPT[:2]
+    sequence = Sequence(total, *kept.shape, 2, 16, scorer, seed=3)
+    rig = rig_for(kept, 16, scorer, 1, 5, 2)
+    outputs = []
+    for begin, end in itertools.pairwise([0, *cuts, total]):
+        steps = min(3, end - begin)
+        outputs += [rig.decode([sequence], [begin + step]) for step in range(steps)]
+        if begin + steps < end:
+            outputs += rig.extend([sequence], [begin + steps], [end])
+    torch.testing.assert_close(torch.cat(outputs).double(), sequence.expected(kept), atol=1e-5, rtol=1e-4)
+
+
+def test_half_precision_is_as_good_as_its_inputs():
+    lengths = [SEGMENT + 1, 4 * SEGMENT + 7]
+    sequences = [Sequence(n + 1, *MIXED.shape, 4, 64, "keydiff", seed) for seed, n in enumerate(lengths)]
+    for sequence in sequences:
+        # Rounded first, so that scores see what the cache holds.
+        sequence.q, sequence.k, sequence.v = (x.half().float() for x in (sequence.q, sequence.k, sequence.v))
+    rig = rig_for(MIXED, 64, "keydiff", 2, 6, 4, dtype=torch.float16)
+    rig.store.slabs[:] = torch.nan
+    outputs = rig.extend(sequences, [0, 0], lengths)
+    outputs.append(rig.decode(sequences, lengths, padding=1))
+    expected = [sequence.expected(MIXED) for sequence in sequences]
+    want = [*(e[:-1] for e in expected), torch.stack([e[-1] for e in expected])]
+    for output, right in zip(outputs, want, strict=True):
+        assert output.dtype == torch.float16
+        torch.testing.assert_close(output.double(), right, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("kept", [np.array([[32]]), np.array([[16, 16, 64, 64, 48, 48, 16, 16]])])
+def test_one_head_and_eight(kept):
+    lengths = [2 * SEGMENT + 9, 5]
+    sequences = [Sequence(n + 1, *kept.shape, 2, 16, "key_norm", seed) for seed, n in enumerate(lengths)]
+    rig = rig_for(kept, 16, "key_norm", 2, 4, 2)
+    outputs = rig.extend(sequences, [0, 0], lengths)
+    outputs.append(rig.decode(sequences, lengths))
+    expected = [sequence.expected(kept) for sequence in sequences]
+    want = [*(e[:-1] for e in expected), torch.stack([e[-1] for e in expected])]
+    for output, right in zip(outputs, want, strict=True):
+        torch.testing.assert_close(output.double(), right, atol=1e-5, rtol=1e-4)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on operations that make the host wait for a device, as those do whose result has a shape unknown to it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        forbidden = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item")
+        assert not any(name in str(func) for name in forbidden), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scorer", ["keydiff", "key_norm", "value_key_norm", "streaming"])
+def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypatch):
+    """And the buffers stay where they are: a description made for other requests reads what the last one wrote."""
+    lengths = [SEGMENT - 1, 2 * SEGMENT + 5]
+    sequences = [Sequence(n + 2, *KEPT.shape, 2, 16, scorer, seed) for seed, n in enumerate(lengths)]
+    rig = rig_for(KEPT, 16, scorer, 2, 4, 2)
+    rig.extend(sequences, [0, 0], lengths)
+    operations = rig.operations
+    captured = operations.describe_decode(rig.table, torch.zeros(2, dtype=torch.int64), *[torch.ones(2).int()] * 2)
+    describe = operations.describe_decode
+
+    def refill(*arguments):
+        with NoWaiting():
+            describe(*arguments)
+        return captured
+
+    monkeypatch.setattr(operations, "describe_decode", refill)
+    decode, seal = operations.decode, operations.seal_pending
+    sealed_layers = []
+
+    def quiet_decode(*arguments):
+        with NoWaiting():
+            return decode(*arguments)
+
+    def quiet_seal():
+        with NoWaiting():
+            sealed_layers.append(operations.store._pending != [])
+            seal()
+
+    monkeypatch.setattr(operations, "decode", quiet_decode)
+    monkeypatch.setattr(operations, "seal_pending", quiet_seal)
+    expected = [sequence.expected(KEPT) for sequence in sequences]
+    for step in range(2):
+        output = rig.decode(sequences, [length + step for length in lengths])
+        want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
+        torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+    assert sealed_layers == [False, True]
+
+
+def test_a_batch_larger_than_the_buffers_is_an_error():
+    rig = rig_for(MIXED, 16, "keydiff", 1, 2, 2)
+    size = 13
+    with pytest.raises(RuntimeError):
+        rig.operations.describe_decode(rig.table, torch.zeros(size, dtype=torch.int64), *[torch.ones(size).int()] * 2)

@@ -12,24 +12,37 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.tiles import MOST_Q_PER_KV, Tile
+from sgl_ragged.attention.kernels.tiles import Tile
+
+COMBINED_PARTS = 16
+"""Parts that the combine kernel reads at a time."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _accumulate(query, keys, values, valid, scale, best, total, output):
+def accumulate(query, keys, values, valid, scale, best, total, output, PRECISION: tl.constexpr):
     """One tile of online softmax in base 2: the new (best, total, output). Every tile has a valid row."""
-    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee") * scale
+    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
     logits = tl.where(valid, logits, float("-inf"))
     new_best = tl.maximum(best, tl.max(logits, axis=1))
     weights = tl.exp2(logits - new_best[:, None])
     shrink = tl.exp2(best - new_best)
     total = total * shrink + tl.sum(weights, axis=1)
     output = output * shrink[:, None]
-    output += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision="ieee")
+    output += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision=PRECISION)
     return new_best, total, output
+
+
+@triton.jit
+def segment_of(number, per_unit):
+    """Which segment the kept row `number` of a head is of; per_unit is 16 / kept.
+
+    A division by multiplication: integer division in every row of every tile would take a third of the kernel's
+    instructions. Rows are kept in units of 16, and half a unit keeps float32 exact up to millions of units.
+    """
+    return (((number >> 4).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
 
 
 @triton.jit
@@ -58,6 +71,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     request = tl.program_id(0)
     cta = tl.program_id(1)
@@ -96,20 +110,21 @@ def decode_kernel(
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_ptr + head) * 16
     value_offset = kept * HEAD_DIM
+    per_unit = 16.0 / kept
     number = first + tile_rows
     # Slots are read one tile ahead and carried as loaded: anything else takes the loads of keys and values out of
     # the software pipeline.
-    slot = tl.load(slots_at + number // kept, mask=number < last, other=0)
+    slot = tl.load(slots_at + segment_of(number, per_unit), mask=number < last, other=0)
     for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < last
-        at = slot.to(tl.int64) * slab_elems + key_offset + (number % kept) * HEAD_DIM
+        at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
         pointers = slabs_ptr + at[:, None] + dims[None, :]
         keys = tl.load(pointers, mask=valid[:, None], other=0.0)
         values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
         following = number + BLOCK_N
-        slot = tl.load(slots_at + following // kept, mask=following < last, other=0)
-        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < last, other=0)
+        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
     tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
@@ -120,7 +135,7 @@ def decode_kernel(
         pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
         keys = tl.load(pointers, mask=valid[:, None], other=0.0)
         values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
-        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
     output = output / total[:, None]
     lse = (best + tl.log2(total)) * LN2
@@ -193,7 +208,7 @@ def decode_parts(
         slots: int32 [batch, most segments], slots of each request's sealed segments.
         rows: integers [batch], rows of `tails`. lengths: integers [batch], tokens with the new one; 0 for padding.
         ctas: int32 [CTAs, 4], `split_map.cta_table` of this layer.
-        kept: int32 [heads]. key_blocks: int64 [heads], where each head's keys start in a slab, in blocks of 16 elements.
+        kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
 
@@ -201,7 +216,7 @@ def decode_parts(
         The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
     """
     batch, heads, per_head, dim = queries.shape
-    assert tile.block_m >= per_head and tile.block_m == MOST_Q_PER_KV
+    assert per_head <= tile.block_m, f"{per_head} query heads per KV head do not fit in {tile.block_m} rows"
     return decode_kernel[(batch, len(ctas))](
         queries,
         slabs,
@@ -227,6 +242,7 @@ def decode_parts(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
+        PRECISION=tile.precision,
         num_warps=tile.warps,
     )
 
@@ -251,6 +267,6 @@ def combine_parts(
         HEADS=heads,
         Q_PER_KV=per_head,
         HEAD_DIM=dim,
-        BLOCK_P=16,
+        BLOCK_P=COMBINED_PARTS,
         num_warps=4,
     )

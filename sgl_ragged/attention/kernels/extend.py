@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.decode import LOG2E, _accumulate
+from sgl_ragged.attention.kernels.decode import LOG2E, accumulate, segment_of
 from sgl_ragged.attention.kernels.tiles import Tile
 
 TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "sealed", "open_length")
-"""Columns of the tile table: index of the request; first token, in the batch, of the chunk's part of the segment; tokens in
-that part; first of the part's rows in this tile; earlier segments; tokens of the segment that lie in the tail."""
+"""Columns of the tile table: index of the request; first token, in the batch, of the chunk's part of the segment; tokens
+in that part; first of the part's rows in this tile; earlier segments; tokens of the segment that lie in the tail."""
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 
@@ -50,6 +50,7 @@ def extend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -79,18 +80,19 @@ def extend_kernel(
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_ptr + head) * 16
     value_offset = kept * HEAD_DIM
+    per_unit = 16.0 / kept
     # One tile ahead and carried as loaded, as in decode.
-    slot = tl.load(slots_at + tile_rows // kept, mask=tile_rows < history, other=0)
+    slot = tl.load(slots_at + segment_of(tile_rows, per_unit), mask=tile_rows < history, other=0)
     for start in tl.range(0, history, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < history
-        at = slot.to(tl.int64) * slab_elems + key_offset + (number % kept) * HEAD_DIM
+        at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
         pointers = slabs_ptr + at[:, None] + dims[None, :]
         keys = tl.load(pointers, mask=valid[:, None], other=0.0)
         values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
         following = number + BLOCK_N
-        slot = tl.load(slots_at + following // kept, mask=following < history, other=0)
-        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < history, other=0)
+        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
     tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
@@ -100,7 +102,7 @@ def extend_kernel(
         pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
         keys = tl.load(pointers, mask=valid[:, None], other=0.0)
         values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
-        best, total, output = _accumulate(query, keys, values, valid[None, :], scale2, best, total, output)
+        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
     # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
     seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
@@ -119,7 +121,7 @@ def extend_kernel(
             other=0.0,
         )
         causal = valid[None, :] & (number[None, :] <= token[:, None])
-        best, total, output = _accumulate(query, keys, values, causal, scale2, best, total, output)
+        best, total, output = accumulate(query, keys, values, causal, scale2, best, total, output, PRECISION)
 
     output = output / total[:, None]
     output_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
@@ -187,5 +189,6 @@ def extend(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
+        PRECISION=tile.precision,
         num_warps=tile.warps,
     )

@@ -17,6 +17,9 @@ from sgl_ragged.budgets import GUARD, SINKS
 SCORED = ("keydiff", "key_norm", "value_key_norm")
 """Scorers that `score` computes; the formulas and their sources are in `sgl_ragged.scorers`."""
 
+GATHER_ROWS = 32
+"""Rows that one CTA of `gather` copies."""
+
 _GUARD = tl.constexpr(GUARD)
 _SINKS = tl.constexpr(SINKS)
 
@@ -26,7 +29,7 @@ class Source:
     """Where finished segments lie, all numbers in elements of `keys` and `values`.
 
     Key element (segment, head, token, i) is at firsts[segment] * key_first_stride + head // heads * layer_stride +
-    head % heads * head_stride + token * key_stride + i, where `heads` is the number of heads of a layer; values likewise.
+    head % heads * head_stride + token * key_stride + i, where `heads` counts the heads of one layer; values likewise.
     `firsts` are integers [segments], `num_heads` counts the heads of all layers that are sealed.
     """
 
@@ -210,6 +213,11 @@ def gather_kernel(
     tl.store(target + kept * HEAD_DIM + rows_at, values, mask=inside[:, None])
 
 
+def score_block(head_dim: int) -> int:
+    """Tokens that `score` holds at a time."""
+    return 32 if head_dim <= 128 else 16
+
+
 def score(source: Source, scorer: str, segment: int, head_dim: int) -> torch.Tensor:
     """Scores of finished segments by one of SCORED: float32 [segments, heads, S]. Higher is kept first."""
     shape = (len(source.firsts), source.num_heads, segment)
@@ -229,7 +237,7 @@ def score(source: Source, scorer: str, segment: int, head_dim: int) -> torch.Ten
         SCORER=scorer,
         SEGMENT=segment,
         HEAD_DIM=head_dim,
-        BLOCK_T=32 if head_dim <= 128 else 16,
+        BLOCK_T=score_block(head_dim),
         num_warps=4,
     )
     return scores
@@ -277,12 +285,11 @@ def gather(
     Args:
         slots: integers [segments].
         positions: from `choose`.
-        kept: int32 [heads]. key_blocks: int64 [heads], where each head's keys start in a slab, in blocks of 16 elements.
+        kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         most_kept: the largest of `kept`, known to the host.
     """
     segments, heads, segment = positions.shape
-    block = 32
-    gather_kernel[(segments, heads, triton.cdiv(most_kept, block))](
+    gather_kernel[(segments, heads, triton.cdiv(most_kept, GATHER_ROWS))](
         source.keys,
         source.values,
         source.firsts,
@@ -301,6 +308,6 @@ def gather(
         HEADS=source.heads,
         SEGMENT=segment,
         HEAD_DIM=head_dim,
-        BLOCK_R=block,
+        BLOCK_R=GATHER_ROWS,
         num_warps=4,
     )

@@ -12,12 +12,20 @@ MOST_Q_PER_KV = 16
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of queries and of keys that a CTA works on, its warps, and the depth of its software pipeline."""
+    """Rows of queries and of keys that a CTA works on, its warps, and the depth of its software pipeline.
+
+    `precision` is what tl.dot does with float32: three TF32 products, which agree with float32 to about 1e-6, or plain
+    float32 arithmetic, which is slower and takes fewer registers. Other dtypes do not look at it.
+
+    The figures are those that spill on none of the architectures and leave the loads pipelined
+    (`benchmarks/kernel_resources.py`).
+    """
 
     block_m: int
     block_n: int
     warps: int
-    stages: int
+    stages: int = 3
+    precision: str = "tf32x3"
 
 
 def decode_tile(head_dim: int, itemsize: int) -> Tile:
@@ -27,15 +35,25 @@ def decode_tile(head_dim: int, itemsize: int) -> Tile:
         itemsize: bytes per element of the KV dtype.
     """
     if itemsize == 4:
-        return Tile(16, 32, 4, 3) if head_dim <= 128 else Tile(16, 16, 4, 3)
-    return Tile(16, 64, 4, 3) if head_dim <= 128 else Tile(16, 32, 4, 3)
+        if head_dim <= 64:
+            return Tile(16, 16, 4)
+        return Tile(16, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
+    return Tile(16, 64, 4) if head_dim <= 128 else Tile(16, 32, 8)
 
 
-def extend_tile(head_dim: int, itemsize: int) -> Tile:
-    """The tile of the extend kernel; query rows are (token, query head) pairs."""
+def extend_tile(head_dim: int, itemsize: int, architecture: int) -> Tile:
+    """The tile of the extend kernel; query rows are (token, query head) pairs.
+
+    Args:
+        architecture: compute capability, major number: from 9 on the accumulators need fewer registers.
+    """
     if itemsize == 4:
-        return Tile(32, 32, 4, 2) if head_dim <= 128 else Tile(16, 16, 4, 2)
-    return Tile(128, 64, 8, 3) if head_dim <= 128 else Tile(64, 32, 4, 3)
+        if head_dim <= 64:
+            return Tile(32, 16, 4)
+        return Tile(32, 16, 8) if head_dim <= 128 else Tile(16, 16, 4, precision="ieee")
+    if head_dim <= 128:
+        return Tile(128, 64 if architecture >= 9 or head_dim <= 64 else 32, 8)
+    return Tile(64, 32, 8)
 
 
 def check_shape(head_dim: int, q_per_kv: int) -> None:

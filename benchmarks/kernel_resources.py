@@ -1,0 +1,218 @@
+"""Registers, shared memory and spills of the Triton kernels, compiled here for GPUs that need not be here.
+
+    python -m benchmarks.kernel_resources [--json] [--output docs/kernel-resources.md]     (two to three minutes)
+
+Compiles every kernel for every architecture, dtype and head dimension, and reads what the assembler made of it. No GPU
+is used, so this says what a kernel needs, not how fast it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from rich.console import Console
+from rich.progress import track
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
+
+ARCHITECTURES = (80, 90, 100)
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
+HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel to be compiled. `types`: Triton type of each parameter that is not a constant, in order."""
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    dtype: str
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel needs. Registers per thread; shared and spilled bytes per CTA and thread.
+
+    `wide_loads`: 16-byte loads and asynchronous copies among the machine instructions; `async_depth`: most copies that
+    a wait leaves in flight, 0 where nothing is pipelined; `tensor_core`: the matrix instruction, if any.
+    """
+
+    kernel: str
+    architecture: int
+    dtype: str
+    head_dim: int
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+    wide_loads: int
+    narrow_loads: int
+    async_depth: int
+    tensor_core: str
+    tile: str
+
+
+def builds(architecture: int) -> Iterator[Build]:
+    """Every kernel with every dtype and head dimension that is promised, for a compute capability times ten."""
+    for dtype in ITEMSIZE:
+        for dim in (64, 128, 256):
+            yield from _attention_builds(dtype, dim, architecture)
+            # What only moves or scores rows is compiled alike for both 16-bit dtypes.
+            if dtype != "fp16":
+                yield from _storage_builds(dtype, dim)
+    constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
+    types = {"scores_ptr": "*fp32", "starts_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
+    yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
+
+
+def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
+    element, itemsize = f"*{dtype}", ITEMSIZE[dtype]
+    common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
+    for kernel, tile, types in (
+        (
+            decode.decode_kernel,
+            tiles.decode_tile(dim, itemsize),
+            {"queries_ptr": element, "slabs_ptr": element, "tails_ptr": element, "slots_ptr": "*i32"}
+            | {"rows_ptr": "*i64", "lengths_ptr": "*i32", "ctas_ptr": "*i32", "kept_ptr": "*i32"}
+            | {"key_blocks_ptr": "*i64", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"},
+        ),
+        (
+            extend.extend_kernel,
+            tiles.extend_tile(dim, itemsize, architecture // 10),
+            {"queries_ptr": element, "keys_ptr": element, "values_ptr": element, "slabs_ptr": element}
+            | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
+            | {"heads_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": element}
+            | {"scale": "fp32"},
+        ),
+    ):
+        strides = {name: "i32" for name in kernel.arg_names if name not in types and not name.isupper()}
+        blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
+        blocks["PRECISION"] = tile.precision
+        yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim)
+
+
+def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
+    element = f"*{dtype}"
+    pointers = {
+        append.append_kernel: ["keys_ptr", "values_ptr", "tails_ptr"],
+        seal.score_kernel: ["keys_ptr", "values_ptr"],
+        seal.gather_kernel: ["keys_ptr", "values_ptr", "slabs_ptr"],
+        decode.combine_kernel: ["output_ptr"],
+    }
+    others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "rows_ptr": "*i64"}
+    others |= {"key_blocks_ptr": "*i64"}
+    for kernel, elements in pointers.items():
+        types = {}
+        for name in kernel.arg_names:
+            if name in elements:
+                types[name] = element
+            elif not name.isupper():
+                types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
+        constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
+        constants |= {"BLOCK_P": decode.COMBINED_PARTS}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)
+
+
+def compile_build(build: Build, architecture: int) -> Resources:
+    """Compile for an architecture (compute capability times ten) and read the result."""
+    aligned = {
+        (number,): [["tt.divisibility", 16]]
+        for number, name in enumerate(build.kernel.arg_names)
+        if name in build.types and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start")))
+    }
+    signature = {n: build.types.get(n, "constexpr") for n in build.kernel.arg_names}
+    source = ASTSource(build.kernel, signature, build.constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": build.warps})
+    usage, code = _disassemble(compiled.asm["cubin"])
+    waits = re.findall(r"async_wait[^\n]*num = (\d+)", compiled.asm["ttgir"])
+    wide = len(re.findall(r"\b(?:LDG|LDGSTS)\.[A-Z0-9.]*128", code))
+    every = len(re.findall(r"\b(?:LDG|LDGSTS)\.", code))
+    cores = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA|DMMA)\b", code)
+    return Resources(
+        kernel=build.kernel.__name__.removesuffix("_kernel"),
+        architecture=architecture,
+        dtype=build.dtype,
+        head_dim=build.head_dim,
+        registers=int(usage["REG"]),
+        shared_bytes=int(compiled.metadata.shared),
+        spilled_bytes=int(usage["STACK"]) + 4 * len(re.findall(r"\b(?:STL|LDL)\b", code)),
+        wide_loads=wide,
+        narrow_loads=every - wide,
+        async_depth=max(map(int, waits), default=0),
+        tensor_core=cores[0] if cores else "",
+        tile=f"{build.constants['BLOCK_M']}x{build.constants['BLOCK_N']}" if "BLOCK_M" in build.constants else "",
+    )
+
+
+def _disassemble(cubin: bytes) -> tuple[dict[str, str], str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+        code = _run("nvdisasm", "-c", file.name)
+    return dict(re.findall(r"(\w+):(\d+)", usage.splitlines()[-1])), code
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([BINARIES / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def markdown(found: list[Resources]) -> str:
+    """The page in docs/: one row per kernel, dtype and head dimension, architectures side by side."""
+    intro = f"""\
+# What the kernels need
+
+Registers per thread / shared memory in KiB per CTA, as the assembler of triton {triton.__version__} reports them for
+compute capability 8.0, 9.0 and 10.0. No kernel spills a register. Compiled, not run: this says nothing about speed. Made by
+`python -m benchmarks.kernel_resources --output docs/kernel-resources.md`; `tests/test_compiled_kernels.py` guards it.
+
+Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
+Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight.
+"""
+    lines = [
+        intro,
+        "| kernel | dtype | head_dim | tile | 8.0 | 9.0 | 10.0 | matrix instructions |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rows: dict[tuple[str, str, int], list[Resources]] = {}
+    for one in found:
+        rows.setdefault((one.kernel, one.dtype, one.head_dim), []).append(one)
+    for (kernel, dtype, dim), several in sorted(rows.items()):
+        cells = [f"{one.registers} / {one.shared_bytes / 1024:.1f}" for one in several]
+        cores = ", ".join(dict.fromkeys(one.tensor_core for one in several if one.tensor_core)) or "none"
+        shapes = ", ".join(dict.fromkeys(one.tile for one in several)) or "-"
+        lines.append(f"| {kernel} | {dtype} | {dim or '-'} | {shapes} | {' | '.join(cells)} | {cores} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object per kernel in place of the table")
+    parser.add_argument("--output", type=Path, help="write the table to this Markdown file, too")
+    options = parser.parse_args()
+    every = [(build, architecture) for architecture in ARCHITECTURES for build in builds(architecture)]
+    progress = track(every, description="compiling", console=Console(stderr=True))
+    found = [compile_build(build, architecture) for build, architecture in progress]
+    if options.output is not None:
+        options.output.write_text(markdown(found))
+    print(json.dumps([asdict(one) for one in found], indent=1) if options.json else markdown(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""The random lives of `tests/test_pool_property.py` with the Triton operations in the interpreter."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+from sgl_ragged.attention.triton_ops import TritonOps
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from tests.kernels.operations import triton_operations
+from tests.pool_machine import ROWS, SLOTS, PoolMachine
+
+
+class TritonPoolMachine(PoolMachine):
+    def make_operations(self, store: SlabStore) -> TritonOps:
+        return triton_operations(store, SLOTS, max_batch=ROWS)
+
+
+TritonPoolMachine.TestCase.settings = settings(
+    max_examples=6, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestTritonPoolMachine = TritonPoolMachine.TestCase

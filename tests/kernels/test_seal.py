@@ -1,0 +1,95 @@
+"""The sealing kernels in the interpreter against the scorers and the selection that they stand in for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_ragged.attention.kernels import append, seal
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
+
+HEADS, DIM = 3, 16
+
+
+def kept_counts(segment: int) -> torch.Tensor:
+    return torch.tensor([16, max(segment // 32 * 16, 16), segment], dtype=torch.int32)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("segment", [16, 48, 256])
+@pytest.mark.parametrize("scorer", seal.SCORED)
+def test_scores_are_those_of_the_scorer(scorer, segment):
+    """Of a chunk whose keys and values lie apart, as slices of one projection, and of tails of all layers at once."""
+    qkv = torch.randn(2 * segment + 7, 5 * HEADS * DIM, generator=generator(0))
+    keys, values = (qkv[:, i * HEADS * DIM : (i + 1) * HEADS * DIM].unflatten(1, (HEADS, DIM)) for i in (1, 3))
+    keys[5] = 0
+    firsts = torch.tensor([3, segment + 7])
+    source = seal.Source.of_chunk(keys, values, firsts)
+    tokens = firsts[:, None] + torch.arange(segment)
+    data = SegmentData(keys[tokens].transpose(1, 2), values[tokens].transpose(1, 2))
+    want = get_scorer(scorer).score(data)
+    torch.testing.assert_close(seal.score(source, scorer, segment, DIM), want, atol=1e-5, rtol=1e-5)
+
+    tails = torch.randn(4, 2, 2, HEADS, segment, DIM, generator=generator(1))
+    rows = torch.tensor([3, 1])
+    data = SegmentData(tails[rows, :, 0].flatten(1, 2), tails[rows, :, 1].flatten(1, 2))
+    found = seal.score(seal.Source.of_tails(tails, rows, None), scorer, segment, DIM)
+    torch.testing.assert_close(found, get_scorer(scorer).score(data), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("segment", [16, 32, 48, 256, 528])
+def test_choice_is_that_of_the_torch_selection(segment):
+    """Few different scores, so that ties decide; infinities and NaN; sequences' first segments and others."""
+    scores = torch.randint(0, 5, (4, HEADS, segment), generator=generator(segment)).float()
+    scores[0, 0, ::3] = torch.nan
+    scores[1, 1, ::5] = torch.inf
+    scores[1, 1, 1::5] = torch.finfo(torch.float32).max
+    scores[2, 2, ::4] = -torch.inf
+    scores[3] = torch.nan
+    starts = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    kept = kept_counts(segment)
+    positions = seal.choose(scores, starts, kept)
+    order = rank_positions(scores, starts.bool())
+    for head, count in enumerate(kept.tolist()):
+        want = keep_positions(order[:, head : head + 1], count)[:, 0]
+        assert (positions[:, head, :count] == want).all(), head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gather_writes_the_chosen_rows_and_nothing_else(dtype):
+    segment, kept = 48, np.array([[16, 48, 32], [32, 16, 16]])
+    layout = SlabLayout(kept, DIM, segment)
+    tails = torch.randn(3, 2, 2, HEADS, segment, DIM, generator=generator(2)).to(dtype)
+    slabs = torch.full((6, layout.slab_elems), 7.0, dtype=dtype)
+    rows, slots = torch.tensor([2, 1]), torch.tensor([4, 1])
+    counts = torch.tensor(kept.ravel(), dtype=torch.int32)
+    scores = torch.rand(2, 2 * HEADS, segment, generator=generator(3))
+    positions = seal.choose(scores, torch.zeros(2, dtype=torch.int32), counts)
+    blocks = torch.tensor(layout.key_offset.ravel() // 16)
+    seal.gather(seal.Source.of_tails(tails, rows, None), slabs, slots, positions, counts, blocks, 48, DIM)
+    want = torch.full_like(slabs, 7.0)
+    for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        for layer, head in np.ndindex(*kept.shape):
+            chosen = positions[number, layer * HEADS + head, : kept[layer, head]].long()
+            for part, offset in enumerate((layout.key_offset, layout.value_offset)):
+                start = int(offset[layer, head])
+                rows_kept = tails[row, layer, part, head, chosen].flatten()
+                want[slot, start : start + len(rows_kept)] = rows_kept
+    assert torch.equal(slabs, want)
+
+
+def test_append_writes_its_tokens_and_nothing_else():
+    tails = torch.full((4, 2, 2, HEADS, 32, DIM), 7.0)
+    keys, values = torch.randn(2, 9, HEADS, DIM, generator=generator(4))
+    tokens, requests, places = torch.tensor([[8, 0, 3], [1, 0, 1], [31, 0, 5]], dtype=torch.int32)
+    rows = torch.tensor([3, 2])
+    append.append(tails, 1, keys, values, tokens, requests, places, rows)
+    want = torch.full_like(tails, 7.0)
+    for token, request, place in zip(tokens, requests, places, strict=True):
+        want[rows[request], 1, 0, :, place], want[rows[request], 1, 1, :, place] = keys[token], values[token]
+    assert torch.equal(tails, want)
