@@ -48,10 +48,12 @@ def run_dry(options: argparse.Namespace) -> int:
     record = Record(options.output)
     record.start(COMPUTED, blocks=options.blocks, assumed=dry_run.ASSUMED)
     for name in options.blocks:
-        if name in dry_run.BLOCKS:
-            rows = dry_run.BLOCKS[name]()
-            record.set_block(name, {"status": COMPUTED, "rows": rows})
-            dry_run.show_block(name, rows)
+        if name not in dry_run.BLOCKS:
+            record.set_block(name, {"status": COMPUTED, "rows": [], "note": "nothing to compute ahead"})
+            continue
+        rows = dry_run.BLOCKS[name]()
+        record.set_block(name, {"status": COMPUTED, "rows": rows})
+        dry_run.show_block(name, rows)
     return 0
 
 

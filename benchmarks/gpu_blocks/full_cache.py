@@ -95,8 +95,19 @@ def extend_baselines(cache: FullCache, queries: torch.Tensor) -> dict[str, Atten
     return found
 
 
-def working(found: dict[str, Attend], context: Context) -> tuple[dict[str, Attend], list[Row]]:
+def distance(output: torch.Tensor, reference: torch.Tensor) -> float:
+    """Euclidean distance of two outputs over the norm of the second."""
+    reference = reference.float()
+    return float((output.float() - reference).norm() / reference.norm())
+
+
+def working(
+    found: dict[str, Attend], context: Context, tolerance: float | None = None
+) -> tuple[dict[str, Attend], list[Row]]:
     """Those that run here, and for each how far its output is from the first one's: a baseline must be right, too.
+
+    Args:
+        tolerance: the largest such distance; beyond it a way to attend is out.
 
     Returns:
         The runnable ones and rows {"baseline", "difference" | "failed"}.
@@ -106,13 +117,17 @@ def working(found: dict[str, Attend], context: Context) -> tuple[dict[str, Atten
     first: torch.Tensor | None = None
     for name, attend in found.items():
         try:
-            output = attend(0).float()
+            output = attend(0)
             if context.device.type == "cuda":
                 torch.cuda.synchronize()
         except Exception as error:  # A baseline that this machine cannot run is a finding, not an end.
             rows.append({"baseline": name, "failed": short_error(error)})
             continue
         first = output if first is None else first
-        rows.append({"baseline": name, "difference": float((output - first).norm() / first.norm())})
+        difference = distance(output, first)
+        if tolerance is not None and not difference <= tolerance:
+            rows.append({"baseline": name, "failed": f"its output is {difference:.2g} away from that of the first"})
+            continue
+        rows.append({"baseline": name, "difference": difference})
         runs[name] = attend
     return runs, rows

@@ -86,6 +86,15 @@ def test_decode_reports_every_variant(context):
     assert row["ours"][-1]["bytes_over_full"] == 1.0
 
 
+def test_flashinfer_that_does_not_work_is_a_finding(context):
+    context.flashinfer = object()
+    model = dataclasses.replace(MODEL, layers=(2,))
+    (row,) = finish(decode.run(context, [DecodeCase(model, 128, 1)], ratios=(0.5,)))
+    assert [entry["name"] for entry in row["failed"]] == ["flashinfer on slabs 0.5", "flashinfer"]
+    (row,) = finish(extend.run(context, [ExtendCase(model, 64, 64)], ratios=(0.5,)))
+    assert [entry["name"] for entry in row["failed"]] == ["flashinfer"]
+
+
 def test_decode_says_what_does_not_fit(context):
     context.memory = 1000
     assert finish(decode.run(context, [DecodeCase(MODEL, 256, 2)])) == []
