@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from benchmarks.gpu_blocks.cases import (
 )
 from benchmarks.gpu_blocks.context import Context
 from benchmarks.gpu_blocks.timing import HostTimer
+from sgl_ragged.attention import flashinfer_ops
+from tests.kernels.paged_decode import PagedDecode
 
 CPU = torch.device("cpu")
 TINY = CorrectnessCase("float32", 2, 16, "keydiff", "exact", 32, ((16, 32), (32, 16)))
@@ -93,6 +96,52 @@ def test_flashinfer_that_does_not_work_is_a_finding(context):
     assert [entry["name"] for entry in row["failed"]] == ["flashinfer on slabs 0.5", "flashinfer"]
     (row,) = finish(extend.run(context, [ExtendCase(model, 64, 64)], ratios=(0.5,)))
     assert [entry["name"] for entry in row["failed"]] == ["flashinfer"]
+
+
+class Paged:
+    """FlashInfer's wrappers for paged caches in NHD layout, decode or causal prefill, as far as they are used."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **buffers: object) -> None:
+        assert layout == "NHD"
+
+    def plan(self, *arguments, q_data_type, kv_data_type, causal=False) -> None:
+        *queries, indptr, indices, last, _, _, _, page = arguments
+        self.chunk = int(queries[0][1]) if causal else 1
+        self.pages = indices.view(len(last), -1).long()
+        self.length = (self.pages.shape[1] - 1) * page + int(last[0])
+        assert indptr[-1] == len(indices)
+
+    def run(self, queries: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        keys, values = (part[self.pages].flatten(1, 2)[:, : self.length].transpose(1, 2) for part in cache)
+        own = queries.view(len(self.pages), self.chunk, *queries.shape[1:]).transpose(1, 2)
+        mask = torch.ones(self.chunk, self.length, dtype=torch.bool).tril(self.length - self.chunk)
+        output = torch.nn.functional.scaled_dot_product_attention(own, keys, values, attn_mask=mask, enable_gqa=True)
+        return output.transpose(1, 2).reshape(queries.shape)
+
+
+def test_flashinfer_is_timed_where_it_works(context, monkeypatch):
+    """Against stand-ins for its documented contract: what they are handed is right, as their outputs agree."""
+    names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
+    context.flashinfer = SimpleNamespace(**dict.fromkeys(names, Paged))
+    monkeypatch.setattr(flashinfer_ops, "flashinfer_wrapper", lambda device: PagedDecode)
+    model = dataclasses.replace(MODEL, layers=(2,), head_dim=64)
+    (row,) = finish(decode.run(context, [DecodeCase(model, 256, 2)], ratios=(0.5,)))
+    assert row["failed"] == []
+    assert row["ours"][-1]["name"] == "flashinfer on slabs 0.5"
+    assert row["ours"][-1]["difference"] < 1e-2
+    assert {b["baseline"]: b for b in row["baselines"]}["flashinfer"]["median_us"] > 0
+    (row,) = finish(extend.run(context, [ExtendCase(model, 64, 64, requests=2)], ratios=(0.5,)))
+    assert row["failed"] == []
+    by_name = {baseline["baseline"]: baseline for baseline in row["baselines"]}
+    assert by_name["flashinfer"]["difference"] < 1e-2
+
+
+def test_occupancy_of_a_compiled_kernel(context, monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kernel = SimpleNamespace(n_regs=108, n_spills=0, metadata=SimpleNamespace(shared=71680, num_warps=4))
+    row = resources._row(context, "decode", kernel)
+    assert (row["ctas_per_sm"], row["resident_ctas"], row["spills"]) == (3, 396, 0)
 
 
 def test_decode_says_what_does_not_fit(context):
