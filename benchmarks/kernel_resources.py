@@ -179,7 +179,7 @@ def markdown(found: list[Resources]) -> str:
 # What the kernels need
 
 Registers per thread / shared memory in KiB per CTA, as the assembler of triton {triton.__version__} reports them for
-compute capability 8.0, 9.0 and 10.0. No kernel spills a register. Compiled, not run: this says nothing about speed. Made by
+compute capability 8.0, 9.0 and 10.0. No kernel spills a register. Compiled, not run: this says nothing about speed. By
 `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`; `tests/test_compiled_kernels.py` guards it.
 
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.

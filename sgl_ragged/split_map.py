@@ -221,6 +221,17 @@ class SplitMap:
         return {batch: int(counts.sum(axis=1).max()) for batch, counts in self.counts_by_batch.items()}
 
 
+def batch_buckets(most: int) -> list[int]:
+    """Batch sizes to make a map for: every one up to 8, then each an eighth larger than the last, up to `most`.
+
+    Waves are full for a bucket's own batch; a smaller one leaves at most an eighth of them empty.
+    """
+    buckets = [1]
+    while buckets[-1] < most:
+        buckets.append(min(buckets[-1] + max(1, buckets[-1] // 8), most))
+    return buckets
+
+
 def build_split_map(
     kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact", heads_per_group: int = 1
 ) -> SplitMap:

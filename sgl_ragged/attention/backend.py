@@ -95,7 +95,10 @@ class RaggedAttnBackend(AttentionBackend):
             self._observed = extend_batch(self.req_to_token, rows.tolist(), prefixes, lengths, self.segment)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing to allocate: the operations' buffers are as large as the largest batch from the start."""
+        """Before any graph is captured: batches are padded to sizes that may exceed the rows of the request table."""
+        if not self.operations.captures_graphs:
+            raise RaggedConfigError("these attention kernels cannot be captured; use --disable-cuda-graph")
+        self.operations.reserve(max_bs)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have one token, in row 0, which belongs to no request."""

@@ -23,6 +23,9 @@ class Operations(Protocol):
     """Whether decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
+    def reserve(self, max_batch: int) -> None:
+        """Make room for decode batches of this size, padding included."""
+
     def describe_extend(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
     ) -> Any:

@@ -21,6 +21,9 @@ class TorchOps:
     def __init__(self, store: SlabStore) -> None:
         self.store = store
 
+    def reserve(self, max_batch: int) -> None:
+        """Nothing to do: batches are described in tensors of their own."""
+
     def describe_extend(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
     ) -> ExtendBatch:

@@ -91,23 +91,30 @@ class TritonOps:
         order = np.argsort(-layout.kept, axis=1, kind="stable")
         self._head_order = torch.tensor(order, dtype=torch.int32, device=device)
         self._most_kept = layout.kept.max(axis=1).tolist()
+        self._max_segments = max_segments
         self._splits: dict[int, tuple[LayerSplit, ...]] = {}
+        self._max_batch = 0
+        self.reserve(max_batch)
+
+    def reserve(self, max_batch: int) -> None:
+        """As in `Operations`. Replaces the buffers if they are too small, so call it before a graph is captured."""
+        if max_batch <= self._max_batch:
+            return
+        store, device = self.store, self.store.slabs.device
+        self._max_batch = max_batch
+        parts = 0
         for batch in range(1, max_batch + 1):
-            counts = split_map.for_batch(batch)
+            counts = self.split_map.for_batch(batch)
             if id(counts) not in self._splits:
-                self._splits[id(counts)] = _layer_splits(counts, layout.kept, device)
+                self._splits[id(counts)] = _layer_splits(counts, store.layout.kept, device)
+            parts = max(parts, batch * int(counts.sum(axis=1).max()))
         self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._places = torch.zeros(max_batch, dtype=torch.int32, device=device)
-        self._slots = torch.zeros((max_batch, max_segments), dtype=torch.int32, device=device)
+        self._slots = torch.zeros((max_batch, self._max_segments), dtype=torch.int32, device=device)
         self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
-        parts = max(
-            batch * max(len(split.ctas) for split in self._splits[id(split_map.for_batch(batch))])
-            for batch in range(1, max_batch + 1)
-        )
-        heads_rows = parts * store.q_per_kv
-        self._partial = torch.empty(heads_rows * layout.head_dim, dtype=torch.float32, device=device)
-        self._lse = torch.empty(heads_rows, dtype=torch.float32, device=device)
+        self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
+        self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
 
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
 
@@ -12,7 +13,6 @@ ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
 
 KV_POOLS = ("token", "ragged")
-KERNELS = ("auto", "torch")
 
 DEFAULTS: dict[str, Any] = {
     "ragged_ratio": 0.5,

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import (
     ATTRIBUTE,
     DEFAULTS,
     FLAGS,
-    KERNELS,
     KV_POOLS,
     OBSERVER,
     RaggedOptions,
@@ -103,7 +103,11 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         metavar="G",
         help=f"Heads that share one budget, their largest. [{DEFAULTS['ragged_heads_per_group']}]",
     )
-    group.add_argument("--ragged-kernel", choices=KERNELS, help=f"Attention kernels. [{DEFAULTS['ragged_kernel']}]")
+    group.add_argument(
+        "--ragged-kernel",
+        choices=KERNELS,
+        help=f"Attention kernels; auto: triton on CUDA, torch elsewhere. [{DEFAULTS['ragged_kernel']}]",
+    )
 
 
 def _from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> Any:

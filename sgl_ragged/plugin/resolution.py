@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ragged.attention.kernel_choice import choose_kernel
+from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.seams import BACKEND, check_seams, seams_for
@@ -26,7 +28,9 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     declare_resolution(server_args, "sgl_ragged", page_size=options.segment, attention_backend=BACKEND)
     original(server_args)
     view = resolving_view(server_args)
-    declare_resolution(server_args, "sgl_ragged", cuda_graph_config=_without_cuda_graphs(view.cuda_graph_config))
+    kernel = choose_kernel(options.kernel, view.device)
+    graphs = _cuda_graphs(view.cuda_graph_config, in_decode=kernel == "triton" and view.device == "cuda")
+    declare_resolution(server_args, "sgl_ragged", cuda_graph_config=graphs)
     if view.chunked_prefill_size > 0:
         # SGLang's default need not be whole segments; what the user gave is checked by refuse_flags.
         chunk = max(view.chunked_prefill_size // options.segment, 1) * options.segment
@@ -41,15 +45,27 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     refuse_model(model_config)
     from sgl_ragged.plugin.model_layout import model_geometry, model_statistics
 
-    model_statistics(options, model_geometry(model_config))
+    geometry = model_geometry(model_config)
+    if kernel != "torch":
+        check_shape(geometry.head_dim, geometry.q_per_kv)
+    model_statistics(options, geometry)
 
 
-def _without_cuda_graphs(config: Any) -> Any:
-    """The torch operations loop over bands on the host, which a CUDA graph cannot record."""
+def _cuda_graphs(config: Any, *, in_decode: bool) -> Any:
+    """The graphs that can be captured: none of prefill, of decode those over the whole step.
+
+    The torch operations loop over bands on the host, FlashInfer plans on the host, prefill allocates by its lengths.
+    """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        config = with_phase(config, phase, backend=Backend.DISABLED)
+    config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+    if not in_decode:
+        return with_phase(config, Phase.DECODE, backend=Backend.DISABLED)
+    if config[Phase.DECODE].backend not in (Backend.FULL, Backend.DISABLED):
+        raise RaggedConfigError(
+            f"CUDA graphs of kind {config[Phase.DECODE].backend!r} are not supported with --kv-pool ragged for decode; "
+            f"use {Backend.FULL!r} or {Backend.DISABLED!r}"
+        )
     return config
 
 

@@ -94,12 +94,16 @@ def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch:
 
 def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     """SGLang's factory of the attention backend called `seams.BACKEND`."""
+    import torch
     from sglang.srt.runtime_context import get_parallel
 
     from sgl_ragged.attention.backend import RaggedAttnBackend
+    from sgl_ragged.attention.kernel_choice import choose_kernel, make_operations
 
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
-    return RaggedAttnBackend(model_runner, observer)
+    kernel = choose_kernel(options.kernel, torch.device(model_runner.device).type)
+    logger.info("ragged attention kernels: %s", kernel)
+    return RaggedAttnBackend(model_runner, functools.partial(make_operations, kernel), observer)
 
 
 def _layout(options: RaggedOptions, configurator: Any) -> Any:

@@ -15,8 +15,9 @@ from sgl_ragged.attention.kernels.decode import LOG2E, accumulate, segment_of
 from sgl_ragged.attention.kernels.tiles import Tile
 
 TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "sealed", "open_length")
-"""Columns of the tile table: index of the request; first token, in the batch, of the chunk's part of the segment; tokens
-in that part; first of the part's rows in this tile; earlier segments; tokens of the segment that lie in the tail."""
+"""Columns of the tile table: index of the request; first token, in the batch, of the chunk's part of the segment;
+tokens in that part; first of the part's rows in this tile; earlier segments; tokens of the segment that are in the
+tail."""
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 

@@ -1,0 +1,96 @@
+"""Which operations serve: what was asked for, on what device. Imports torch and Triton only where they are used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from sgl_ragged.errors import RaggedConfigError
+
+if TYPE_CHECKING:
+    from sgl_ragged.attention.operations import Operations
+    from sgl_ragged.mem_pool.slab_store import SlabStore
+
+logger = logging.getLogger(__name__)
+
+KERNELS = ("auto", "torch", "triton", "flashinfer")
+
+INTERPRETED_CTAS = 16
+"""What the split map is made for where Triton interprets: there is no GPU to fill."""
+
+
+def choose_kernel(asked: str, device: str) -> str:
+    """torch, triton or flashinfer, for one of KERNELS and a device type such as "cuda".
+
+    Raises:
+        RaggedConfigError: the device cannot run what was asked for.
+    """
+    if asked == "auto":
+        return "triton" if device == "cuda" else "torch"
+    if asked == "torch" or device == "cuda":
+        return asked
+    # For tests: the interpreter runs Triton kernels on CPU tensors, a thousand times slower than a GPU.
+    if asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        return asked
+    raise RaggedConfigError(f"--ragged-kernel {asked} needs an NVIDIA GPU, the device is {device}; use torch or auto")
+
+
+def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operations:
+    """The operations for a store, as large as its rows allow.
+
+    Args:
+        kernel: from `choose_kernel`.
+        max_segments: most segments of a sequence.
+
+    Raises:
+        RaggedConfigError: the kernel cannot take heads of this shape, or FlashInfer is missing.
+    """
+    max_batch = store.tails.shape[0]
+    if kernel == "torch":
+        from sgl_ragged.attention.torch_ops import TorchOps
+
+        return TorchOps(store)
+    if kernel == "flashinfer":
+        from sgl_ragged.attention.flashinfer_ops import FlashInferOps
+
+        return FlashInferOps(store, max_batch, max_segments)
+    from sgl_ragged.attention.triton_ops import TritonOps
+    from sgl_ragged.split_map import batch_buckets, build_split_map, imbalance
+
+    resident = _resident_ctas(store)
+    split_map = build_split_map(store.layout.kept, resident, batch_buckets(max_batch))
+    ctas = {batch: counts.sum(axis=1).max() for batch, counts in split_map.counts_by_batch.items()}
+    logger.info(
+        "split map for %d CTAs at once: %d batch buckets, at most %d CTAs per request and layer at batch 1 and %d at "
+        "batch %d, largest / mean load at most %.2f",
+        resident,
+        len(ctas),
+        ctas[1],
+        ctas[max(ctas)],
+        max(ctas),
+        max(imbalance(store.layout.kept, counts).max() for counts in split_map.counts_by_batch.values()),
+    )
+    return TritonOps(store, split_map, max_batch, max_segments)
+
+
+def _resident_ctas(store: SlabStore) -> int:
+    """CTAs of the decode kernel that the store's device holds at once; compiles the kernel."""
+    device = store.slabs.device
+    if device.type != "cuda":
+        return INTERPRETED_CTAS
+    import torch
+
+    from sgl_ragged.attention.occupancy import resident_ctas
+    from sgl_ragged.attention.triton_ops import TritonOps
+    from sgl_ragged.split_map import build_split_map
+
+    layout = store.layout
+    trial = TritonOps(store, build_split_map(layout.kept, 1, [1], "none"), 1, 1)
+    table = torch.zeros((1, layout.segment), dtype=torch.int32, device=device)
+    # A padded row of length 0: there is nothing to read.
+    nothing = torch.zeros(1, dtype=torch.int64, device=device)
+    batch = trial.describe_decode(table, nothing, nothing, nothing.cpu())
+    queries = store.slabs.new_zeros((1, layout.num_heads, store.q_per_kv, layout.head_dim))
+    kernel = trial.attend_parts(0, queries, batch, batch.splits[0])
+    return resident_ctas(kernel, device)

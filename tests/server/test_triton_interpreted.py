@@ -1,0 +1,45 @@
+"""The Triton operations in a real server, interpreted on the CPU: against the dense-mask oracle, hit against miss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.launch import serve
+from sgl_ragged.budgets import profile_kept
+from tests.models import make_llama, make_profile
+from tests.oracle import Oracle
+from tests.server.client import generate, generate_all
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO, NEW = 32, 0.6, 4
+LENGTHS = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7)
+
+
+@pytest.mark.parametrize("scorer", ["keydiff"])
+def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, monkeypatch, scorer):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = make_llama(tmp_path / "model")
+    profile = make_profile(model, tmp_path / "profile.safetensors", scorer=scorer, segment=SEGMENT)
+    flags = [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
+        *("--kv-pool", "ragged", "--ragged-kernel", "triton", "--ragged-ratio", str(RATIO), "--kv-bytes", "32MiB"),
+        *("--ragged-segment", str(SEGMENT), "--ragged-profile", str(tmp_path / "profile.safetensors")),
+        *("--max-running-requests", "6", "--chunked-prefill-size", str(3 * SEGMENT)),
+    ]
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    assert kept.min() < SEGMENT, "nothing would be compressed"
+    oracle = Oracle(str(model), kept, SEGMENT, scorer)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(10, 500, length).tolist() for length in LENGTHS]
+    with serve(model, *flags, log=tmp_path / "server.log") as server:
+        assert "ragged attention kernels: triton" in (tmp_path / "server.log").read_text()
+        cold = generate_all(server, prompts, NEW)
+        again = generate(server, prompts[-1], NEW)
+    for prompt, answer in zip(prompts, cold, strict=True):
+        want = oracle.logprobs([*prompt, *answer.tokens])[len(prompt) - 1 :]
+        np.testing.assert_allclose(answer.output_logprobs, want, atol=1e-4)
+    assert again.cached == 4 * SEGMENT
+    assert again.tokens == cold[-1].tokens
+    np.testing.assert_allclose(again.output_logprobs, cold[-1].output_logprobs, atol=1e-4)
