@@ -75,11 +75,11 @@ def mean_work(works: list[Work]) -> Work:
     return Work(*(round(sum(getattr(w, field) for w in works) / len(works)) for field in ("bytes", "flop")))
 
 
-def gather_work(model: Model, segments: int, kept: np.ndarray) -> Work:
-    """Sealing segments of the layers in `kept` [layers, heads]: all keys once, kept rows read and written."""
-    keys = segments * kept.size * model.segment * model.head_dim
+def seal_work(model: Model, segments: int, kept: np.ndarray, scorer: str) -> Work:
+    """Sealing segments of the layers in `kept` [layers, heads]: what is scored once, kept rows read and written."""
+    scored = segments * kept.size * model.segment * model.head_dim * (2 if scorer == "value_key_norm" else 1)
     rows = segments * int(kept.sum()) * model.head_dim
-    return Work(bytes=ITEMSIZE * (keys + 4 * rows), flop=0)
+    return Work(bytes=ITEMSIZE * (scored + 4 * rows), flop=0)
 
 
 def append_work(model: Model, tokens: int) -> Work:

@@ -14,9 +14,9 @@ from benchmarks.gpu_blocks.arithmetic import (
     append_work,
     decode_work,
     extend_work,
-    gather_work,
     mean_work,
     plan_decode,
+    seal_work,
 )
 from benchmarks.gpu_blocks.record import COMPUTED
 from benchmarks.gpu_blocks.tables import show
@@ -126,11 +126,12 @@ def seal_rows() -> list[dict[str, Any]]:
     rows = [
         {"case": f"{scorer}, {case.segments} segments of a chunk, one layer", **_work(work)}
         for scorer in case.scorers
-        for work in [mean_work([gather_work(case.model, case.segments, row[None]) for row in layer])]
+        for work in [mean_work([seal_work(case.model, case.segments, row[None], scorer) for row in layer])]
     ]
     every = cases.kept_counts(case.model, cases.PREFILL_RATIO, all_layers=True)
     return rows + [
-        {"case": f"{n} pending, {len(every)} layers", **_work(gather_work(case.model, n, every))} for n in case.pending
+        {"case": f"{n} pending, {len(every)} layers", **_work(seal_work(case.model, n, every, case.scorers[0]))}
+        for n in case.pending
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu_blocks.arithmetic import gather_work, mean_work
+from benchmarks.gpu_blocks.arithmetic import mean_work, seal_work
 from benchmarks.gpu_blocks.cases import PREFILL_RATIO, SEAL_CASE, ExtendCase, SealCase, kept_counts
 from benchmarks.gpu_blocks.context import Context, Row
 from benchmarks.gpu_blocks.extend import Chunks
@@ -72,10 +72,10 @@ def _chunk_rows(context: Context, case: SealCase, prefix: int, hidden: int, feed
     calls = {name: len(kept) for name in variants} | {"matrix products of the layer": 1}
     times = context.timer.compare({n: context.timer.prepare(call) for n, call in variants.items()}, calls)
     prefill = times["matrix products of the layer"].median + times["attention of the chunk"].median
-    work = mean_work([gather_work(model, case.segments, row[None]) for row in kept])
     for name, taken in times.items():
         row: Row = {"case": f"{name}, {case.chunk} tokens, one layer", **taken.summary()}
         if name in case.scorers:
+            work = mean_work([seal_work(model, case.segments, counts[None], name) for counts in kept])
             row |= {"segments": case.segments, "gb_per_s": work.bytes / taken.median / 1e3}
         yield {**row, "percent_of_prefill": 100 * taken.median / prefill}
 
@@ -137,5 +137,5 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
             variants[f"{count} pending, {scorer}, {len(kept)} layers"] = call
     times = context.timer.compare({name: context.timer.prepare(call) for name, call in variants.items()})
     for (name, taken), count in zip(times.items(), case.pending, strict=True):
-        work = gather_work(model, count, kept)
+        work = seal_work(model, count, kept, case.scorers[0])
         yield {"case": name, "segments": count, **taken.summary(), "gb_per_s": work.bytes / taken.median / 1e3}
