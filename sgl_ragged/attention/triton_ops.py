@@ -206,10 +206,25 @@ class TritonOps:
         tails = seal.Source.of_tails(store.tails, batch.from_tails.firsts, layer)
         self._seal(layer, tails, batch.from_tails, sides)
         self._seal(layer, seal.Source.of_chunk(keys, values, batch.from_chunk.firsts), batch.from_chunk, sides)
-        extend.extend(
+        self.attend_chunks(layer, queries, keys, values, batch, output)
+        self._append(layer, keys, values, batch.rest_copies, batch.rows, sides)
+        return output
+
+    def attend_chunks(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: TritonExtendBatch,
+        output: torch.Tensor,
+    ) -> object:
+        """The attention of `extend` alone, into `output`; what it returns is that of `kernels.extend.extend`."""
+        store = self.store
+        return extend.extend(
             _head_rows(queries),
-            keys,
-            values,
+            _head_rows(keys),
+            _head_rows(values),
             store.slabs,
             store.tails,
             layer,
@@ -223,8 +238,6 @@ class TritonOps:
             output,
             self.extend_tile,
         )
-        self._append(layer, keys, values, batch.rest_copies, batch.rows, sides)
-        return output
 
     def decode(
         self,

@@ -1,0 +1,130 @@
+"""Bytes, floating-point operations and the time that a GPU cannot do them in less than. Plain numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.gpu_blocks.cases import ITEMSIZE, DecodeCase, ExtendCase, Model, kept_counts
+
+REPLAY_BYTES = 256 << 20
+"""One replay of a timed graph reads at least this much, several times the 50 to 60 MB of an L2 cache."""
+
+COPY_BANDWIDTH = 4.3e12
+"""Bytes per second that a device-to-device copy moves on an H200, reads plus writes; for the dry run alone."""
+
+TENSOR_RATE = 989e12
+"""Dense bf16 FLOP per second on the H200's data sheet; for the dry run alone."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that one call has to do: bytes moved once each, and floating-point operations."""
+
+    bytes: int
+    flop: int
+
+    def floor_us(self, bandwidth: float = COPY_BANDWIDTH, rate: float = TENSOR_RATE) -> float:
+        """Microseconds of the slower of the two, in bytes and FLOP per second."""
+        return 1e6 * max(self.bytes / bandwidth, self.flop / rate)
+
+    def memory_floor_us(self, bandwidth: float = COPY_BANDWIDTH) -> float:
+        return 1e6 * self.bytes / bandwidth
+
+
+def decode_work(case: DecodeCase, kept_row: np.ndarray | None) -> Work:
+    """One layer of decode attention: keys and values that the query sees, queries and output.
+
+    Args:
+        kept_row: int [heads], or None for an uncompressed cache.
+    """
+    model = case.model
+    if kept_row is None:
+        rows = model.heads * case.length
+    else:
+        rows = case.sealed * int(kept_row.sum()) + model.heads * case.tail
+    query_elements = case.batch * model.heads * model.q_per_kv * model.head_dim
+    return Work(
+        bytes=ITEMSIZE * (case.batch * rows * 2 * model.head_dim + 2 * query_elements),
+        flop=4 * case.batch * rows * model.q_per_kv * model.head_dim,
+    )
+
+
+def extend_work(case: ExtendCase, kept_row: np.ndarray | None) -> Work:
+    """One layer of a chunk's attention: pairs of query and key that are not masked; history, chunk and output once."""
+    model, segment = case.model, case.model.segment
+    chunk_pairs = case.chunk * (case.chunk + 1) // 2
+    if kept_row is None:
+        rows = model.heads * case.prefix
+        pairs = model.heads * (case.chunk * case.prefix + chunk_pairs)
+    else:
+        total = int(kept_row.sum())
+        position = case.prefix + np.arange(case.chunk)
+        sealed = position // segment
+        rows = int(sealed.max()) * total
+        pairs = int(sealed.sum()) * total + model.heads * int((position % segment + 1).sum())
+    own = case.tokens * model.heads * model.head_dim * (2 + 2 * model.q_per_kv)
+    return Work(
+        bytes=ITEMSIZE * (case.requests * rows * 2 * model.head_dim + own),
+        flop=4 * case.requests * pairs * model.q_per_kv * model.head_dim,
+    )
+
+
+def mean_work(works: list[Work]) -> Work:
+    return Work(*(round(sum(getattr(w, field) for w in works) / len(works)) for field in ("bytes", "flop")))
+
+
+def seal_work(model: Model, segments: int, kept: np.ndarray, scorer: str) -> Work:
+    """Sealing segments of the layers in `kept` [layers, heads]: what is scored once, kept rows read and written."""
+    scored = segments * kept.size * model.segment * model.head_dim * (2 if scorer == "value_key_norm" else 1)
+    rows = segments * int(kept.sum()) * model.head_dim
+    return Work(bytes=ITEMSIZE * (scored + 4 * rows), flop=0)
+
+
+def append_work(model: Model, tokens: int) -> Work:
+    return Work(bytes=ITEMSIZE * 4 * tokens * model.heads * model.head_dim, flop=0)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """How a decode case is laid out in memory.
+
+    layers: measured layers, fewer than the model's where memory is short.
+    copies: by ratio, how many batches with slabs of their own each replay goes through.
+    full_calls: calls per replay over the uncompressed cache, each with a cache of its own.
+    """
+
+    layers: int
+    copies: dict[float, int]
+    full_calls: int
+    bytes: int
+
+
+def plan_decode(
+    case: DecodeCase, ratios: tuple[float, ...], memory: int, replay_bytes: int = REPLAY_BYTES
+) -> DecodePlan | str:
+    """The plan with the most layers that fits `memory` bytes, or the reason why there is none.
+
+    Args:
+        ratios: what is held in memory at once, beside the uncompressed cache.
+    """
+    model = case.model
+    full = decode_work(case, None).bytes
+    full_calls = max(1, -(-replay_bytes // full))
+    needed = 0
+    for layers in range(len(model.layers), 0, -1):
+        copies, needed = {}, full_calls * full
+        for ratio in ratios:
+            kept = kept_counts(model, ratio, layers)
+            once = sum(decode_work(case, row).bytes for row in kept)
+            copies[ratio] = max(1, -(-replay_bytes // once))
+            rows = case.batch * copies[ratio]
+            slabs = rows * (case.sealed + 1) * int(kept.sum()) * 2 * model.head_dim
+            tails = rows * layers * model.heads * 2 * model.segment * model.head_dim
+            needed += ITEMSIZE * (slabs + tails)
+        if needed <= memory:
+            return DecodePlan(layers, copies, full_calls, needed)
+    return (
+        f"one layer at ratios {', '.join(f'{r:g}' for r in ratios)} needs {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
+    )

@@ -1,0 +1,239 @@
+"""Block `correctness`: append, seal, extend and decode on poisoned memory against float64, at ragged ends.
+
+Prompts of 1, S-1, S, S+1 and 10S+7 tokens go in as two chunks each, cut inside a segment; then some tokens are decoded
+beside padded rows, over segment borders; then a graph captured for some requests is replayed for others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_blocks.cases import CorrectnessCase
+from benchmarks.gpu_blocks.context import Row
+from benchmarks.gpu_blocks.reference import Errors, Tokens, attention, kept_positions, visible
+from benchmarks.gpu_blocks.stage import Stage, make_stage, measured_residents
+from benchmarks.gpu_blocks.timing import Timer
+from sgl_ragged.attention.triton_ops import TritonOps
+from sgl_ragged.mem_pool.slab_store import PendingSeals
+
+TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
+STEPS = 3
+PADDING = 3
+
+
+class Trial:
+    """One case: a stage full of NaN, the sequences, and what the operations gave.
+
+    outputs: of each sequence, parts [tokens, layers, heads, q_per_kv, d] in order: prefill, then decoded tokens.
+    eager, replayed: [sequences, layers, heads, q_per_kv, d], the token after those, decoded twice.
+    """
+
+    def __init__(self, case: CorrectnessCase, device: torch.device) -> None:
+        torch.manual_seed(len(case.name))
+        self.case, self.device = case, device
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        self.kept = np.array(case.kept)
+        self.lengths = list(case.lengths)
+        shape = (*self.kept.shape, case.q_per_kv, case.head_dim)
+        # One token more than is decoded: the graph is captured with it.
+        self.sequences = [Tokens.random(n + STEPS + 1, *shape, self.dtype, device) for n in self.lengths]
+        most = max(self.lengths) + STEPS + 1
+        self.stage: Stage = make_stage(
+            self.kept,
+            case.head_dim,
+            case.q_per_kv,
+            case.segment,
+            len(self.lengths),
+            most,
+            self.dtype,
+            device,
+            case.scorer,
+            fill=float("nan"),
+        )
+        batch = len(self.lengths) + PADDING
+        resident, _ = measured_residents(self.stage, batch)
+        self.operations: TritonOps = self.stage.operations(case.method, resident, batch)
+        self.outputs: list[list[torch.Tensor]] = [[] for _ in self.lengths]
+        self.eager = torch.empty(0)
+        self.replayed = torch.empty((len(self.lengths), *shape), dtype=self.dtype, device=device)
+
+    def poison(self) -> None:
+        self.operations._partial.fill_(float("nan"))
+        self.operations._lse.fill_(float("nan"))
+
+    def extend(self, starts: list[int], ends: list[int]) -> None:
+        """A chunk of every sequence that has one; outputs are kept."""
+        chosen = [i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
+        prefixes, chunks = [starts[i] for i in chosen], [ends[i] - starts[i] for i in chosen]
+        rows = torch.tensor(chosen, device=self.device) + 1
+        batch = self.operations.describe_extend(self.stage.table, rows, prefixes, chunks)
+        layers = []
+        for layer in range(len(self.kept)):
+            q, k, v = (
+                torch.cat([getattr(self.sequences[i], name)[starts[i] : ends[i], layer] for i in chosen])
+                for name in "qkv"
+            )
+            layers.append(self.operations.extend(layer, q, k, v, batch))
+        for i, output in zip(chosen, torch.stack(layers, dim=1).split(chunks), strict=True):
+            self.outputs[i].append(output)
+
+    def decode_inputs(self, positions: list[int], order: list[int]) -> dict[str, torch.Tensor]:
+        """Rows, lengths and per layer q, k, v of one token of each sequence in `order`, padding included."""
+        rows = torch.tensor([i + 1 for i in order] + [0] * PADDING, device=self.device)
+        lengths = torch.tensor([positions[i] + 1 for i in order] + [i % 2 for i in range(PADDING)], device=self.device)
+        tensors = {}
+        for name in "qkv":
+            tokens = torch.stack([getattr(self.sequences[i], name)[positions[i]] for i in order])
+            # Padded rows are whatever a server's buffers hold.
+            padding = torch.full((PADDING, *tokens.shape[1:]), 7.0, dtype=self.dtype, device=self.device)
+            tensors[name] = torch.cat([tokens, padding])
+        return {"rows": rows, "lengths": lengths, **tensors}
+
+    def describe(self, inputs: dict[str, torch.Tensor]) -> Any:
+        return self.operations.describe_decode(
+            self.stage.table, inputs["rows"], inputs["lengths"], inputs["lengths"].cpu()
+        )
+
+    def attend(self, inputs: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
+        """[batch, layers, heads, q_per_kv, d] without the padded rows."""
+        layers = [
+            self.operations.decode(layer, *(inputs[name][:, layer] for name in "qkv"), batch)
+            for layer in range(len(self.kept))
+        ]
+        return torch.stack(layers, dim=1)[: len(self.lengths)]
+
+    def decode(self, step: int) -> None:
+        self.operations.seal_pending()
+        positions = [length + step for length in self.lengths]
+        inputs = self.decode_inputs(positions, list(range(len(positions))))
+        batch = self.describe(inputs)
+        self.defer(positions)
+        self.poison()
+        for i, output in enumerate(self.attend(inputs, batch)):
+            self.outputs[i].append(output[None])
+
+    def defer(self, positions: list[int]) -> None:
+        segment = self.case.segment
+        full = [(i + 1, p) for i, p in enumerate(positions) if (p + 1) % segment == 0]
+        if full:
+            device = self.device
+            slots = [int(self.stage.table[row, p]) // segment for row, p in full]
+            self.stage.store.defer_seals(
+                PendingSeals(
+                    rows=torch.tensor([row for row, _ in full], device=device),
+                    slots=torch.tensor(slots, device=device),
+                    starts=torch.tensor([p < segment for _, p in full], device=device),
+                )
+            )
+
+    def replay(self, timer: Timer) -> None:
+        """Decode the last token eagerly, and by a graph captured for the requests in another order."""
+        self.operations.seal_pending()
+        positions = [length + STEPS for length in self.lengths]
+        order = list(range(len(positions)))
+        inputs = self.decode_inputs(positions, order)
+        self.poison()
+        self.eager = self.attend(inputs, self.describe(inputs))
+        # Captured with the requests turned round, so that lengths, rows and slots are others in the replay.
+        static = self.decode_inputs(positions, order[::-1])
+        batch = self.describe(static)
+        replay = timer.prepare(lambda: self.replayed.copy_(self.attend(static, batch)))
+        for name in "qkv":
+            static[name].copy_(inputs[name])
+        self.describe(inputs)
+        self.poison()
+        self.replayed.fill_(float("nan"))
+        replay()
+
+
+def run_case(case: CorrectnessCase, device: torch.device, timer: Timer) -> list[Row]:
+    """Rows {"case", "check", "passed", ...}. `timer` captures the graph; without a GPU it calls anew instead."""
+    return check(run_trial(case, device, timer))
+
+
+def run_trial(case: CorrectnessCase, device: torch.device, timer: Timer) -> Trial:
+    # Fresh memory is filled with NaN, so that outputs which no kernel wrote show.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        trial = Trial(case, device)
+        cuts = [min(length, 2 * case.segment + case.segment // 3) // 2 * 2 for length in trial.lengths]
+        trial.extend([0] * len(cuts), cuts)
+        trial.extend(cuts, trial.lengths)
+        for step in range(STEPS):
+            trial.decode(step)
+        trial.replay(timer)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return trial
+
+
+def check(trial: Trial) -> list[Row]:
+    """Set what a trial has left in memory and given out against float64."""
+    case, bound = trial.case, TOLERANCES[trial.case.dtype]
+    wrong_seals: list[str] = []
+    wanted: dict[str, list[torch.Tensor]] = {"extend": [], "decode": [], "replay": []}
+    given: dict[str, list[torch.Tensor]] = {"extend": [], "decode": [], "replay": []}
+    for i, (tokens, length) in enumerate(zip(trial.sequences, trial.lengths, strict=True)):
+        outputs = torch.cat([*trial.outputs[i], trial.replayed[i : i + 1]])
+        parts = {
+            "extend": slice(0, length),
+            "decode": slice(length, length + STEPS),
+            "replay": slice(length + STEPS, length + STEPS + 1),
+        }
+        for layer, head in np.ndindex(*trial.kept.shape):
+            kept, wrong = _kept(trial, i, layer, head)
+            wrong_seals += wrong
+            mask = visible(kept, length + STEPS + 1, case.segment, trial.device)
+            reference = attention(tokens, layer, head, mask, trial.stage.store.scales[layer])
+            for name, part in parts.items():
+                wanted[name].append(reference[part])
+                given[name].append(outputs[part, layer, head])
+    rows: list[Row] = [
+        {"check": "seal", "passed": not wrong_seals, "wrong": wrong_seals[:5]},
+        {"check": "append", "passed": _tails_hold_tokens(trial)},
+    ]
+    for name in wanted:
+        errors = Errors.between(torch.cat(given[name]), torch.cat(wanted[name]), bound)
+        figures = {"relative": errors.relative, "largest": errors.largest, "bound": bound}
+        rows.append({"check": name, "passed": errors.passed, **figures})
+    rows.append({"check": "replay equals eager", "passed": bool(torch.equal(trial.eager, trial.replayed))})
+    return [{"case": case.name, **row} for row in rows]
+
+
+def _kept(trial: Trial, request: int, layer: int, head: int) -> tuple[dict[int, torch.Tensor], list[str]]:
+    """What a head kept of each finished segment of a request, by segment number; and what is wrong with it."""
+    store, segment = trial.stage.store, trial.case.segment
+    layout, tokens = store.layout, trial.sequences[request]
+    count, start = int(layout.kept[layer, head]), int(layout.key_offset[layer, head])
+    kept, wrong = {}, []
+    for number in range((trial.lengths[request] + STEPS) // segment):
+        slot = int(trial.stage.table[request + 1, number * segment]) // segment
+        slab = store.slabs[slot, start : start + 2 * count * layout.head_dim].view(2, count, layout.head_dim)
+        own = slice(number * segment, (number + 1) * segment)
+        positions, message = kept_positions(
+            slab, tokens.k[own, layer, head], tokens.v[own, layer, head], trial.case.scorer, number == 0
+        )
+        if message:
+            wrong.append(f"request {request}, layer {layer}, head {head}, segment {number}: {message}")
+        kept[number] = torch.arange(count, device=trial.device) if positions is None else positions
+    return kept, wrong
+
+
+def _tails_hold_tokens(trial: Trial) -> bool:
+    """Whether each tail has exactly the tokens of its open segment, bit by bit."""
+    segment, store = trial.case.segment, trial.stage.store
+    for i, tokens in enumerate(trial.sequences):
+        stored = trial.lengths[i] + STEPS + 1
+        first = (stored - 1) // segment * segment
+        for index, source in enumerate((tokens.k, tokens.v)):
+            # [layers, heads, tokens, d]
+            tail = store.tails[i + 1, :, index, :, : stored - first]
+            if not torch.equal(tail, source[first:stored].permute(1, 2, 0, 3)):
+                return False
+    return True

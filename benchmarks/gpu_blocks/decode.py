@@ -1,0 +1,209 @@
+"""Block `decode`: one layer's decode attention by split method and ratio, against an uncompressed cache.
+
+What is timed is attention alone, ours in both its launches: writing the new token's key and value is block `append`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from benchmarks.gpu_blocks import flashinfer_calls
+from benchmarks.gpu_blocks.arithmetic import DecodePlan, decode_work, mean_work, plan_decode
+from benchmarks.gpu_blocks.cases import DECODE_CASES, RATIOS, DecodeCase, kept_counts, methods
+from benchmarks.gpu_blocks.context import Context, Row, short_error
+from benchmarks.gpu_blocks.full_cache import Attend, FullCache, decode_baselines, distance, working
+from benchmarks.gpu_blocks.stage import FALLBACK_RESIDENT, Stage, make_stage, measured_residents
+from benchmarks.gpu_blocks.tables import show
+from benchmarks.gpu_blocks.timing import Call, Times
+
+MOST_PLANNED = 8
+"""Batches that FlashInfer plans for at most: each distinct n takes a plan, and plans take long."""
+
+
+def run(
+    context: Context, cases: Iterable[DecodeCase] = DECODE_CASES, ratios: tuple[float, ...] = RATIOS
+) -> Iterator[Row]:
+    for case in context.within_time(cases):
+        plan = plan_decode(case, ratios, context.memory, replay_bytes=context.replay_bytes)
+        if isinstance(plan, str):
+            context.skip(case.name, plan)
+            continue
+        try:
+            row = _Comparison(context, case, plan).measure()
+        except torch.OutOfMemoryError as error:
+            context.skip(case.name, short_error(error))
+            continue
+        show_row(row)
+        yield row
+
+
+class _Comparison:
+    """All variants of one case, in memory together so that they can take turns."""
+
+    def __init__(self, context: Context, case: DecodeCase, plan: DecodePlan) -> None:
+        self.context, self.case, self.plan = context, case, plan
+        model = case.model
+        shape = (case.batch, model.heads, model.q_per_kv, model.head_dim)
+        self.queries = torch.randn(shape, device=context.device).to(context.dtype)
+        self.prepared: dict[str, Call] = {}
+        self.calls: dict[str, int] = {}
+        self.ours: list[Row] = []
+        self.failed: list[Row] = []
+
+    def measure(self) -> Row:
+        for ratio, copies in self.plan.copies.items():
+            self._add_ratio(ratio, copies)
+        baselines = self._add_baselines()
+        times = self.context.timer.compare(self.prepared, self.calls)
+        return self._row(times, baselines)
+
+    def _add(self, name: str, call: Call, calls: int) -> None:
+        self.prepared[name] = self.context.timer.prepare(call)
+        self.calls[name] = calls
+
+    def _add_ratio(self, ratio: float, copies: int) -> None:
+        case, model, context = self.case, self.case.model, self.context
+        kept = kept_counts(model, ratio, self.plan.layers)
+        stage = make_stage(
+            kept,
+            model.head_dim,
+            model.q_per_kv,
+            model.segment,
+            case.batch * copies,
+            case.length,
+            context.dtype,
+            context.device,
+        )
+        shape = (model.heads, model.q_per_kv, model.head_dim)
+        if shape not in context.residents:
+            context.residents[shape], _ = measured_residents(stage, case.batch)
+        layers, queries = len(kept), self.queries
+        for method in methods(ratio):
+            operations = stage.operations(method, context.residents[shape], case.batch)
+            batches = stage.decode_batches(operations, case.batch, copies, case.length)
+
+            def ours(operations=operations, batches=batches) -> None:
+                for batch in batches:
+                    for layer in range(layers):
+                        operations.attend(layer, queries, batch)
+
+            name = f"ours {ratio:g} {method}"
+            self._add(name, ours, copies * layers)
+            work = mean_work([decode_work(case, row) for row in kept])
+            self.ours.append(
+                {
+                    "name": name,
+                    "ratio": ratio,
+                    "method": method,
+                    "ctas_per_layer": [len(split.ctas) for split in batches[0].splits],
+                    "bytes": work.bytes,
+                    "bytes_over_full": work.bytes / decode_work(case, None).bytes,
+                }
+            )
+        if context.flashinfer is not None and ratio < 1:
+            name = f"flashinfer on slabs {ratio:g}"
+            if copies > MOST_PLANNED:
+                self.failed.append({"name": name, "failed": f"{copies} copies would take too long to plan"})
+                return
+            try:
+                self._add_flashinfer(name, stage, ratio, copies)
+            except Exception as error:
+                self.failed.append({"name": name, "failed": short_error(error)})
+
+    def _add_flashinfer(self, name: str, stage: Stage, ratio: float, copies: int) -> None:
+        case, layers = self.case, stage.store.layout.num_layers
+        decoders = flashinfer_calls.slab_decode(stage, self.queries, copies, case.length)
+        operations = stage.operations("exact", FALLBACK_RESIDENT, case.batch)
+        batch = stage.decode_batches(operations, case.batch, 1, case.length)[0]
+        difference = distance(decoders[0](0), operations.attend(0, self.queries, batch))
+
+        def theirs() -> None:
+            for decoder in decoders:
+                for layer in range(layers):
+                    decoder(layer)
+
+        self._add(name, theirs, len(decoders) * layers)
+        work = mean_work([decode_work(case, row) for row in stage.store.layout.kept])
+        self.ours.append(
+            {
+                "name": name,
+                "ratio": ratio,
+                "method": "flashinfer",
+                "difference": difference,
+                "bytes": work.bytes,
+                "bytes_over_full": work.bytes / decode_work(case, None).bytes,
+            }
+        )
+
+    def _add_baselines(self) -> list[Row]:
+        case, model, calls = self.case, self.case.model, self.plan.full_calls
+        cache = FullCache(self.context, calls, case.batch, case.length, model.heads, model.head_dim)
+        found = decode_baselines(cache, self.queries)
+        if self.context.flashinfer is not None:
+            try:
+                found["flashinfer"] = flashinfer_calls.full_decode(self.context.flashinfer, cache, self.queries)
+            except Exception as error:
+                self.failed.append({"name": "flashinfer", "failed": short_error(error)})
+        runs, rows = working(found, self.context, tolerance=2e-2)
+        for name, attend in runs.items():
+
+            def theirs(attend: Attend = attend) -> None:
+                for call in range(calls):
+                    attend(call)
+
+            self._add(name, theirs, calls)
+        return rows
+
+    def _row(self, times: dict[str, Times], baselines: list[Row]) -> Row:
+        case, context = self.case, self.context
+        full = decode_work(case, None)
+        for baseline in baselines:
+            if baseline["baseline"] in times:
+                baseline |= self._speed(times[baseline["baseline"]], full.bytes)
+        fastest = min((b for b in baselines if "median_us" in b), key=lambda b: b["median_us"], default=None)
+        for entry in self.ours:
+            entry |= self._speed(times[entry["name"]], entry["bytes"])
+            if fastest is not None:
+                entry["speedup"] = fastest["median_us"] / entry["median_us"]
+                entry["speedup_over_ideal"] = entry["speedup"] * entry["bytes_over_full"]
+        return {
+            "case": case.name,
+            "length": case.length,
+            "layers": self.plan.layers,
+            "copies": {f"{ratio:g}": copies for ratio, copies in self.plan.copies.items()},
+            "resident_ctas": context.residents[case.model.heads, case.model.q_per_kv, case.model.head_dim],
+            "full_bytes": full.bytes,
+            "best_baseline": fastest and fastest["baseline"],
+            "ours": self.ours,
+            "baselines": baselines,
+            "failed": self.failed,
+        }
+
+    def _speed(self, times: Times, moved: int) -> Row:
+        rate = moved / (times.median * 1e-6)
+        return {
+            **times.summary(),
+            "gb_per_s": rate / 1e9,
+            "percent_of_copy": self.context.percent_of_copy(rate),
+        }
+
+
+def show_row(row: Row) -> None:
+    keys = ("name", "median_us", "megabytes", "gb_per_s", "percent_of_copy", "speedup", "speedup_over_ideal")
+    lines = [[{**e, "megabytes": e["bytes"] / 1e6}.get(key) for key in keys] for e in row["ours"]]
+    for baseline in row["baselines"]:
+        if "median_us" in baseline:
+            name = "full KV: " + baseline["baseline"]
+            figures = [
+                baseline["median_us"],
+                row["full_bytes"] / 1e6,
+                baseline["gb_per_s"],
+                baseline["percent_of_copy"],
+            ]
+            lines.append([name, *figures, None, None])
+        else:
+            lines.append([f"full KV: {baseline['baseline']}: {baseline['failed'][:60]}", *[None] * 6])
+    columns = ("variant", "us a layer", "MB", "GB/s", "% of copy", "speed-up", "over 1/share")
+    show(f"decode: {row['case']}; best baseline: {row['best_baseline']}", columns, lines)

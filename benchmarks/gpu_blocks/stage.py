@@ -1,0 +1,105 @@
+"""A store full of random segments, its request table, and operations on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sgl_ragged.attention.occupancy import resident_ctas
+from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.scorers import get_scorer
+from sgl_ragged.split_map import build_split_map
+
+FALLBACK_RESIDENT = 24
+"""Resident CTAs where there is no GPU to ask: in the interpreter."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A store and the table of its requests: int32 [requests + 1, tokens]; request i has row i + 1."""
+
+    store: SlabStore
+    table: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def max_segments(self) -> int:
+        return self.table.shape[1] // self.store.layout.segment
+
+    def operations(self, method: str, resident: int, max_batch: int) -> TritonOps:
+        """Operations with a split map for batches of `max_batch`."""
+        split_map = build_split_map(self.store.layout.kept, resident, [max_batch], method)
+        return TritonOps(self.store, split_map, max_batch, self.max_segments)
+
+    def decode_batches(self, operations: TritonOps, batch: int, copies: int, length: int) -> list[TritonDecodeBatch]:
+        """Descriptions of `copies` batches of different requests, each in buffers of its own."""
+        lengths = torch.full((batch,), length, device=self.device)
+        described = []
+        for copy in range(copies):
+            rows = torch.arange(batch, device=self.device) + 1 + copy * batch
+            shared = operations.describe_decode(self.table, rows, lengths, lengths.cpu())
+            own = {name: getattr(shared, name).clone() for name in ("rows", "lengths", "places", "slots")}
+            described.append(replace(shared, **own))
+        return described
+
+
+def make_stage(
+    kept: np.ndarray,
+    head_dim: int,
+    q_per_kv: int,
+    segment: int,
+    requests: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scorer: str = "keydiff",
+    fill: float | None = None,
+) -> Stage:
+    """A store in which each request has the slots for `tokens` tokens, scattered over the slabs.
+
+    Args:
+        fill: what slabs and tails hold; None for random numbers, as it matters for time what is multiplied.
+    """
+    segments = -(-tokens // segment)
+    count = requests * segments
+    store = SlabStore(
+        SlabLayout(kept=kept, head_dim=head_dim, segment=segment),
+        get_scorer(scorer),
+        count + 1,
+        requests + 1,
+        dtype,
+        device,
+        q_per_kv=q_per_kv,
+    )
+    for storage in (store.slabs, store.tails):
+        if fill is None:
+            storage.normal_()
+        else:
+            storage.fill_(fill)
+    slots = torch.randperm(count, device=device).view(requests, segments) + 1
+    table = torch.zeros((requests + 1, segments * segment), dtype=torch.int32, device=device)
+    table[1:] = (slots[:, :, None] * segment + torch.arange(segment, device=device)).flatten(1)
+    return Stage(store, table)
+
+
+def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:
+    """Resident CTAs of the decode kernel for this stage's shapes, by launching it once; and the kernel.
+
+    (FALLBACK_RESIDENT, None) in the interpreter.
+    """
+    store = stage.store
+    operations = stage.operations("none", 1, batch)
+    ones = torch.ones(batch, dtype=torch.int64, device=stage.device)
+    described = operations.describe_decode(stage.table, ones, ones, ones.cpu())
+    queries = store.tails.new_zeros((batch, store.layout.num_heads, store.q_per_kv, store.layout.head_dim))
+    kernel = operations.attend_parts(0, queries, described, described.splits[0])
+    if kernel is None:
+        return FALLBACK_RESIDENT, None
+    return resident_ctas(kernel, stage.device), kernel

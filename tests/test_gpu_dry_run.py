@@ -1,0 +1,75 @@
+"""`benchmarks/gpu.py --dry-run`: runs with nothing but torch, triton and numpy; its figures against hand arithmetic."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCKED = ("sglang", "scipy", "safetensors", "rich", "matplotlib")
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory) -> dict:
+    """The results file of a run in which the packages of BLOCKED cannot be imported."""
+    folder = tmp_path_factory.mktemp("dry")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({BLOCKED!r}))"
+    (folder / "sitecustomize.py").write_text(blocked + "\n")
+    # As a user without the package installed would run it: only the script's own path setting finds the repository.
+    finished = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", "--dry-run", "--output", str(folder / "out")],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "computed, not measured" in finished.stdout
+    return json.loads((folder / "out" / "gpu.json").read_text())
+
+
+def test_says_that_nothing_was_measured(dry):
+    assert dry["kind"] == "computed, not measured"
+    assert {block["status"] for block in dry["blocks"].values()} == {"computed, not measured"}
+
+
+def test_decode_case_by_hand(dry):
+    """Llama-3.1-8B, 32K, batch 4: 32,640 tokens, 127 sealed segments of 256 and 128 tokens in the tail."""
+    row = next(row for row in dry["blocks"]["decode"]["rows"] if row["case"] == "Llama-3.1-8B, 32K, batch 4")
+    assert (row["length"], row["sealed_segments"], row["tail_tokens"]) == (32_640, 127, 128)
+    queries_and_output = 2 * 4 * 32 * 128 * 2
+    # 4 KB per token and layer: 8 heads, K and V, 128 elements of 2 bytes.
+    assert row["full"]["bytes_per_layer"] == 4 * 32_640 * 4096 + queries_and_output
+    assert row["full"]["flop_per_layer"] == 4 * 32_640 * 4 * 32 * 128
+    assert row["full"]["memory_floor_us"] == pytest.approx(row["full"]["bytes_per_layer"] / 4.3e6, abs=0.01)
+    quarter = row["ratios"]["0.25"]
+    # At ratio 0.25 the eight heads of a layer keep 8 * 64 tokens of a segment.
+    assert [sum(heads) for heads in quarter["kept"]] == [512] * 4
+    kept_rows = 127 * 512 + 8 * 128
+    assert quarter["bytes_per_layer"] == 4 * kept_rows * 2 * 128 * 2 + queries_and_output
+    assert quarter["split_map"]["none"]["ctas_per_layer"] == [8] * 4
+    assert quarter["split_map"]["uniform"]["ctas_per_layer"] == [8 * (396 // 4 // 8)] * 4
+    largest = [max(heads) / 64 for heads in quarter["kept"]]
+    assert quarter["split_map"]["none"]["largest_over_mean"] == pytest.approx(largest, abs=1e-3)
+    assert row["ratios"]["1"]["bytes_per_layer"] == row["full"]["bytes_per_layer"]
+
+
+def test_extend_case_by_hand(dry):
+    """2,048 tokens after 32,768: every query sees all tokens before it, and itself."""
+    row = next(r for r in dry["blocks"]["extend"]["rows"] if r["case"] == "Llama-3.1-8B, 1 x 2048 after 32K")
+    pairs = sum(32_768 + i + 1 for i in range(2048))
+    assert row["full"]["flop_per_layer"] == row["ratios"]["1"]["flop_per_layer"] == 4 * pairs * 32 * 128
+
+
+def test_memory_decides_what_is_held_at_once(dry):
+    plans = {row["case"]: row.get("plan") for row in dry["blocks"]["decode"]["rows"]}
+    # 34 GB a layer and cache: three ratios and the full cache fit once, not four times.
+    assert plans["Llama-3.1-8B, 128K, batch 64"]["layers"] == 1
+    assert plans["Llama-3.1-8B, 32K, batch 4"]["layers"] == 4
+    for plan in plans.values():
+        assert plan["gb"] * 1e9 < 127 * 2**30
