@@ -118,7 +118,7 @@ class TritonOps:
         self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
 
     def warm_up(self) -> None:
-        """Compile every kernel before the first request waits for it. Writes to row 0 and slot 0, which hold nothing."""
+        """Compile every kernel before a request waits for it. Writes to row 0 and slot 0, which hold nothing."""
         store, layout = self.store, self.store.layout
         device, length = store.slabs.device, layout.segment + 1
         table = torch.zeros((1, 2 * layout.segment), dtype=torch.int32, device=device)
