@@ -33,7 +33,7 @@ PICTURED = "keydiff/llama-3.1-8b-instruct/layer/evictable"
 SEGMENT = 256
 RESIDENT_CTAS = 396
 """132 multiprocessors with 3 CTAs each."""
-LISTED_BATCHES, LISTED_METHODS = (4, 16, 64), ("algorithm1", "exact")
+LISTED_BATCHES, LISTED_METHODS = (4, 16, 64), ("uniform", "algorithm1", "exact")
 """What is written layer by layer; the rest only as rows, to keep the file small."""
 
 
