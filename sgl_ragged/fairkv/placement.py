@@ -1,0 +1,50 @@
+"""Where heads are: the result of planning, and all that the run time needs to know of it. Plain numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_ragged.errors import RaggedConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Heads of every layer on the ranks' places. All ranks have equally many places in all layers.
+
+    Args:
+        heads: int64 [num_layers, ranks, places], number of the head at each place. A head may be at several places,
+            but at most one of each rank.
+        kept: int64 [num_layers, ranks, places], tokens of each sealed segment that are stored at the place, multiples
+            of 16. Over the places of a head they sum to its kept count; places of one head follow each other in rank
+            order: the first holds the earliest positions.
+        mode: what the planner was asked for.
+    """
+
+    heads: np.ndarray
+    kept: np.ndarray
+    mode: str
+
+    def __post_init__(self) -> None:
+        if self.heads.ndim != 3 or self.heads.shape != self.kept.shape:
+            raise RaggedConfigError(
+                f"heads {self.heads.shape} and kept {self.kept.shape} must be [layers, ranks, places]"
+            )
+        for name in ("heads", "kept"):
+            array = np.ascontiguousarray(getattr(self, name), dtype=np.int64)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.heads.shape[1])
+
+    @property
+    def places(self) -> int:
+        return int(self.heads.shape[2])
+
+    @property
+    def load(self) -> np.ndarray:
+        """int64 [num_layers, ranks]: tokens of each sealed segment that a rank stores, and reads in every decode step."""
+        return self.kept.sum(axis=2)
