@@ -46,5 +46,5 @@ class Placement:
 
     @property
     def load(self) -> np.ndarray:
-        """int64 [num_layers, ranks]: tokens of each sealed segment that a rank stores, and reads in every decode step."""
+        """int64 [num_layers, ranks]: tokens of a sealed segment that a rank stores, and reads in every decode step."""
         return self.kept.sum(axis=2)
