@@ -24,7 +24,7 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, parts, seal, tiles
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -42,6 +42,7 @@ class Build:
     warps: int
     dtype: str
     head_dim: int
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def builds(architecture: int) -> Iterator[Build]:
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
     element, itemsize = f"*{dtype}", ITEMSIZE[dtype]
     common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
-    for kernel, tile, types in (
+    kernels = (
         (
             decode.decode_kernel,
             tiles.decode_tile(dim, itemsize),
@@ -95,14 +96,21 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
             tiles.extend_tile(dim, itemsize, architecture // 10),
             {"queries_ptr": element, "keys_ptr": element, "values_ptr": element, "slabs_ptr": element}
             | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
-            | {"heads_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": element}
-            | {"scale": "fp32"},
+            | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": element}
+            | {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"},
         ),
-    ):
+    )
+    for kernel, tile, types in kernels:
         strides = {name: "i32" for name in kernel.arg_names if name not in types and not name.isupper()}
         blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         blocks["PRECISION"] = tile.precision
+        if kernel is extend.extend_kernel:
+            blocks["SPLIT"] = False
         yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim)
+        # Of heads in parts, one dtype stands for all: only what is done with the result differs.
+        if kernel is extend.extend_kernel and dtype == "bf16":
+            divided = common | blocks | {"SPLIT": True}
+            yield Build(kernel, types | strides, divided, tile.warps, dtype, dim, "extend in parts")
 
 
 def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
@@ -112,6 +120,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         seal.score_kernel: ["keys_ptr", "values_ptr"],
         seal.gather_kernel: ["keys_ptr", "values_ptr", "slabs_ptr"],
         decode.combine_kernel: ["output_ptr"],
+        extend.combine_tiles_kernel: ["output_ptr"],
     }
     others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "rows_ptr": "*i64"}
     others |= {"key_blocks_ptr": "*i64"}
@@ -124,7 +133,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
         constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
         constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
-        constants |= {"BLOCK_P": decode.COMBINED_PARTS}
+        constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)
 
@@ -145,7 +154,7 @@ def compile_build(build: Build, architecture: int) -> Resources:
     every = len(re.findall(r"\b(?:LDG|LDGSTS)\.", code))
     cores = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA|DMMA)\b", code)
     return Resources(
-        kernel=build.kernel.__name__.removesuffix("_kernel"),
+        kernel=build.label or build.kernel.__name__.removesuffix("_kernel"),
         architecture=architecture,
         dtype=build.dtype,
         head_dim=build.head_dim,
@@ -156,7 +165,7 @@ def compile_build(build: Build, architecture: int) -> Resources:
         narrow_loads=every - wide,
         async_depth=max(map(int, waits), default=0),
         tensor_core=cores[0] if cores else "",
-        tile=f"{build.constants['BLOCK_M']}x{build.constants['BLOCK_N']}" if "BLOCK_M" in build.constants else "",
+        tile=f"{build.constants['BLOCK_M']}x{build.constants['BLOCK_N']}" if "BLOCK_N" in build.constants else "",
     )
 
 

@@ -22,7 +22,7 @@ def test_kernels_compile_without_spills_and_pipelined(architecture):
         found = compile_build(build, architecture)
         assert found.spilled_bytes == 0, found
         assert found.shared_bytes <= SHARED_LIMIT[architecture], found
-        if found.kernel in ("decode", "extend"):
+        if found.kernel in ("decode", "extend", "extend in parts"):
             assert found.wide_loads > found.narrow_loads, found
             assert found.async_depth >= 2, found
             # The fp32 tile of 256 dimensions computes in plain float32.

@@ -60,7 +60,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     from sgl_ragged.attention.triton_ops import TritonOps
     from sgl_ragged.split_map import batch_buckets, build_split_map, imbalance
 
-    resident = _resident_ctas(store)
+    resident, chunk_ctas = _resident_ctas(store)
     split_map = build_split_map(store.layout.kept, resident, batch_buckets(max_batch))
     ctas = {batch: counts.sum(axis=1).max() for batch, counts in split_map.counts_by_batch.items()}
     logger.info(
@@ -73,16 +73,16 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         max(ctas),
         max(imbalance(store.layout.kept, counts).max() for counts in split_map.counts_by_batch.values()),
     )
-    operations = TritonOps(store, split_map, max_batch, max_segments)
+    operations = TritonOps(store, split_map, max_batch, max_segments, chunk_ctas)
     operations.warm_up()
     return operations
 
 
-def _resident_ctas(store: SlabStore) -> int:
-    """CTAs of the decode kernel that the store's device holds at once; compiles the kernel."""
+def _resident_ctas(store: SlabStore) -> tuple[int, int]:
+    """CTAs of the decode and of the extend kernel that the store's device holds at once; compiles both."""
     device = store.slabs.device
     if device.type != "cuda":
-        return INTERPRETED_CTAS
+        return INTERPRETED_CTAS, INTERPRETED_CTAS
     import torch
 
     from sgl_ragged.attention.occupancy import resident_ctas
@@ -92,9 +92,12 @@ def _resident_ctas(store: SlabStore) -> int:
     layout = store.layout
     trial = TritonOps(store, build_split_map(layout.kept, 1, [1], "none"), 1, 1)
     table = torch.zeros((1, layout.segment), dtype=torch.int32, device=device)
-    # A padded row of length 0: there is nothing to read.
-    nothing = torch.zeros(1, dtype=torch.int64, device=device)
-    batch = trial.describe_decode(table, nothing, nothing, nothing.cpu())
+    row = torch.zeros(1, dtype=torch.int64, device=device)
     queries = store.slabs.new_zeros((1, layout.num_heads, store.q_per_kv, layout.head_dim))
-    kernel = trial.attend_parts(0, queries, batch, batch.splits[0])
-    return resident_ctas(kernel, device)
+    # A padded row of length 0, and a chunk of one token: there is nothing to read from slabs and tails.
+    batch = trial.describe_decode(table, row, row, row.cpu())
+    decode = trial.attend_parts(0, queries, batch, batch.splits[0])
+    keys = queries[:, :, 0].contiguous()
+    chunk = trial.describe_extend(table, row, [0], [1])
+    extend = trial.attend_chunks(0, queries, keys, keys, chunk, torch.empty_like(queries))
+    return resident_ctas(decode, device), resident_ctas(extend, device)

@@ -15,7 +15,10 @@ from sgl_ragged.attention.extend_tables import extend_tables
 from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
 from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
-from sgl_ragged.split_map import SplitMap, cta_table, head_parts
+from sgl_ragged.split_map import SplitMap, build_split_map, cta_table, head_parts
+
+LONG_HISTORY = 4096
+"""Tokens of history from which a short chunk's heads are divided in prefill; below, merging parts is not worth it."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,16 @@ class LayerSplit:
 
 @dataclass(frozen=True)
 class TritonExtendBatch:
-    """`ExtendTables` on the device, columns apart; slots and starts of what is to be sealed."""
+    """`ExtendTables` on the device, columns apart; slots and starts of what is to be sealed.
+
+    splits: how each layer's heads are divided. scratch: for the parts, as `kernels.extend.extend` takes it.
+    """
 
     rows: torch.Tensor
     slots: torch.Tensor
     tiles: torch.Tensor
+    splits: tuple[LayerSplit, ...]
+    scratch: tuple[torch.Tensor, torch.Tensor] | None
     open_copies: tuple[torch.Tensor, ...]
     rest_copies: tuple[torch.Tensor, ...]
     from_tails: _Seals
@@ -69,6 +77,7 @@ class TritonOps:
         split_map: CTAs per head for each batch bucket, made for the store's layout.
         max_batch: most requests of a decode batch, padding included.
         max_segments: most segments of a sequence.
+        chunk_ctas: CTAs of the extend kernel that the device holds at once; 0 leaves heads whole in prefill.
 
     Raises:
         RaggedConfigError: the heads have a shape that the kernels do not take.
@@ -76,7 +85,9 @@ class TritonOps:
 
     captures_graphs = True
 
-    def __init__(self, store: SlabStore, split_map: SplitMap, max_batch: int, max_segments: int) -> None:
+    def __init__(
+        self, store: SlabStore, split_map: SplitMap, max_batch: int, max_segments: int, chunk_ctas: int = 0
+    ) -> None:
         layout, device = store.layout, store.slabs.device
         tiles.check_shape(layout.head_dim, store.q_per_kv)
         self.store = store
@@ -88,10 +99,14 @@ class TritonOps:
         # One tensor a layer, not rows of one: kernels are compiled for addresses that divide by 16.
         self._kept = [torch.tensor(row, dtype=torch.int32, device=device) for row in layout.kept]
         self._key_blocks = [torch.tensor(row // 16, dtype=torch.int64, device=device) for row in layout.key_offset]
-        # Heads that keep most are started first.
-        order = np.argsort(-layout.kept, axis=1, kind="stable")
-        self._head_order = [torch.tensor(row, dtype=torch.int32, device=device) for row in order]
         self._every_kept, self._every_key_blocks = torch.cat(self._kept), torch.cat(self._key_blocks)
+        self._whole = _layer_splits(np.ones_like(layout.kept), layout.kept, device)
+        # With more tiles than that, heads left whole fill half of the device or more.
+        self._few_tiles = chunk_ctas // (2 * layout.num_heads)
+        self._chunk_splits: list[tuple[LayerSplit, ...]] = []
+        if self._few_tiles:
+            chunk_map = build_split_map(layout.kept, chunk_ctas, range(1, self._few_tiles + 1))
+            self._chunk_splits = [_layer_splits(c, layout.kept, device) for c in chunk_map.counts_by_batch.values()]
         self._max_segments = max_segments
         self._splits: dict[int, tuple[LayerSplit, ...]] = {}
         self._max_batch = 0
@@ -176,15 +191,30 @@ class TritonOps:
         rows = rows.to(torch.int64)
         firsts = req_to_token[:, : tables.most_sealed * segment : segment].index_select(0, rows)
         slots = firsts.div_(segment, rounding_mode="floor")
+        splits, scratch = self._divide_chunks(len(tile_table), tables.most_sealed)
         return TritonExtendBatch(
             rows=rows,
             slots=slots,
             tiles=tile_table,
+            splits=splits,
+            scratch=scratch,
             open_copies=open_copies,
             rest_copies=rest_copies,
             from_tails=_Seals(rows[tail_request], slots[tail_request, tail_segment], tail_starts),
             from_chunk=_Seals(first_token, slots[chunk_request, chunk_segment], chunk_starts),
         )
+
+    def _divide_chunks(
+        self, num_tiles: int, most_sealed: int
+    ) -> tuple[tuple[LayerSplit, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+        """Each layer's split in prefill, and scratch for its parts. Few tiles with a long history divide the heads."""
+        store = self.store
+        if not 0 < num_tiles <= self._few_tiles or most_sealed * store.layout.segment < LONG_HISTORY:
+            return self._whole, None
+        splits = self._chunk_splits[num_tiles - 1]
+        rows = num_tiles * max(len(split.ctas) for split in splits) * self.extend_tile.block_m
+        partial = torch.empty(rows * store.layout.head_dim, dtype=torch.float32, device=store.slabs.device)
+        return splits, (partial, torch.empty(rows, dtype=torch.float32, device=store.slabs.device))
 
     def extend(
         self,
@@ -231,11 +261,13 @@ class TritonOps:
             batch.slots,
             batch.rows,
             batch.tiles,
-            self._head_order[layer],
+            batch.splits[layer].ctas,
+            batch.splits[layer].parts,
             self._kept[layer],
             self._key_blocks[layer],
             store.scales[layer],
             output,
+            batch.scratch,
             self.extend_tile,
         )
 

@@ -11,4 +11,4 @@ RESIDENT_CTAS = 24
 
 def triton_operations(store: SlabStore, max_segments: int, method: str = "exact", max_batch: int = 12) -> TritonOps:
     split_map = build_split_map(store.layout.kept, RESIDENT_CTAS, [1, 2, 4, 8, 16], method)
-    return TritonOps(store, split_map, max_batch, max_segments)
+    return TritonOps(store, split_map, max_batch, max_segments, chunk_ctas=RESIDENT_CTAS)

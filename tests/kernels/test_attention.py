@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_ragged.attention import triton_ops
 from tests.kernels.operations import triton_operations
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
 
@@ -68,6 +69,25 @@ def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts):
         if begin + steps < end:
             outputs += rig.extend([sequence], [begin + steps], [end])
     torch.testing.assert_close(torch.cat(outputs).double(), sequence.expected(kept), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("chunks", "per_head"), [([3], 2), ([1, 5, 8], 4)])
+def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_head, monkeypatch):
+    """Histories of different lengths; parts without rows; the last part alone sees tail and chunk."""
+    monkeypatch.setattr(triton_ops, "LONG_HISTORY", 3 * SEGMENT)
+    begins = [3 * SEGMENT + 5, 6 * SEGMENT, 7][: len(chunks)]
+    ends = [begin + chunk for begin, chunk in zip(begins, chunks, strict=True)]
+    sequences = [Sequence(end, *MIXED.shape, per_head, 16, "key_norm", seed) for seed, end in enumerate(ends)]
+    rig = rig_for(MIXED, 16, "key_norm", len(chunks), 8, per_head)
+    rig.extend(sequences, [0] * len(chunks), begins)
+    described = []
+    describe = rig.operations.describe_extend
+    monkeypatch.setattr(rig.operations, "describe_extend", lambda *a: described.append(describe(*a)) or described[-1])
+    outputs = rig.extend(sequences, begins, ends)
+    assert described[0].scratch is not None
+    assert len(described[0].splits[0].ctas) > MIXED.shape[1]
+    for output, sequence, begin in zip(outputs, sequences, begins, strict=True):
+        torch.testing.assert_close(output.double(), sequence.expected(MIXED)[begin:], atol=1e-5, rtol=1e-4)
 
 
 def test_half_precision_is_as_good_as_its_inputs():

@@ -12,37 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts, segment_of
 from sgl_ragged.attention.kernels.tiles import Tile
-
-COMBINED_PARTS = 32
-"""Parts that the combine kernel reads at a time."""
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def accumulate(query, keys, values, valid, scale, best, total, output, PRECISION: tl.constexpr):
-    """One tile of online softmax in base 2: the new (best, total, output). Every tile has a valid row."""
-    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
-    logits = tl.where(valid, logits, float("-inf"))
-    new_best = tl.maximum(best, tl.max(logits, axis=1))
-    weights = tl.exp2(logits - new_best[:, None])
-    shrink = tl.exp2(best - new_best)
-    total = total * shrink + tl.sum(weights, axis=1)
-    output = output * shrink[:, None]
-    output += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision=PRECISION)
-    return new_best, total, output
-
-
-@triton.jit
-def segment_of(number, per_unit):
-    """Which segment the kept row `number` of a head is of; per_unit is 16 / kept.
-
-    A division by multiplication: integer division in every row of every tile would take a third of the kernel's
-    instructions. Rows are kept in units of 16, and half a unit keeps float32 exact up to millions of units.
-    """
-    return (((number >> 4).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["slots_stride"])
@@ -161,26 +132,8 @@ def combine_kernel(
     query = tl.program_id(2)
     place = request * num_ctas + tl.load(parts_ptr + head * 2)
     parts = tl.load(parts_ptr + head * 2 + 1)
-    dims = tl.arange(0, HEAD_DIM)
-    best = float("-inf")
-    total = 0.0
-    output = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(0, parts, BLOCK_P):
-        part = start + tl.arange(0, BLOCK_P)
-        at = (place + part) * Q_PER_KV + query
-        lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
-        # Parts without rows were never written: their old content must not be read, not even to weigh it with 0.
-        written = lse > float("-inf")
-        partial = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=written[:, None], other=0.0)
-        new_best = tl.maximum(best, tl.max(lse, axis=0))
-        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
-        shrink = tl.exp(best - anchor)
-        weights = tl.exp(lse - anchor)
-        total = total * shrink + tl.sum(weights, axis=0)
-        output = output * shrink + tl.sum(partial * weights[:, None], axis=0)
-        best = new_best
-    output = output / tl.where(total == 0.0, 1.0, total)
-    output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + dims
+    output = merge_parts(partial_ptr, lse_ptr, place * Q_PER_KV + query, Q_PER_KV, parts, HEAD_DIM, BLOCK_P)
+    output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + tl.arange(0, HEAD_DIM)
     tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty))
 
 

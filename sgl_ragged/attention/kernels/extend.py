@@ -3,6 +3,9 @@
 One launch takes any number of requests and segments. Its unit is a tile of rows, pairs of (token, query head), that lie
 in one segment of one request: they all see the same earlier segments. What they see comes from three places: slabs,
 the tail (tokens of their segment that came before the chunk) and the chunk itself.
+
+A short chunk after a long history has fewer tiles than the GPU has room for. Then the history of each head is divided
+by a split map, as in decode, and a second launch merges the parts; the last part has the tail and the chunk, too.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.decode import LOG2E, accumulate, segment_of
+from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts, segment_of
 from sgl_ragged.attention.kernels.tiles import Tile
 
 TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "sealed", "open_length")
@@ -33,10 +36,12 @@ def extend_kernel(
     slots_ptr,
     rows_ptr,
     tiles_ptr,
-    heads_ptr,
+    ctas_ptr,
     kept_ptr,
     key_blocks_ptr,
     output_ptr,
+    partial_ptr,
+    lse_ptr,
     scale,
     query_stride,
     key_stride,
@@ -53,6 +58,7 @@ def extend_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -61,7 +67,10 @@ def extend_kernel(
     first_row = tl.load(table + 3)
     sealed = tl.load(table + 4)
     open_length = tl.load(table + 5)
-    head = tl.load(heads_ptr + tl.program_id(1))
+    cta = ctas_ptr + tl.program_id(1) * 4
+    head = tl.load(cta)
+    part = tl.load(cta + 1)
+    parts = tl.load(cta + 2)
     kept = tl.load(kept_ptr + head)
 
     dims = tl.arange(0, HEAD_DIM)
@@ -78,22 +87,28 @@ def extend_kernel(
     output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
     history = sealed * kept
+    begin, end = 0, history
+    if SPLIT:
+        begin = history // 16 * part // parts * 16
+        end = history // 16 * (part + 1) // parts * 16
+        open_length = tl.where(part == parts - 1, open_length, 0)
     slots_at = slots_ptr + request * slots_stride
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_ptr + head) * 16
     value_offset = kept * HEAD_DIM
     per_unit = 16.0 / kept
+    number = begin + tile_rows
     # One tile ahead and carried as loaded, as in decode.
-    slot = tl.load(slots_at + segment_of(tile_rows, per_unit), mask=tile_rows < history, other=0)
-    for start in tl.range(0, history, BLOCK_N, num_stages=STAGES):
+    slot = tl.load(slots_at + segment_of(number, per_unit), mask=number < end, other=0)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
-        valid = number < history
+        valid = number < end
         at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
         pointers = slabs_ptr + at[:, None] + dims[None, :]
         keys = tl.load(pointers, mask=valid[:, None], other=0.0)
         values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
         following = number + BLOCK_N
-        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < history, other=0)
+        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
@@ -108,6 +123,8 @@ def extend_kernel(
 
     # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
     seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
+    if SPLIT:
+        seen = tl.where(part == parts - 1, seen, 0)
     for start in tl.range(0, seen, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < seen
@@ -126,9 +143,44 @@ def extend_kernel(
         best, total, output = accumulate(query, keys, values, causal, scale2, best, total, output, PRECISION)
 
     output = output / total[:, None]
-    output_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
-    output_pointers = output_ptr + output_at[:, None] + dims[None, :]
-    tl.store(output_pointers, output.to(output_ptr.dtype.element_ty), mask=inside[:, None])
+    if SPLIT:
+        place = (tl.program_id(0) * tl.num_programs(1) + tl.load(cta + 3)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        # A part without rows leaves -inf, and something that is not read.
+        tl.store(lse_ptr + place, (best + tl.log2(total)) * LN2)
+        tl.store(partial_ptr + place[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], output)
+    else:
+        output_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
+        output_pointers = output_ptr + output_at[:, None] + dims[None, :]
+        tl.store(output_pointers, output.to(output_ptr.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["num_ctas"])
+def combine_tiles_kernel(
+    partial_ptr,
+    lse_ptr,
+    parts_ptr,
+    tiles_ptr,
+    output_ptr,
+    num_ctas,
+    HEADS: tl.constexpr,
+    Q_PER_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    table = tiles_ptr + tl.program_id(0) * _COLUMNS
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    pair = tl.load(table + 3) + row
+    token = pair // Q_PER_KV
+    if token >= tl.load(table + 2):
+        return
+    place = tl.program_id(0) * num_ctas + tl.load(parts_ptr + head * 2)
+    parts = tl.load(parts_ptr + head * 2 + 1)
+    output = merge_parts(partial_ptr, lse_ptr, place * BLOCK_M + row, BLOCK_M, parts, HEAD_DIM, BLOCK_P)
+    query_head = head * Q_PER_KV + pair % Q_PER_KV
+    output_at = (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
+    tl.store(output_ptr + output_at + tl.arange(0, HEAD_DIM), output.to(output_ptr.dtype.element_ty))
 
 
 def extend(
@@ -141,11 +193,13 @@ def extend(
     slots: torch.Tensor,
     rows: torch.Tensor,
     tiles: torch.Tensor,
-    heads: torch.Tensor,
+    ctas: torch.Tensor,
+    parts: torch.Tensor,
     kept: torch.Tensor,
     key_blocks: torch.Tensor,
     scale: float,
     output: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None,
     tile: Tile,
 ) -> object:
     """Attention of a chunk. Changes `output` alone; every token of the batch must be in a tile.
@@ -156,14 +210,17 @@ def extend(
         slots: int32 [requests, most segments], slots of the segments before each request's last token.
         rows: integers [requests], rows of `tails`.
         tiles: int32 [tiles, len(TILE_COLUMNS)].
-        heads: int32 [heads], the order in which heads are started.
+        ctas: int32 [CTAs, 4], `split_map.cta_table`. parts: int32 [heads, 2], `split_map.head_parts`.
         output: [tokens, heads, q_per_kv, d], contiguous.
+        scratch: where some head has several parts, float32 of at least [tiles, CTAs, block_m, d] and
+            [tiles, CTAs, block_m] elements, which are overwritten; None where each head is one CTA.
 
     Returns:
         The compiled kernel; None in the interpreter.
     """
     _, num_heads, per_head, dim = queries.shape
-    return extend_kernel[(len(tiles), num_heads)](
+    partial, lse = scratch or (output, output)
+    kernel = extend_kernel[(len(tiles), len(ctas))](
         queries,
         keys,
         values,
@@ -172,10 +229,12 @@ def extend(
         slots,
         rows,
         tiles,
-        heads,
+        ctas,
         kept,
         key_blocks,
         output,
+        partial,
+        lse,
         scale,
         queries.stride(0),
         keys.stride(0),
@@ -192,5 +251,22 @@ def extend(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         PRECISION=tile.precision,
+        SPLIT=scratch is not None,
         num_warps=tile.warps,
     )
+    if scratch is not None:
+        combine_tiles_kernel[(len(tiles), num_heads, tile.block_m)](
+            partial,
+            lse,
+            parts,
+            tiles,
+            output,
+            len(ctas),
+            HEADS=num_heads,
+            Q_PER_KV=per_head,
+            HEAD_DIM=dim,
+            BLOCK_M=tile.block_m,
+            BLOCK_P=COMBINED_PARTS,
+            num_warps=4,
+        )
+    return kernel

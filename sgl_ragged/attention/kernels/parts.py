@@ -1,0 +1,64 @@
+"""What decode and extend share: online softmax over tiles of rows, and the merge of parts of the rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+COMBINED_PARTS = 32
+"""Parts that the combine kernel reads at a time."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def accumulate(query, keys, values, valid, scale, best, total, output, PRECISION: tl.constexpr):
+    """One tile of online softmax in base 2: the new (best, total, output). Every tile has a valid row."""
+    logits = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * scale
+    logits = tl.where(valid, logits, float("-inf"))
+    new_best = tl.maximum(best, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, axis=1)
+    output = output * shrink[:, None]
+    output += tl.dot(weights.to(query.dtype), values.to(query.dtype), input_precision=PRECISION)
+    return new_best, total, output
+
+
+@triton.jit
+def segment_of(number, per_unit):
+    """Which segment the kept row `number` of a head is of; per_unit is 16 / kept.
+
+    A division by multiplication: integer division in every row of every tile would take a third of the kernel's
+    instructions. Rows are kept in units of 16, and half a unit keeps float32 exact up to millions of units.
+    """
+    return (((number >> 4).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
+
+
+@triton.jit
+def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Attention over all parts of one query: float32 [HEAD_DIM], 0 where no part has rows.
+
+    Part p lies at row first + p * stride of partial results [rows, HEAD_DIM] and log-sum-exps [rows].
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    best = float("-inf")
+    total = 0.0
+    output = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(0, parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        at = first + part * stride
+        lse = tl.load(lse_ptr + at, mask=part < parts, other=float("-inf"))
+        # Parts without rows were never written: their old content must not be read, not even to weigh it with 0.
+        written = lse > float("-inf")
+        rows_at = at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
+        partial = tl.load(partial_ptr + rows_at, mask=written[:, None], other=0.0)
+        new_best = tl.maximum(best, tl.max(lse, axis=0))
+        anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
+        shrink = tl.exp(best - anchor)
+        weights = tl.exp(lse - anchor)
+        total = total * shrink + tl.sum(weights, axis=0)
+        output = output * shrink + tl.sum(partial * weights[:, None], axis=0)
+        best = new_best
+    return output / tl.where(total == 0.0, 1.0, total)
