@@ -146,6 +146,8 @@ class ExtendCase:
 EXTEND_CASES = (
     ExtendCase(LLAMA_8B, 32 * K, 2 * K),
     ExtendCase(LLAMA_8B, 128 * K, 2 * K),
+    ExtendCase(LLAMA_8B, 32 * K, 64),
+    ExtendCase(LLAMA_8B, 128 * K, 64),
     ExtendCase(LLAMA_8B, 32 * K, 512, requests=4),
     ExtendCase(LLAMA_70B, 32 * K, 2 * K),
 )

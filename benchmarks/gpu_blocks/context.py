@@ -43,6 +43,7 @@ class Context:
     ceilings: dict[str, float] = field(default_factory=dict)
     skipped: list[dict[str, str]] = field(default_factory=list)
     residents: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    chunk_residents: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def skip(self, case: str, reason: str) -> None:
         self.skipped.append({"case": case, "reason": reason})

@@ -8,21 +8,23 @@ import torch
 
 from benchmarks.gpu_blocks import flashinfer_calls
 from benchmarks.gpu_blocks.arithmetic import Work, extend_work, mean_work
-from benchmarks.gpu_blocks.cases import EXTEND_CASES, RATIOS, ExtendCase, kept_counts
+from benchmarks.gpu_blocks.cases import EXTEND_CASES, PREFILL_RATIO, RATIOS, ExtendCase, Model, kept_counts
 from benchmarks.gpu_blocks.context import Context, Row, short_error
 from benchmarks.gpu_blocks.full_cache import Attend, FullCache, extend_baselines, working
 from benchmarks.gpu_blocks.stage import FALLBACK_RESIDENT, make_stage
 from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call, Times
+from sgl_ragged.attention.occupancy import resident_ctas
 
 
 class Chunks:
     """A stage whose requests have the history of a case, and what a chunk of each brings.
 
     attend: the attention of the chunks in each layer. whole: all of extend: append, seal and attention.
+    chunk_ctas: as `TritonOps` takes it; with 0 heads are left whole, however short the chunk.
     """
 
-    def __init__(self, context: Context, case: ExtendCase, ratio: float) -> None:
+    def __init__(self, context: Context, case: ExtendCase, ratio: float, chunk_ctas: int = 0) -> None:
         model = case.model
         self.kept = kept_counts(model, ratio)
         layers = range(len(self.kept))
@@ -36,7 +38,7 @@ class Chunks:
             context.dtype,
             context.device,
         )
-        self.operations = stage.operations("exact", FALLBACK_RESIDENT, case.requests)
+        self.operations = stage.operations("exact", FALLBACK_RESIDENT, case.requests, chunk_ctas)
         rows = torch.arange(1, case.requests + 1, device=context.device)
         self.rows, self.table = rows, stage.table
         prefixes, lengths = [case.prefix] * case.requests, [case.chunk] * case.requests
@@ -58,6 +60,19 @@ class Chunks:
         self.whole: Call = whole
 
 
+def resident_chunk_ctas(context: Context, model: Model) -> int:
+    """CTAs of the extend kernel that the device holds at once, for this model's shapes; asked once."""
+    shape = (model.heads, model.q_per_kv, model.head_dim)
+    if shape not in context.chunk_residents:
+        chunks = Chunks(context, ExtendCase(model, model.segment, model.segment), PREFILL_RATIO)
+        keys = chunks.queries[:, :, 0].contiguous()
+        kernel = chunks.operations.attend_chunks(
+            0, chunks.queries, keys, keys, chunks.batch, torch.empty_like(chunks.queries)
+        )
+        context.chunk_residents[shape] = FALLBACK_RESIDENT if kernel is None else resident_ctas(kernel, context.device)
+    return context.chunk_residents[shape]
+
+
 def run(
     context: Context, cases: Iterable[ExtendCase] = EXTEND_CASES, ratios: tuple[float, ...] = RATIOS
 ) -> Iterator[Row]:
@@ -77,10 +92,14 @@ def _measure(context: Context, case: ExtendCase, ratios: tuple[float, ...]) -> R
     calls: dict[str, int] = {}
     ours: dict[str, Row] = {}
     works: dict[str, Work] = {}
+    chunk_ctas = resident_chunk_ctas(context, model)
     for ratio in ratios:
-        chunks = Chunks(context, case, ratio)
+        chunks = Chunks(context, case, ratio, chunk_ctas)
         work = mean_work([extend_work(case, row) for row in chunks.kept])
-        for name, call in ((f"ours {ratio:g}", chunks.attend), (f"ours {ratio:g}, with append and seal", chunks.whole)):
+        variants = {f"ours {ratio:g}": chunks.attend, f"ours {ratio:g}, with append and seal": chunks.whole}
+        if chunks.batch.scratch is not None:
+            variants[f"ours {ratio:g}, heads whole"] = Chunks(context, case, ratio).attend
+        for name, call in variants.items():
             prepared[name], calls[name] = context.timer.prepare(call), len(chunks.kept)
             works[name] = work
             ours[name] = {"name": name, "ratio": ratio, "bytes": work.bytes, "flop": work.flop}

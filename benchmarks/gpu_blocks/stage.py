@@ -33,10 +33,10 @@ class Stage:
     def max_segments(self) -> int:
         return self.table.shape[1] // self.store.layout.segment
 
-    def operations(self, method: str, resident: int, max_batch: int) -> TritonOps:
-        """Operations with a split map for batches of `max_batch`."""
+    def operations(self, method: str, resident: int, max_batch: int, chunk_ctas: int = 0) -> TritonOps:
+        """Operations with a split map for batches of `max_batch`; `chunk_ctas` as `TritonOps` takes it."""
         split_map = build_split_map(self.store.layout.kept, resident, [max_batch], method)
-        return TritonOps(self.store, split_map, max_batch, self.max_segments)
+        return TritonOps(self.store, split_map, max_batch, self.max_segments, chunk_ctas)
 
     def decode_batches(self, operations: TritonOps, batch: int, copies: int, length: int) -> list[TritonDecodeBatch]:
         """Descriptions of `copies` batches of different requests, each in buffers of its own."""
