@@ -17,8 +17,8 @@ def _segments(numbers_ptr, out_ptr, kept, count, BLOCK: tl.constexpr):
 
 
 def test_rows_are_divided_exactly():
-    """At the rows that border a segment, up to 16 million of them, for all kept counts to 512."""
-    for kept in range(16, 513, 16):
+    """At the rows that border a segment, up to 16 million of them, for all kept counts to 1024."""
+    for kept in range(16, 1025, 16):
         borders = torch.arange(0, 2**24, kept)
         borders = torch.cat([borders[:2000], borders[-2000:]])
         numbers = torch.cat([borders, borders + 15, borders + kept - 1, borders + kept - 16]).int()
