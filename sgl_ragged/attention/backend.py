@@ -71,6 +71,8 @@ class RaggedAttnBackend(AttentionBackend):
         self.first_layer = pool.start_layer
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.operations = make_operations(self.store, -(-self.req_to_token.shape[1] // self.segment))
+        # Operations may seal made-up segments when they are made, to have their kernels compiled.
+        self.store.seal_meter.reset()
         self.forward_metadata: Any = None
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:

@@ -347,6 +347,11 @@ class TritonOps:
         """
         if len(seals.firsts) == 0:
             return
+        with self.store.seal_meter.sealing(len(seals.firsts), self.store.layout.num_layers if layer is None else 1):
+            self._launch_seal(layer, source, seals, sides)
+
+    def _launch_seal(self, layer: int | None, source: seal.Source, seals: _Seals, sides: torch.Tensor | None) -> None:
+        """`_seal` of at least one segment."""
         store, segment = self.store, self.store.layout.segment
         kept = self._every_kept if layer is None else self._kept[layer]
         key_blocks = self._every_key_blocks if layer is None else self._key_blocks[layer]

@@ -49,8 +49,13 @@ class PoolPlan:
         return self.layout.slab_bytes(self.itemsize)
 
     @property
+    def row_bytes(self) -> int:
+        """One request's tail and what the scorer keeps beside it."""
+        return self.layout.tail_bytes(self.itemsize) + self.side_bytes
+
+    @property
     def tails_bytes(self) -> int:
-        return self.num_rows * (self.layout.tail_bytes(self.itemsize) + self.side_bytes)
+        return self.num_rows * self.row_bytes
 
     @property
     def total_bytes(self) -> int:

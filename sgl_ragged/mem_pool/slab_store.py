@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_ragged.layout import Band, SlabLayout
+from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.scorers import Scorer, SegmentData, keep_positions, rank_positions
 
 
@@ -53,7 +54,7 @@ class SlabStore:
         statistics: per layer, the scorer's tensors [heads, ...].
 
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim) unless the owner of the model
-    says otherwise before anything is stored.
+    says otherwise before anything is stored. `seal_meter` counts what `seal` and kernels in its place have done.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class SlabStore:
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
+        self.seal_meter = SealMeter(layout.num_layers)
         self._pending: list[PendingSeals] = []
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
@@ -144,18 +146,19 @@ class SlabStore:
         """
         segment = self.layout.segment
         order = None
-        for index, band in enumerate(self.layout.bands[layer]):
-            heads = self.band_heads(layer, index)
-            view = self.band_view(layer, band)
-            band_keys, band_values = keys.index_select(1, heads), values.index_select(1, heads)
-            if band.kept < segment:
-                if order is None:
-                    scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
-                    order = rank_positions(scores, starts)
-                kept = keep_positions(order.index_select(1, heads), band.kept)
-                rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
-                band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
-            view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
+        with self.seal_meter.sealing(len(slots)):
+            for index, band in enumerate(self.layout.bands[layer]):
+                heads = self.band_heads(layer, index)
+                view = self.band_view(layer, band)
+                band_keys, band_values = keys.index_select(1, heads), values.index_select(1, heads)
+                if band.kept < segment:
+                    if order is None:
+                        scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
+                        order = rank_positions(scores, starts)
+                    kept = keep_positions(order.index_select(1, heads), band.kept)
+                    rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
+                    band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
+                view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
 
     def segment_data(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None

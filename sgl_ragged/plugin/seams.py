@@ -39,6 +39,12 @@ RAGGED_SEAMS = (
         "build_pool",
     ),
     Seam("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), "no_fused_kv_write"),
+    Seam("sglang.srt.managers.scheduler.Scheduler.get_init_info", ("self",), "scheduler_ready"),
+    Seam(
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        ("self", "stats"),
+        "log_stats",
+    ),
 )
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
+from sgl_ragged.plugin.metrics import log_stats as log_stats
+from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
 from sgl_ragged.plugin.model_layout import model_budgets, model_geometry, model_statistics, rank_heads, rank_layout
 from sgl_ragged.plugin.options import RaggedOptions
 

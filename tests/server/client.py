@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.launch import Server
 
@@ -57,3 +58,12 @@ def generate_all(server: Server, prompts: Sequence[Sequence[int]], new: int, **o
 def flush(server: Server) -> None:
     """Empty the radix cache; raises when the server is not idle."""
     httpx.post(f"{server.url}/flush_cache", timeout=60).raise_for_status()
+
+
+def ragged_metrics(server: Server) -> dict[str, float]:
+    """What /metrics says under sglang:ragged_, names without that prefix; one rank's server."""
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert any(sample.name == "sglang:num_running_reqs" for sample in samples), "no metrics at all"
+    start = "sglang:ragged_"
+    return {sample.name.removeprefix(start): sample.value for sample in samples if sample.name.startswith(start)}

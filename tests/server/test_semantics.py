@@ -162,6 +162,7 @@ if __name__ == "__main__":
     sampling = {"temperature": 0, "max_new_tokens": request["new"], "ignore_eos": True}
     outputs = engine.generate(input_ids=request["prompts"], sampling_params=sampling, return_logprob=True)
     print("RESULT " + json.dumps([output["meta_info"]["output_token_logprobs"] for output in outputs]))
+    print("SETTINGS " + json.dumps(engine.get_server_info()["ragged"]))
     engine.shutdown()
 """
 
@@ -189,3 +190,5 @@ def test_engine_gives_the_same(folder, prompts, cold):
     for found, want in zip(json.loads(lines[0].removeprefix("RESULT ")), cold, strict=True):
         assert [entry[1] for entry in found] == want.tokens
         np.testing.assert_allclose([entry[0] for entry in found], want.output_logprobs, atol=1e-4)
+    settings = [line for line in done.stdout.splitlines() if line.startswith("SETTINGS ")]
+    assert json.loads(settings[0].removeprefix("SETTINGS "))["ratio"] == RATIO

@@ -9,7 +9,7 @@ from benchmarks.launch import serve
 from sgl_ragged.budgets import profile_kept
 from tests.models import make_llama, make_profile
 from tests.oracle import Oracle
-from tests.server.client import generate, generate_all
+from tests.server.client import generate, generate_all, ragged_metrics
 
 pytestmark = pytest.mark.server
 
@@ -26,7 +26,7 @@ def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, monke
         *("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
         *("--kv-pool", "ragged", "--ragged-kernel", "triton", "--ragged-ratio", str(RATIO), "--kv-bytes", "32MiB"),
         *("--ragged-segment", str(SEGMENT), "--ragged-profile", str(tmp_path / "profile.safetensors")),
-        *("--max-running-requests", "6", "--chunked-prefill-size", str(3 * SEGMENT)),
+        *("--enable-metrics", "--max-running-requests", "6", "--chunked-prefill-size", str(3 * SEGMENT)),
     ]
     kept = profile_kept(profile, RATIO, SEGMENT)
     assert kept.min() < SEGMENT, "nothing would be compressed"
@@ -37,6 +37,10 @@ def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, monke
         assert "ragged attention kernels: triton" in (tmp_path / "server.log").read_text()
         cold = generate_all(server, prompts, NEW)
         again = generate(server, prompts[-1], NEW)
+        # The prompts' own segments and one that decode filled; not those by which the kernels were compiled.
+        metrics = ragged_metrics(server)
+        assert metrics["sealed_segments_total"] == sum(length // SEGMENT for length in LENGTHS) + 1
+        assert metrics["seal_seconds_total"] > 0
     for prompt, answer in zip(prompts, cold, strict=True):
         want = oracle.logprobs([*prompt, *answer.tokens])[len(prompt) - 1 :]
         np.testing.assert_allclose(answer.output_logprobs, want, atol=1e-4)

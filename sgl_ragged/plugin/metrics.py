@@ -1,0 +1,140 @@
+"""What an operator sees of the ragged pool: Prometheus metrics and the settings in /server_info.
+
+Both hooks run in the scheduler. SGLang writes its metrics once per prefill and every --decode-log-interval steps of
+decode; ours are written at the same moments, from numbers that the host has anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgl_ragged.attention.kernel_choice import choose_kernel
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
+from sgl_ragged.plugin.model_layout import model_budgets, model_geometry, rank_layout
+from sgl_ragged.plugin.options import RaggedOptions
+
+_METRICS = "_sgl_ragged_metrics"
+"""Attribute of SGLang's collector that holds ours."""
+
+PREFIX = "sglang:ragged_"
+
+_GAUGES = {
+    "kept_ratio": "Kept / full KV bytes of a sealed segment, from the head budgets of this rank.",
+    "slab_bytes_in_use": "Bytes of the slabs that are allocated on this rank, those of cached prefixes among them.",
+    "tail_bytes_in_use": "Bytes of the tails on this rank that belong to a request.",
+    "rank_imbalance": "Largest / mean kept bytes of a segment over the tensor-parallel ranks; 1 if they are equal.",
+}
+_COUNTERS = {
+    "sealed_segments": "Segments sealed on this rank.",
+    "seal_seconds": "Host seconds around sealing on this rank: the work itself on a CPU; on a GPU the time to launch "
+    "it, not the time it takes there.",
+}
+
+
+def all_layouts(options: RaggedOptions, model_config: Any, tp_size: int) -> list[SlabLayout]:
+    """The slab layout of every tensor-parallel rank."""
+    geometry = model_geometry(model_config)
+    return [rank_layout(options, geometry, rank, tp_size) for rank in range(tp_size)]
+
+
+def imbalance(layouts: list[SlabLayout]) -> float:
+    """Largest / mean kept elements of a segment over the ranks."""
+    elems = [layout.slab_elems for layout in layouts]
+    return max(elems) * len(elems) / sum(elems)
+
+
+class RaggedMetrics:
+    """The metrics of one rank.
+
+    Args:
+        labels: names and values, SGLang's own.
+        pool: what they are about; its store counts seals.
+        allocator: SGLang's, which hands out the pool's pages.
+        requests: SGLang's request table, whose rows have the tails.
+        rank_imbalance: as `imbalance` gives it.
+    """
+
+    def __init__(
+        self, labels: dict[str, Any], pool: RaggedTokenToKVPool, allocator: Any, requests: Any, rank_imbalance: float
+    ) -> None:
+        # prometheus_client decides at its first import whether processes share files, and SGLang sets that up late.
+        from prometheus_client import Counter, Gauge
+
+        self._pool, self._allocator, self._requests = pool, allocator, requests
+        self._gauges = {
+            name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
+            for name, text in _GAUGES.items()
+        }
+        self._counters = {
+            name: Counter(PREFIX + name, text, labels.keys()).labels(**labels) for name, text in _COUNTERS.items()
+        }
+        self._counted = dict.fromkeys(_COUNTERS, 0.0)
+        self._gauges["kept_ratio"].set(pool.plan.layout.mean_kept_share)
+        self._gauges["rank_imbalance"].set(rank_imbalance)
+        self.update()
+
+    def update(self) -> None:
+        """Write what has changed since the last call."""
+        plan, meter = self._pool.plan, self._pool.store.seal_meter
+        pages = (self._allocator.size - self._allocator.available_size()) // plan.layout.segment
+        rows = self._requests.size - self._requests.available_size()
+        self._gauges["slab_bytes_in_use"].set(pages * plan.slab_bytes)
+        self._gauges["tail_bytes_in_use"].set(rows * plan.row_bytes)
+        for name, total in (("sealed_segments", meter.segments), ("seal_seconds", meter.seconds)):
+            self._counters[name].inc(total - self._counted[name])
+            self._counted[name] = total
+
+
+def settings(options: RaggedOptions, pool: RaggedTokenToKVPool, model_config: Any, tp_size: int) -> dict[str, Any]:
+    """`ragged` in /server_info: what was asked for and what became of it.
+
+    Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
+    """
+    plan, layouts = pool.plan, all_layouts(options, model_config, tp_size)
+    share = sum(layout.mean_kept_share for layout in layouts) / tp_size
+    return {
+        "ratio": options.ratio,
+        "segment": options.segment,
+        "scorer": options.scorer,
+        "scorer_weights": options.scorer_weights,
+        "profile": options.profile,
+        "profile_source": model_budgets(options, model_geometry(model_config)).source,
+        "heads_per_group": options.heads_per_group,
+        "kernel": choose_kernel(options.kernel, torch.device(pool.device).type),
+        "kept_min": min(int(layout.kept.min()) for layout in layouts),
+        "kept_mean": share * options.segment,
+        "kept_max": max(int(layout.kept.max()) for layout in layouts),
+        "kept_ratio": share,
+        "rank_imbalance": imbalance(layouts),
+        "slots": plan.num_slots,
+        "virtual_tokens": plan.max_total_tokens,
+        "max_requests": plan.max_requests,
+        "slab_bytes": plan.slab_bytes,
+        "tails_bytes": plan.tails_bytes,
+        "total_bytes": plan.total_bytes,
+    }
+
+
+def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
+    """What the scheduler tells the launcher when it is ready, the ragged settings added; makes the metrics."""
+    from sglang.srt.runtime_context import get_parallel
+
+    allocator, tp_size = scheduler.token_to_kv_pool_allocator, get_parallel().attn_tp_size
+    pool, model_config = allocator.get_kvcache(), scheduler.model_config
+    if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
+        collector, layouts = scheduler.metrics_collector, all_layouts(options, model_config, tp_size)
+        metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, imbalance(layouts))
+        setattr(collector, _METRICS, metrics)
+    return {**original(scheduler), "ragged": settings(options, pool, model_config, tp_size)}
+
+
+def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:
+    """Where SGLang writes its scheduler's metrics, ours are written, too."""
+    original(collector, stats)
+    metrics = getattr(collector, _METRICS, None)
+    if metrics is not None:
+        metrics.update()

@@ -1,0 +1,129 @@
+"""What an operator sees: Prometheus metrics and /server_info, of a ragged server and of one with the token pool."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import numpy as np
+import pytest
+
+from benchmarks.character_model import make_character_model
+from sgl_ragged.budgets import profile_kept
+from tests.models import make_profile
+from tests.server.client import flush, generate, ragged_metrics
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO, REQUESTS = 64, 0.4, 3
+NAMES = {
+    *("kept_ratio", "slab_bytes_in_use", "tail_bytes_in_use", "rank_imbalance"),
+    *("sealed_segments_total", "seal_seconds_total"),
+}
+LAYERS, HEADS, DIM, ITEM = 2, 4, 32, 4
+COMMON = ("--dtype", "float32", "--kv-bytes", "16MiB", "--enable-metrics", "--sleep-on-idle")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_character_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def profile(model):
+    return make_profile(model, model / "profile.safetensors", segment=SEGMENT)
+
+
+@pytest.fixture(scope="module")
+def server(model, profile, nursery):
+    flags = [
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(model / "profile.safetensors"), "--max-running-requests", str(REQUESTS)),
+        # Written at every step, so that a scrape sees the step before it.
+        *("--decode-log-interval", "1"),
+    ]
+    with nursery.serve(model, *COMMON, *flags, log=model / "ragged.log") as server:
+        yield server
+
+
+def slab_bytes(profile) -> int:
+    return int(profile_kept(profile, RATIO, SEGMENT).sum()) * 2 * DIM * ITEM
+
+
+TAIL_BYTES = LAYERS * HEADS * SEGMENT * 2 * DIM * ITEM
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(4, 100, length).tolist()
+
+
+def wait_for(server, name: str, value: float) -> None:
+    """SGLang writes gauges once more when the last request has ended, soon after it was answered."""
+    deadline = time.monotonic() + 10
+    while ragged_metrics(server)[name] != value and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ragged_metrics(server)[name] == value
+
+
+def test_settings_are_in_server_info(server, profile):
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    assert kept.min() < kept.max()
+    for path in ("server_info", "get_server_info"):
+        info = httpx.get(f"{server.url}/{path}", timeout=60).json()
+        found = info["ragged"]
+        slots = (16 * 2**20 - (REQUESTS + 1) * TAIL_BYTES) // slab_bytes(profile)
+        expected = {
+            **{"ratio": RATIO, "segment": SEGMENT, "scorer": "keydiff", "kernel": "torch", "heads_per_group": 1},
+            **{"kept_min": kept.min(), "kept_max": kept.max(), "rank_imbalance": 1.0, "scorer_weights": None},
+            **{"kept_mean": pytest.approx(kept.mean()), "kept_ratio": pytest.approx(kept.mean() / SEGMENT)},
+            **{"slots": slots, "virtual_tokens": (slots - 1) * SEGMENT, "slab_bytes": slab_bytes(profile)},
+            **{"tails_bytes": (REQUESTS + 1) * TAIL_BYTES, "max_requests": REQUESTS},
+            "total_bytes": slots * slab_bytes(profile) + (REQUESTS + 1) * TAIL_BYTES,
+        }
+        assert {name: found[name] for name in expected} == expected
+        assert profile.digest() in found["profile_source"]
+        assert found["profile"].endswith("profile.safetensors")
+        assert found["virtual_tokens"] == info["max_total_num_tokens"]
+
+
+def test_metrics_follow_the_requests(server, profile):
+    flush(server)
+    before = ragged_metrics(server)
+    assert set(before) == NAMES
+    assert before["kept_ratio"] == pytest.approx(profile_kept(profile, RATIO, SEGMENT).mean() / SEGMENT)
+    assert before["rank_imbalance"] == 1.0
+    # Prefill seals three segments; decode fills two, of which the next step seals the first.
+    generate(server, prompt(0, 200), 121)
+    after = ragged_metrics(server)
+    assert after["sealed_segments_total"] - before["sealed_segments_total"] == 3 + 1
+    assert after["seal_seconds_total"] > before["seal_seconds_total"]
+    # The last one waits for the next batch, whatever that holds.
+    generate(server, prompt(1, 10), 2)
+    assert ragged_metrics(server)["sealed_segments_total"] - before["sealed_segments_total"] == 3 + 2
+    wait_for(server, "tail_bytes_in_use", 0)
+    wait_for(server, "slab_bytes_in_use", 5 * slab_bytes(profile))
+    # A hit seals nothing again.
+    assert generate(server, prompt(0, 200), 2).cached == 3 * SEGMENT
+    assert ragged_metrics(server)["sealed_segments_total"] - before["sealed_segments_total"] == 3 + 2
+
+
+def test_running_requests_hold_tails(server, profile):
+    flush(server)
+    body = {"input_ids": prompt(2, 20), "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as answer:
+        # Kept by name: the connection ends with its iterator, and the request with the connection.
+        lines = answer.iter_lines()
+        for _ in range(40):
+            next(lines)
+        found = ragged_metrics(server)
+    assert found["tail_bytes_in_use"] == TAIL_BYTES
+    assert found["slab_bytes_in_use"] >= slab_bytes(profile)
+    assert found["slab_bytes_in_use"] % slab_bytes(profile) == 0
+
+
+def test_the_token_pool_has_none_of_it(model, nursery):
+    with nursery.serve(model, *COMMON, log=model / "token.log") as server:
+        generate(server, prompt(0, 200), 20)
+        assert ragged_metrics(server) == {}
+        assert "ragged" not in httpx.get(f"{server.url}/metrics", timeout=60).text
+        assert "ragged" not in httpx.get(f"{server.url}/server_info", timeout=60).json()
