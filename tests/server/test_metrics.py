@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
+from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.character_model import make_character_model
 from sgl_ragged.budgets import profile_kept
@@ -127,3 +131,13 @@ def test_the_token_pool_has_none_of_it(model, nursery):
         assert ragged_metrics(server) == {}
         assert "ragged" not in httpx.get(f"{server.url}/metrics", timeout=60).text
         assert "ragged" not in httpx.get(f"{server.url}/server_info", timeout=60).json()
+
+
+def test_the_dashboard_shows_every_metric_and_no_other(server):
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana-dashboard.json").read_text())
+    shown = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    text = httpx.get(f"{server.url}/metrics", timeout=60).text
+    known = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+    asked = set(re.findall(r"sglang:\w+", shown))
+    assert asked <= known
+    assert {name for name in asked if "ragged" in name} == {f"sglang:ragged_{name}" for name in NAMES}

@@ -1,0 +1,78 @@
+"""The frontend programs of `examples/` on a ragged server: as on the token pool at ratio 1, and each as a script."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from benchmarks.character_model import make_character_model
+from benchmarks.frontend import PROGRAMS, run_programs, server_args
+from examples import constrained
+
+pytestmark = pytest.mark.server
+
+SEGMENT = 64
+SCRIPTS = sorted(path for path in (Path(__file__).parents[2] / "examples").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_character_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def server(model, nursery):
+    args = server_args("ragged", "16MiB", 1.0, SEGMENT)
+    with nursery.serve(model, *args, "--sleep-on-idle", log=model / "ragged.log") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def outcomes(server):
+    return {outcome.program: outcome for outcome in run_programs(server.url)}
+
+
+def test_outputs_equal_the_token_pool(model, nursery, outcomes):
+    with nursery.serve(model, *server_args("token", "16MiB", 1.0, SEGMENT), log=model / "token.log") as server:
+        expected = run_programs(server.url)
+    assert list(outcomes) == [want.program for want in expected] == list(PROGRAMS)
+    for want in expected:
+        found = outcomes[want.program]
+        assert (found.text, found.variables) == (want.text, want.variables)
+        # The token pool shares single tokens, the ragged pool whole segments.
+        assert found.prompt == want.prompt
+        assert found.cached <= want.cached
+
+
+def test_turns_and_forks_find_their_prefix(outcomes):
+    """By prompt lengths: each later turn finds the segments of the turn before, each fork those of the text."""
+    for program in ("multi-turn chat", "fork and join"):
+        outcome = outcomes[program]
+        assert outcome.cached % SEGMENT == 0
+        assert outcome.cached > outcome.prompt / 2
+
+
+def test_constrained_answers_have_their_form(outcomes):
+    variables = outcomes["regex and JSON"].variables
+    assert re.fullmatch(constrained.DATE, variables["date"])
+    jsonschema.validate(json.loads(variables["person"]), constrained.PERSON)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_examples_are_scripts(script, server, outcomes, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(script), "--url", server.url])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    answers = {
+        "chat": outcomes["multi-turn chat"].variables["answer 4"],
+        "constrained": outcomes["regex and JSON"].variables["date"],
+        "fork_join": outcomes["fork and join"].variables["summary"],
+        "streaming": outcomes["streaming"].variables["answer"],
+    }
+    assert answers[script.stem].strip() in printed
