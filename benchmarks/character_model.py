@@ -43,7 +43,10 @@ def make_character_model(folder: Path) -> Path:
         initializer_range=0.2,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    model = LlamaForCausalLM(config).to(torch.float32)
+    # A logit of zero is never the largest: answers are characters up to their limit, or until a grammar is through.
+    model.lm_head.weight.data[: len(SPECIALS)] = 0
+    model.save_pretrained(folder)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""One process for all tests that fork servers from it: they are ready in seconds."""
+"""One process that servers are forked from, ready in seconds; one server for all tests of client programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.character_model import make_character_model
+from benchmarks.launch import Server
 from benchmarks.warm_start import Nursery
 
 
@@ -13,3 +15,22 @@ from benchmarks.warm_start import Nursery
 def nursery() -> Iterator[Nursery]:
     with Nursery() as nursery:
         yield nursery
+
+
+@pytest.fixture(scope="session")
+def character_model(tmp_path_factory):
+    """Its answers are random, but it can spell any JSON; no test changes the folder."""
+    return make_character_model(tmp_path_factory.mktemp("character") / "model")
+
+
+@pytest.fixture(scope="session")
+def character_server(character_model, nursery) -> Iterator[Server]:
+    """A ragged server at ratio 0.5 with segments of 64 tokens, for tests of what clients see."""
+    flags = [
+        *("--dtype", "float32", "--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "64"),
+        *("--kv-bytes", "32MiB", "--max-running-requests", "8", "--sleep-on-idle", "--enable-cache-report"),
+        # A random model would fill its answer with spaces that JSON allows.
+        *("--tool-call-parser", "glm45", "--constrained-json-disable-any-whitespace"),
+    ]
+    with nursery.serve(character_model, *flags, log=character_model.parent / "server.log") as server:
+        yield server

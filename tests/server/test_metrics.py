@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.character_model import make_character_model
 from sgl_ragged.budgets import profile_kept
 from tests.models import make_profile
 from tests.server.client import flush, generate, ragged_metrics
@@ -29,24 +28,24 @@ COMMON = ("--dtype", "float32", "--kv-bytes", "16MiB", "--enable-metrics", "--sl
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_character_model(tmp_path_factory.mktemp("model"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("metrics")
 
 
 @pytest.fixture(scope="module")
-def profile(model):
-    return make_profile(model, model / "profile.safetensors", segment=SEGMENT)
+def profile(character_model, folder):
+    return make_profile(character_model, folder / "profile.safetensors", segment=SEGMENT)
 
 
 @pytest.fixture(scope="module")
-def server(model, profile, nursery):
+def server(character_model, folder, profile, nursery):
     flags = [
         *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
-        *("--ragged-profile", str(model / "profile.safetensors"), "--max-running-requests", str(REQUESTS)),
+        *("--ragged-profile", str(folder / "profile.safetensors"), "--max-running-requests", str(REQUESTS)),
         # Written at every step, so that a scrape sees the step before it.
         *("--decode-log-interval", "1"),
     ]
-    with nursery.serve(model, *COMMON, *flags, log=model / "ragged.log") as server:
+    with nursery.serve(character_model, *COMMON, *flags, log=folder / "ragged.log") as server:
         yield server
 
 
@@ -125,8 +124,8 @@ def test_running_requests_hold_tails(server, profile):
     assert found["slab_bytes_in_use"] % slab_bytes(profile) == 0
 
 
-def test_the_token_pool_has_none_of_it(model, nursery):
-    with nursery.serve(model, *COMMON, log=model / "token.log") as server:
+def test_the_token_pool_has_none_of_it(character_model, folder, nursery):
+    with nursery.serve(character_model, *COMMON, log=folder / "token.log") as server:
         generate(server, prompt(0, 200), 20)
         assert ragged_metrics(server) == {}
         assert "ragged" not in httpx.get(f"{server.url}/metrics", timeout=60).text
