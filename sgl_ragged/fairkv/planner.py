@@ -8,10 +8,13 @@ largest load of each layer first, and then numbers the ranks of each layer so th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.copying import copy_heads
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import equal_parts
 from sgl_ragged.fairkv.placement import Placement
@@ -34,7 +37,8 @@ def plan_placement(
             without a cost model a place costs nothing.
 
     Returns:
-        A plan that reads no more than `none`. Of a rank's heads, the lower come first.
+        A plan that reads no more than `none`. Of a rank's heads, the lower come first. For `copy` it is a `FairCopies`
+        wherever heads have copies.
 
     Raises:
         RaggedConfigError: an unknown mode, kept counts that are no multiples of UNIT, or ranks that do not divide the
@@ -44,14 +48,16 @@ def plan_placement(
     contiguous = np.arange(kept.shape[1]).reshape(ranks, -1)
     if mode == "none" or ranks == 1:
         return _whole_heads(kept, np.broadcast_to(contiguous, (len(kept), *contiguous.shape)), mode)
-    if mode == "copy":
-        raise RaggedConfigError("placement 'copy' is not planned yet")
     permuted = _whole_heads(kept, np.stack([equal_parts(row, ranks) for row in kept]), mode)
-    if mode == "permute" or extra_places == 0:
-        return _even_out(permuted)
-    # A second place more would not lower any load: `split_layer` reaches the mean with one.
-    split = _split_heads(kept, ranks, mode)
-    return _even_out(min(permuted, split, key=lambda plan: _step_bytes(plan, cost)))
+    plans = [permuted]
+    if mode == "split" and extra_places > 0:
+        # A second place more would not lower any load: `split_layer` reaches the mean with one.
+        plans.append(_split_heads(kept, ranks, mode))
+    if mode == "copy":
+        widest = min(extra_places, kept.shape[1] - permuted.places)
+        plans += [copy_heads(kept, ranks, extra) for extra in range(1, widest + 1)]
+    # Ties go to the plan with fewer places.
+    return _even_out(min(plans, key=lambda plan: _step_bytes(plan, cost)))
 
 
 def _checked(kept: np.ndarray, ranks: int, mode: str, extra_places: int) -> np.ndarray:
@@ -97,13 +103,13 @@ def _even_out(plan: Placement) -> Placement:
     the mean.
     """
     load = plan.load
-    total = np.zeros(plan.ranks, dtype=np.int64)
+    total = np.zeros(plan.ranks)
     order = np.empty(load.shape, dtype=np.int64)
     for layer in np.argsort(-np.ptp(load, axis=1), kind="stable"):
         order[layer, np.argsort(total, kind="stable")] = np.argsort(-load[layer], kind="stable")
         total += load[layer, order[layer]]
-    return Placement(
+    return replace(
+        plan,
         heads=np.take_along_axis(plan.heads, order[:, :, None], axis=1),
         kept=np.take_along_axis(plan.kept, order[:, :, None], axis=1),
-        mode=plan.mode,
     )
