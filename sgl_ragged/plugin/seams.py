@@ -38,6 +38,16 @@ RAGGED_SEAMS = (
         ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
         "build_pool",
     ),
+    Seam(
+        "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only",
+        ("model", "weights", "target_device"),
+        "place_weights",
+    ),
+    Seam(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        ("model_config", "load_config", "tp_size"),
+        "repeat_heads_on_cpus",
+    ),
     Seam("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), "no_fused_kv_write"),
 )
 
