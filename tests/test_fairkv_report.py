@@ -46,6 +46,7 @@ def test_figures_by_hand():
     assert even.busy_whole == 1.0
     # Three requests of one segment, 8 bytes of key and value a token: 24 bytes for each kept token.
     assert even.busy_net == 272 * 24 / (288 * 24 + 128)
+    assert plain.busy_step == pytest.approx((272 * 24 + 2 * 2 * 64 + 1000) / (448 * 24 + 2 * 2 * 64 + 1000))
     assert even.capacity == 304 / 272
     assert even.speedup == (448 * 24 + 2 * 2 * 64 + 1000) / (288 * 24 + 2 * 3 * 64 + 1000)
     assert busy_limit(kept, 2) == 272 / 288
