@@ -92,7 +92,8 @@ def test_every_head_is_covered_exactly_once(case, mode, extra):
             assert held == sorted(set(held)), "a rank holds a head once, lower heads first"
         for head, kept_count in enumerate(row):
             at = plan.heads[layer] == head
-            covered = sum(Fraction(int(k), int(max(c, 1))) for k, c in zip(plan.kept[layer][at], copies[layer][at]))  # noqa: B905
+            parts = zip(plan.kept[layer][at].tolist(), copies[layer][at].tolist(), strict=True)
+            covered = sum(Fraction(tokens, max(shared_by, 1)) for tokens, shared_by in parts)
             assert covered == kept_count
 
 
@@ -167,6 +168,16 @@ def test_permute_equals_brute_force_on_finer_loads(data, shape):
     parts = equal_parts(np.array(loads), ranks)
     assert max(np.array(loads)[parts].sum(axis=1)) == best
     assert least_possible(np.array(loads), ranks) <= best
+
+
+@pytest.mark.parametrize("shape", [(9, 3), (12, 3), (12, 4)])
+def test_permute_equals_brute_force_where_loads_repeat(shape):
+    """Where the optimum is a single unit better than what exchanging heads finds, too."""
+    heads, ranks = shape
+    rng = np.random.default_rng(heads)
+    for loads in rng.integers(1, 17, ({9: 400, 12: 20}[heads], heads)):
+        parts = equal_parts(loads, ranks)
+        assert loads[parts].sum(axis=1).max() == best_division(loads.tolist(), ranks)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=32, max_size=32), st.sampled_from([2, 4, 8]))
@@ -259,6 +270,23 @@ def test_ours_match_or_beat_the_papers(data, shape):
     split = max(sum(held.values()) for held in split_layer(np.array(weights), ranks))
     # Ours stores whole units of 16 tokens; requests can be divided finer, on average.
     assert split <= math.ceil(theirs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 3)]), st.integers(1, 2))
+def test_copy_equals_brute_force(data, shape, extra):
+    """All sets of ranks for each head, as many heads a rank as it has places."""
+    heads, ranks = shape
+    loads = data.draw(st.lists(st.integers(1, 16), min_size=heads, max_size=heads))
+    places = min(heads // ranks + extra, heads)
+    sets = [c for size in range(1, ranks + 1) for c in itertools.combinations(range(ranks), size)]
+    best = math.inf
+    for chosen in itertools.product(sets, repeat=heads):
+        held = tuple(tuple(head for head in range(heads) if rank in chosen[head]) for rank in range(ranks))
+        if max(map(len, held)) <= places:
+            best = min(best, max(paper.scheme_loads(held, loads)))
+    copied = copy_layer(np.array(loads), ranks, places)
+    assert max(paper.scheme_loads(tuple(tuple(sorted(held)) for held in copied), loads)) == best
 
 
 @given(layers_and_ranks(8))
