@@ -38,13 +38,14 @@ class Nursery:
         stop(self._process)
 
     @contextlib.contextmanager
-    def serve(self, model: str | Path, *args: str, log: Path) -> Iterator[Server]:
+    def serve(self, model: str | Path, *args: str, log: Path, env: dict[str, str] | None = None) -> Iterator[Server]:
         """Like `benchmarks.launch.serve`."""
         port = free_port()
         fixed = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps({"args": [*fixed, *args], "log": str(log)}), file=self._process.stdin, flush=True)
+        order = {"args": [*fixed, *args], "log": str(log), "env": env or {}}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError("the process that servers are forked from has ended")
@@ -89,6 +90,7 @@ def _main() -> None:
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (output, 1), (output, 2)):
                 os.dup2(source, target)
+            os.environ.update(order["env"])
             load_plugins()
             sglang.launch_server.run_server(prepare_server_args(order["args"]))
             return

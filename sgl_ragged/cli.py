@@ -8,6 +8,7 @@ import sys
 
 from sgl_ragged import split_map_report
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv import report as fairkv_report
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import parse_bytes, plan_pool
 from sgl_ragged.model_options import add_model_options, choose_kept
@@ -27,6 +28,7 @@ def main() -> None:
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     split_map_report.add_parser(commands)
+    fairkv_report.add_parser(commands)
     check = commands.add_parser("check", help="whether the installed SGLang has the seams that the plugin needs")
     check.set_defaults(run=check_installation)
     options = parser.parse_args()

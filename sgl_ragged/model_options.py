@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from sgl_ragged.choice import BudgetChoice, choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.grouping import group_largest
+
+T = TypeVar("T")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -30,18 +34,23 @@ def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoic
     Raises:
         RaggedConfigError: no such model, or budgets that do not fit it.
     """
-    geometry = _read_geometry(options.model)
+    geometry = read_sizes(options.model, lambda config: ModelGeometry.from_config(config, str(options.model)))
     chosen = choose_budgets(
         geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
     )
     return geometry, chosen, group_largest(chosen.kept, options.heads_per_group)
 
 
-def _read_geometry(folder: Path) -> ModelGeometry:
+def read_sizes(folder: Path, make: Callable[[Mapping[str, Any]], T]) -> T:
+    """What `make` takes from the folder's config.json of the text model.
+
+    Raises:
+        RaggedConfigError: there is no such file, or it lacks a key.
+    """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-        return ModelGeometry.from_config(config.get("text_config", config), str(folder))
+        return make(config.get("text_config", config))
     except (OSError, json.JSONDecodeError) as error:
         raise RaggedConfigError(f"cannot read {path}: {error}") from None
     except KeyError as error:

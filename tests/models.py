@@ -24,15 +24,17 @@ SIZES = dict(
 )
 
 
-def make_llama(folder: Path) -> Path:
-    """A random Llama with 4 KV heads of dimension 64, 2 query heads each."""
-    config = LlamaConfig(**SIZES, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+def make_llama(folder: Path, **more: object) -> Path:
+    """A random Llama with 4 KV heads of dimension 64, 2 query heads each; `more` goes to its config."""
+    sizes = SIZES | dict(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64) | more
+    config = LlamaConfig(**sizes)
     return _save(LlamaForCausalLM, config, folder)
 
 
-def make_qwen3(folder: Path) -> Path:
-    """A random Qwen3 (norms on queries and keys) with 2 KV heads of dimension 128, 3 query heads each."""
-    config = Qwen3Config(**SIZES, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=128)
+def make_qwen3(folder: Path, *, q_per_kv: int = 3, **more: object) -> Path:
+    """A random Qwen3 (norms on queries and keys) with 2 KV heads of dimension 128; `more` goes to its config."""
+    sizes = dict(num_hidden_layers=2, num_attention_heads=2 * q_per_kv, num_key_value_heads=2, head_dim=128)
+    config = Qwen3Config(**(SIZES | sizes | more))
     return _save(Qwen3ForCausalLM, config, folder)
 
 
@@ -42,13 +44,21 @@ def _save(model_class: type, config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def make_profile(model: Path, path: Path, *, scorer: str = "keydiff", segment: int = 256, seed: int = 0) -> Profile:
-    """A profile for `model` with strongly unequal random head statistics, saved at `path`."""
+def make_profile(
+    model: Path,
+    path: Path,
+    *,
+    scorer: str = "keydiff",
+    segment: int = 256,
+    seed: int = 0,
+    mu: np.ndarray | None = None,
+) -> Profile:
+    """A profile for `model` with strongly unequal head statistics, random unless `mu` is given, saved at `path`."""
     config = AutoConfig.from_pretrained(model)
     shape = (config.num_hidden_layers, config.num_key_value_heads)
     rng = np.random.default_rng(seed)
     profile = Profile(
-        mu=(rng.uniform(0.05, 1.0, shape) ** 2).astype(np.float32),
+        mu=(rng.uniform(0.05, 1.0, shape) ** 2 if mu is None else mu).astype(np.float32),
         sigma=rng.uniform(0.0, 0.05, shape).astype(np.float32),
         model_id=model.name,
         model_fingerprint=config_fingerprint(config.to_dict()),

@@ -16,13 +16,20 @@ from sgl_ragged.attention.kernels import decode, extend
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
+ATTENTION = (decode.decode_kernel, extend.extend_kernel)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_without_spills_and_pipelined(architecture):
     for build in builds(architecture):
+        # Kernels that only move rows are compiled in every variant for one architecture, and in one for the others.
+        one_variant = (build.dtype, build.head_dim) in (("bf16", 128), ("fp32", 0))
+        if architecture != 90 and build.kernel not in ATTENTION and not one_variant:
+            continue
         found = compile_build(build, architecture)
         assert found.spilled_bytes == 0, found
         assert found.shared_bytes <= SHARED_LIMIT[architecture], found
-        if found.kernel in ("decode", "extend", "extend in parts"):
+        if build.kernel in ATTENTION:
             assert found.wide_loads > found.narrow_loads, found
             assert found.async_depth >= 2, found
             # The fp32 tile of 256 dimensions computes in plain float32.
@@ -34,7 +41,7 @@ def one_build(kernel: object) -> Build:
 
 
 @pytest.mark.parametrize("q_per_kv", [1, 5, 16])
-@pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel])
+@pytest.mark.parametrize("kernel", ATTENTION)
 def test_other_group_sizes_compile_as_well(kernel, q_per_kv):
     build = one_build(kernel)
     build = dataclasses.replace(build, constants=build.constants | {"Q_PER_KV": q_per_kv})

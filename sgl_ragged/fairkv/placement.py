@@ -18,7 +18,9 @@ class Placement:
             but at most one of each rank.
         kept: int64 [num_layers, ranks, places], tokens of each sealed segment that are stored at the place, multiples
             of 16. Over the places of a head they sum to its kept count; places of one head follow each other in rank
-            order: the first holds the earliest positions.
+            order: the first holds the earliest positions. 0 where a rank has more places than the heads of the layer
+            have units to fill them with: the place holds nothing, and the head there is only so that every place has
+            weights. What it contributes is the empty partial result (LSE of minus infinity).
         mode: what the planner was asked for.
     """
 
@@ -46,5 +48,5 @@ class Placement:
 
     @property
     def load(self) -> np.ndarray:
-        """int64 [num_layers, ranks]: tokens of a sealed segment that a rank stores, and reads in every decode step."""
+        """int64 [num_layers, ranks]: tokens of each sealed segment that a rank stores, and reads in a decode step."""
         return self.kept.sum(axis=2)

@@ -144,21 +144,32 @@ class SlabStore:
             keys, values: [segments, heads, S, head_dim], keys after RoPE.
             sides: [segments, heads, side places, elements], if the scorer needs them.
         """
+        with self.seal_meter.sealing(len(slots)):
+            self._seal(layer, slots, starts, keys, values, sides)
+
+    def _seal(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sides: torch.Tensor | None,
+    ) -> None:
         segment = self.layout.segment
         order = None
-        with self.seal_meter.sealing(len(slots)):
-            for index, band in enumerate(self.layout.bands[layer]):
-                heads = self.band_heads(layer, index)
-                view = self.band_view(layer, band)
-                band_keys, band_values = keys.index_select(1, heads), values.index_select(1, heads)
-                if band.kept < segment:
-                    if order is None:
-                        scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
-                        order = rank_positions(scores, starts)
-                    kept = keep_positions(order.index_select(1, heads), band.kept)
-                    rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
-                    band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
-                view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
+        for index, band in enumerate(self.layout.bands[layer]):
+            heads = self.band_heads(layer, index)
+            view = self.band_view(layer, band)
+            band_keys, band_values = keys.index_select(1, heads), values.index_select(1, heads)
+            if band.kept < segment:
+                if order is None:
+                    scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
+                    order = rank_positions(scores, starts)
+                kept = keep_positions(order.index_select(1, heads), band.kept)
+                rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
+                band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
+            view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
 
     def segment_data(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None

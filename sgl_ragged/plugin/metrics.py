@@ -14,7 +14,7 @@ import torch
 from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.model_layout import model_budgets, model_geometry, rank_layout
+from sgl_ragged.plugin.model_layout import model_budgets, rank_layout
 from sgl_ragged.plugin.options import RaggedOptions
 
 _METRICS = "_sgl_ragged_metrics"
@@ -35,10 +35,10 @@ _COUNTERS = {
 }
 
 
-def all_layouts(options: RaggedOptions, model_config: Any, tp_size: int) -> list[SlabLayout]:
+def all_layouts(options: RaggedOptions, tp_size: int) -> list[SlabLayout]:
     """The slab layout of every tensor-parallel rank."""
-    geometry = model_geometry(model_config)
-    return [rank_layout(options, geometry, rank, tp_size) for rank in range(tp_size)]
+    assert options.geometry is not None, "the launcher settles the options before any worker starts"
+    return [rank_layout(options, options.geometry, rank, tp_size) for rank in range(tp_size)]
 
 
 def imbalance(layouts: list[SlabLayout]) -> float:
@@ -89,21 +89,24 @@ class RaggedMetrics:
             self._counted[name] = total
 
 
-def settings(options: RaggedOptions, pool: RaggedTokenToKVPool, model_config: Any, tp_size: int) -> dict[str, Any]:
+def settings(options: RaggedOptions, pool: RaggedTokenToKVPool, layouts: list[SlabLayout]) -> dict[str, Any]:
     """`ragged` in /server_info: what was asked for and what became of it.
 
-    Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
+    `layouts` are those of all ranks. Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the
+    rank that answers, the first.
     """
-    plan, layouts = pool.plan, all_layouts(options, model_config, tp_size)
-    share = sum(layout.mean_kept_share for layout in layouts) / tp_size
+    assert options.geometry is not None, "the launcher settles the options before any worker starts"
+    plan = pool.plan
+    share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
     return {
         "ratio": options.ratio,
         "segment": options.segment,
         "scorer": options.scorer,
         "scorer_weights": options.scorer_weights,
         "profile": options.profile,
-        "profile_source": model_budgets(options, model_geometry(model_config)).source,
+        "profile_source": model_budgets(options, options.geometry).source,
         "heads_per_group": options.heads_per_group,
+        "fairkv": options.fairkv,
         "kernel": choose_kernel(options.kernel, torch.device(pool.device).type),
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * options.segment,
@@ -123,13 +126,13 @@ def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) 
     """What the scheduler tells the launcher when it is ready, the ragged settings added; makes the metrics."""
     from sglang.srt.runtime_context import get_parallel
 
-    allocator, tp_size = scheduler.token_to_kv_pool_allocator, get_parallel().attn_tp_size
-    pool, model_config = allocator.get_kvcache(), scheduler.model_config
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool, layouts = allocator.get_kvcache(), all_layouts(options, get_parallel().attn_tp_size)
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
-        collector, layouts = scheduler.metrics_collector, all_layouts(options, model_config, tp_size)
+        collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, imbalance(layouts))
         setattr(collector, _METRICS, metrics)
-    return {**original(scheduler), "ragged": settings(options, pool, model_config, tp_size)}
+    return {**original(scheduler), "ragged": settings(options, pool, layouts)}
 
 
 def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:

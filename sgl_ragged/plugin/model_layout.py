@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from sgl_ragged.choice import BudgetChoice, choose_budgets
@@ -48,17 +49,32 @@ def model_statistics(options: RaggedOptions, geometry: ModelGeometry) -> list[di
     )
 
 
-def rank_heads(num_heads: int, tp_rank: int, tp_size: int) -> slice:
-    """The heads of one tensor-parallel rank: a contiguous share, as SGLang splits them."""
-    if tp_size <= num_heads:
-        per_rank = num_heads // tp_size
-        return slice(tp_rank * per_rank, (tp_rank + 1) * per_rank)
-    head = tp_rank * num_heads // tp_size
-    return slice(head, head + 1)
+def rank_heads(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int) -> np.ndarray:
+    """int64 [layers, heads of the rank]: the model's heads that one tensor-parallel rank serves, in its order.
+
+    Those of the placement, else a contiguous share, as SGLang splits them; with more ranks than heads, one.
+    """
+    if options.placement is not None:
+        return options.placement.heads[:, tp_rank]
+    heads = geometry.num_heads
+    first, count = tp_rank * heads // tp_size, max(heads // tp_size, 1)
+    return np.tile(np.arange(first, first + count), (geometry.num_layers, 1))
 
 
 def rank_layout(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int) -> SlabLayout:
     """The slab layout of one rank. Groups of heads do not span ranks."""
-    kept = model_budgets(options, geometry).kept[:, rank_heads(geometry.num_heads, tp_rank, tp_size)]
+    heads = rank_heads(options, geometry, tp_rank, tp_size)
+    kept = np.take_along_axis(model_budgets(options, geometry).kept, heads, axis=1)
     kept = group_largest(kept, options.heads_per_group)
     return SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
+
+
+def rank_statistics(
+    options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int
+) -> list[dict[str, torch.Tensor]]:
+    """Per layer, the scorer's tensors [heads of the rank, ...] on the CPU."""
+    heads = torch.from_numpy(rank_heads(options, geometry, tp_rank, tp_size).copy())
+    return [
+        {name: tensor[heads[layer]] for name, tensor in tensors.items()}
+        for layer, tensors in enumerate(model_statistics(options, geometry))
+    ]

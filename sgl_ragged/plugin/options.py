@@ -8,11 +8,15 @@ from typing import Any
 from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.geometry import ModelGeometry
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
 
 KV_POOLS = ("token", "ragged")
+
+FAIRKV_MODES = ("none", "permute")
 
 DEFAULTS: dict[str, Any] = {
     "ragged_ratio": 0.5,
@@ -22,6 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "ragged_profile": "auto",
     "ragged_heads_per_group": 1,
     "ragged_kernel": "auto",
+    "ragged_fairkv": None,
 }
 """Defaults of the flags that only mean something with --kv-pool ragged."""
 
@@ -36,7 +41,8 @@ class RaggedOptions:
     """Checked options. `kv_bytes` is the KV budget per rank in bytes, None for SGLang's own profiling.
 
     `profile` is "auto", "uniform" or a path. `observer` is pickled along to the workers
-    (`attention.backend.RaggedAttnBackend`).
+    (`attention.backend.RaggedAttnBackend`). `fairkv` is None until the launcher has settled it; it then adds
+    `geometry`, the model as its checkpoint has it, and `placement`, None where heads are where SGLang puts them.
     """
 
     kv_pool: str
@@ -48,8 +54,11 @@ class RaggedOptions:
     profile: str
     heads_per_group: int
     kernel: str
+    fairkv: str | None
     from_command_line: bool
     observer: Any = None
+    geometry: ModelGeometry | None = None
+    placement: Placement | None = None
 
     @property
     def ragged(self) -> bool:
@@ -92,6 +101,10 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
         raise RaggedConfigError(f"--ragged-heads-per-group {values['ragged_heads_per_group']} must be at least 1")
     if values["ragged_kernel"] not in KERNELS:
         raise RaggedConfigError(f"unknown --ragged-kernel {values['ragged_kernel']!r}; known: {', '.join(KERNELS)}")
+    if values["ragged_fairkv"] not in (None, *FAIRKV_MODES):
+        raise RaggedConfigError(
+            f"unknown --ragged-fairkv {values['ragged_fairkv']!r}; known: {', '.join(FAIRKV_MODES)}"
+        )
     if kv_pool == "ragged":
         from sgl_ragged.scorers import get_scorer
 
@@ -106,6 +119,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
         profile=str(values["ragged_profile"]),
         heads_per_group=int(values["ragged_heads_per_group"]),
         kernel=values["ragged_kernel"],
+        fairkv=values["ragged_fairkv"],
         from_command_line=from_command_line,
         observer=observer,
     )

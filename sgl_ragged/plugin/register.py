@@ -18,6 +18,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import (
     ATTRIBUTE,
     DEFAULTS,
+    FAIRKV_MODES,
     FLAGS,
     KV_POOLS,
     OBSERVER,
@@ -107,6 +108,12 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         "--ragged-kernel",
         choices=KERNELS,
         help=f"Attention kernels; auto: triton on CUDA, torch elsewhere. [{DEFAULTS['ragged_kernel']}]",
+    )
+    group.add_argument(
+        "--ragged-fairkv",
+        choices=FAIRKV_MODES,
+        help="Which rank of --tp serves which heads: in the checkpoint's order, or so that ranks have equally much to "
+        "store and read. [permute, where that is possible]",
     )
 
 

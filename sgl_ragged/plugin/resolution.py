@@ -8,12 +8,14 @@ from typing import Any
 from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
 from sgl_ragged.plugin.seams import BACKEND, check_seams, seams_for
 
 
 def resolve_with_options(original: Callable[[Any], None], server_args: Any, options: RaggedOptions) -> None:
-    """Run SGLang's own resolution with the plugin's settings declared, then check what came out.
+    """Run SGLang's own resolution with the plugin's settings declared, check what came out, place the heads.
+
+    The options that the workers are to follow replace those on the record.
 
     Raises:
         RaggedConfigError: the combination cannot be honoured; nothing has been started yet.
@@ -44,11 +46,14 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     model_config = model_config_of(server_args)
     refuse_model(model_config)
     from sgl_ragged.plugin.model_layout import model_geometry, model_statistics
+    from sgl_ragged.plugin.placing import place_heads, refuse_ranks
 
     geometry = model_geometry(model_config)
+    refuse_ranks(options, view.tp_size, geometry)
     if kernel != "torch":
         check_shape(geometry.head_dim, geometry.q_per_kv)
     model_statistics(options, geometry)
+    setattr(server_args, ATTRIBUTE, place_heads(options, view, model_config, geometry))
 
 
 def _cuda_graphs(config: Any, *, in_decode: bool) -> Any:

@@ -19,13 +19,18 @@ BACKEND = "ragged"
 
 @dataclass(frozen=True)
 class Seam:
-    """A function of SGLang that is wrapped: its dotted path, its parameters, and the hook's name in `worker`."""
+    """A function of SGLang: its dotted path, its parameters, and the name in `worker` of the hook that wraps it.
+
+    Without a hook it is a method that our attention backend overrides. SGLang has a default for each, so one that it
+    calls by another name would not be missed: decode would go on with the description of an earlier batch.
+    """
 
     target: str
     parameters: tuple[str, ...]
-    hook: str
+    hook: str | None = None
 
 
+_BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 KV_BYTES_SEAMS = (Seam(f"{_CONFIGURATOR}._profile_available_bytes", ("self", "pre_model_load_memory"), "kv_bytes"),)
@@ -38,6 +43,16 @@ RAGGED_SEAMS = (
         ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
         "build_pool",
     ),
+    Seam(
+        "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only",
+        ("model", "weights", "target_device"),
+        "place_weights",
+    ),
+    Seam(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        ("model_config", "load_config", "tp_size"),
+        "repeat_heads_on_cpus",
+    ),
     Seam("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), "no_fused_kv_write"),
     Seam("sglang.srt.managers.scheduler.Scheduler.get_init_info", ("self",), "scheduler_ready"),
     Seam(
@@ -45,6 +60,11 @@ RAGGED_SEAMS = (
         ("self", "stats"),
         "log_stats",
     ),
+    Seam(f"{_BACKEND}.init_forward_metadata", ("self", "forward_batch")),
+    Seam(f"{_BACKEND}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
+    Seam(f"{_BACKEND}.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
+    Seam(f"{_BACKEND}.get_cuda_graph_seq_len_fill_value", ("self",)),
+    Seam(f"{_BACKEND}.shared_read_ends", ("self", "fm")),
 )
 
 
@@ -93,17 +113,17 @@ def install(options: RaggedOptions) -> None:
 
     seams = seams_for(options)
     check_seams(seams)
-    originals = [resolve(seam.target) for seam in seams]
-    for seam in seams:
-        hook: Callable = getattr(worker, seam.hook)
+    wrapped = [(seam.target, seam.hook, resolve(seam.target)) for seam in seams if seam.hook is not None]
+    for target, name, _ in wrapped:
+        hook: Callable = getattr(worker, name)
         HookRegistry.register(
-            seam.target,
+            target,
             worker.bind(hook, options),
             HookType.AROUND,
             source=HookSource(plugin_name="sgl_ragged", dist_name="sgl-ragged"),
         )
     HookRegistry.apply_hooks()
-    lost = [seam.target for seam, original in zip(seams, originals, strict=True) if resolve(seam.target) is original]
+    lost = [target for target, _, original in wrapped if resolve(target) is original]
     if lost:
         raise RaggedConfigError(f"hooks did not take effect: {', '.join(lost)}")
     if options.ragged:

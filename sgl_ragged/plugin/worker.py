@@ -7,13 +7,24 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.weights import HeadOrder
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
-from sgl_ragged.plugin.model_layout import model_budgets, model_geometry, model_statistics, rank_heads, rank_layout
+from sgl_ragged.plugin.model_layout import model_budgets, rank_layout, rank_statistics
 from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.placing import describe_placement
 
 logger = logging.getLogger(__name__)
+
+NO_WEIGHT_UPDATES = (
+    "weights cannot be updated at run time while heads are placed on other ranks than the checkpoint's order gives; "
+    "restart with --ragged-fairkv none"
+)
+"""What SGLang answers to requests that would write weights in the checkpoint's order."""
 
 
 def bind(hook: Callable, options: RaggedOptions) -> Callable:
@@ -33,7 +44,7 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
 
     schedule = get_schedule()
     budget = configurator._profile_available_bytes(pre_model_load_memory)
-    layout = _layout(options, configurator)
+    layout = _layout(options)
     plan = plan_pool(
         layout,
         configurator.kv_cache_dtype.itemsize,
@@ -51,6 +62,29 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     )
 
 
+def place_weights(options: RaggedOptions, original: Callable, model: Any, weights: Any, target_device: Any) -> None:
+    """Load a checkpoint with its attention heads in the order of the placement."""
+    if options.placement is None:
+        return original(model, weights, target_device)
+    order = HeadOrder(options.placement, _geometry(options))
+    original(model, order.reorder(weights), target_device)
+    order.require_all()
+    # Every way in which SGLang updates weights at run time looks for this attribute first, and answers with it.
+    model._derived_weight_cache_error = NO_WEIGHT_UPDATES
+
+
+def repeat_heads_on_cpus(
+    options: RaggedOptions, original: Callable, model_config: Any, load_config: Any, tp_size: int
+) -> Any:
+    """With more ranks than heads, every head on several ranks, as on GPUs.
+
+    On CPUs SGLang adds heads of zeros instead, which budgets know nothing of; and without AMX it cannot load them.
+    """
+    if tp_size > _geometry(options).num_heads:
+        return model_config
+    return original(model_config, load_config, tp_size)
+
+
 def build_pool(
     options: RaggedOptions, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **_: Any
 ) -> Any:
@@ -60,7 +94,7 @@ def build_pool(
     from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
     from sgl_ragged.scorers import get_scorer
 
-    layout = _layout(options, configurator)
+    layout = _layout(options)
     plan = PoolPlan(
         layout=layout,
         itemsize=configurator.kv_cache_dtype.itemsize,
@@ -68,23 +102,24 @@ def build_pool(
         num_rows=req_to_token_pool.size + 1,
         side_bytes=_side_bytes(options, configurator, layout),
     )
-    parallel, geometry = get_parallel(), model_geometry(configurator.model_config)
-    heads = rank_heads(geometry.num_heads, parallel.attn_tp_rank, parallel.attn_tp_size)
+    parallel, geometry = get_parallel(), _geometry(options)
     statistics = [
-        {name: tensor[heads].to(configurator.device) for name, tensor in layer.items()}
-        for layer in model_statistics(options, geometry)
+        {name: tensor.to(configurator.device) for name, tensor in layer.items()}
+        for layer in rank_statistics(options, geometry, parallel.attn_tp_rank, parallel.attn_tp_size)
     ]
     pool = RaggedTokenToKVPool(
         plan,
         get_scorer(options.scorer),
         statistics,
-        q_per_kv=geometry.q_per_kv,
+        q_per_kv=_q_per_kv(options),
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
     logger.info("%s", model_budgets(options, geometry).source)
+    if options.placement is not None:
+        logger.info("%s", describe_placement(options.placement, model_budgets(options, geometry).kept))
     logger.info("ragged KV pool (ratio %s, scorer %s): %s", options.ratio, options.scorer, plan.describe())
     return pool
 
@@ -102,17 +137,34 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     from sgl_ragged.attention.backend import RaggedAttnBackend
     from sgl_ragged.attention.kernel_choice import choose_kernel, make_operations
 
+    if options.placement is not None and not hasattr(model_runner.model, "_derived_weight_cache_error"):
+        raise RaggedConfigError(
+            "SGLang loaded the model without the loader that places heads on ranks; use --ragged-fairkv none"
+        )
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     kernel = choose_kernel(options.kernel, torch.device(model_runner.device).type)
     logger.info("ragged attention kernels: %s", kernel)
     return RaggedAttnBackend(model_runner, functools.partial(make_operations, kernel), observer)
 
 
-def _layout(options: RaggedOptions, configurator: Any) -> Any:
+def _geometry(options: RaggedOptions) -> ModelGeometry:
+    assert options.geometry is not None, "the launcher settles the options before any worker starts"
+    return options.geometry
+
+
+def _q_per_kv(options: RaggedOptions) -> int:
+    """Query heads of this rank per head: with more ranks than heads, the ranks of a head share its query heads."""
+    from sglang.srt.runtime_context import get_parallel
+
+    geometry = _geometry(options)
+    return geometry.q_per_kv // max(get_parallel().attn_tp_size // geometry.num_heads, 1)
+
+
+def _layout(options: RaggedOptions) -> SlabLayout:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
-    return rank_layout(options, model_geometry(configurator.model_config), parallel.attn_tp_rank, parallel.attn_tp_size)
+    return rank_layout(options, _geometry(options), parallel.attn_tp_rank, parallel.attn_tp_size)
 
 
 def _side_bytes(options: RaggedOptions, configurator: Any, layout: Any) -> int:
@@ -120,8 +172,7 @@ def _side_bytes(options: RaggedOptions, configurator: Any, layout: Any) -> int:
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    geometry = model_geometry(configurator.model_config)
-    return side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, configurator.kv_cache_dtype)
+    return side_bytes(get_scorer(options.scorer), layout, _q_per_kv(options), configurator.kv_cache_dtype)
 
 
 def _least_over_ranks(value: int) -> int:

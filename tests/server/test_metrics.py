@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -130,6 +131,35 @@ def test_the_token_pool_has_none_of_it(character_model, folder, nursery):
         assert ragged_metrics(server) == {}
         assert "ragged" not in httpx.get(f"{server.url}/metrics", timeout=60).text
         assert "ragged" not in httpx.get(f"{server.url}/server_info", timeout=60).json()
+
+
+def test_ranks_have_series_of_their_own(character_model, folder, profile, nursery):
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    ranks = [kept[:, : HEADS // 2].mean(), kept[:, HEADS // 2 :].mean()]
+    assert ranks[0] != ranks[1]
+    flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--tp", "2"]
+    flags += ["--ragged-profile", str(folder / "profile.safetensors"), "--ragged-fairkv", "none"]
+    flags += ["--max-running-requests", "2", "--enable-metrics-for-all-schedulers"]
+    cores = sorted(os.sched_getaffinity(0))
+    # SGLang wants to be told the cores of every rank.
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    with nursery.serve(character_model, *COMMON, *flags, log=folder / "ranks.log", env=env) as server:
+        generate(server, prompt(0, 200), 2)
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        found = {
+            (sample.name, sample.labels["tp_rank"]): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("sglang:ragged_")
+        }
+        settings = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
+    imbalance = max(ranks) / np.mean(ranks)
+    assert settings["rank_imbalance"] == pytest.approx(imbalance)
+    assert (settings["kept_min"], settings["kept_max"]) == (kept.min(), kept.max())
+    for rank, share in enumerate(ranks):
+        assert found["sglang:ragged_kept_ratio", str(rank)] == pytest.approx(share / SEGMENT)
+        assert found["sglang:ragged_rank_imbalance", str(rank)] == pytest.approx(imbalance)
+        assert found["sglang:ragged_sealed_segments_total", str(rank)] == 3
 
 
 def test_the_dashboard_shows_every_metric_and_no_other(server):

@@ -1,0 +1,116 @@
+"""Which rank holds which heads of each layer. Plain numpy; the same input gives the same plan on every machine.
+
+Modes: `none` (heads as they stand), `permute` (equally many heads on each rank, chosen per layer), `copy` (the paper's
+fair-copying: a head's requests are divided over its copies) and `split` (a head's kept tokens are divided over the
+ranks that hold it). What a rank stores of a layer is what it reads of it in each decode step, so the planner lowers the
+largest load of each layer first, and then numbers the ranks of each layer so that their totals come out even.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sgl_ragged.budgets import UNIT
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.copying import copy_heads
+from sgl_ragged.fairkv.cost import CostModel
+from sgl_ragged.fairkv.permute import equal_parts
+from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.fairkv.splitting import split_layer
+
+MODES = ("none", "permute", "copy", "split")
+
+
+def plan_placement(
+    kept: np.ndarray, ranks: int, mode: str, *, extra_places: int = 1, cost: CostModel | None = None
+) -> Placement:
+    """Place the heads of all layers.
+
+    Args:
+        kept: int [num_layers, num_heads], tokens that each head keeps of a sealed segment, multiples of UNIT.
+        ranks: tensor-parallel ranks, a divisor of num_heads.
+        mode: one of MODES.
+        extra_places: places that each rank may have in each layer beyond num_heads / ranks; for `copy` and `split`.
+        cost: what bytes to count. Extra places are taken only if the step then reads less, their weights included;
+            without a cost model a place costs nothing.
+
+    Returns:
+        A plan that reads no more than `none`. Of a rank's heads, the lower come first. For `copy` it is a `FairCopies`
+        wherever heads have copies.
+
+    Raises:
+        RaggedConfigError: an unknown mode, kept counts that are no multiples of UNIT, or ranks that do not divide the
+            heads.
+    """
+    kept = _checked(kept, ranks, mode, extra_places)
+    contiguous = np.arange(kept.shape[1]).reshape(ranks, -1)
+    if mode == "none" or ranks == 1:
+        return _whole_heads(kept, np.broadcast_to(contiguous, (len(kept), *contiguous.shape)), mode)
+    permuted = _whole_heads(kept, np.stack([equal_parts(row, ranks) for row in kept]), mode)
+    plans = [permuted]
+    if mode == "split" and extra_places > 0:
+        # A second place more would not lower any load: `split_layer` reaches the mean with one.
+        plans.append(_split_heads(kept, ranks, mode))
+    if mode == "copy":
+        widest = min(extra_places, kept.shape[1] - permuted.places)
+        plans += [copy_heads(kept, ranks, extra) for extra in range(1, widest + 1)]
+    # Ties go to the plan with fewer places.
+    return _even_out(min(plans, key=lambda plan: _step_bytes(plan, cost)))
+
+
+def _checked(kept: np.ndarray, ranks: int, mode: str, extra_places: int) -> np.ndarray:
+    if mode not in MODES:
+        raise RaggedConfigError(f"unknown placement {mode!r}; known: {', '.join(MODES)}")
+    kept = np.asarray(kept, dtype=np.int64)
+    if kept.ndim != 2 or kept.size == 0:
+        raise RaggedConfigError(f"kept counts must be [layers, heads], got shape {kept.shape}")
+    if (kept < UNIT).any() or (kept % UNIT).any():
+        raise RaggedConfigError(f"kept counts must be positive multiples of {UNIT}")
+    if ranks < 1 or kept.shape[1] % ranks:
+        raise RaggedConfigError(
+            f"{kept.shape[1]} heads cannot be placed on {ranks} ranks: the number of ranks must divide them, otherwise "
+            f"there is only SGLang's own replication of heads"
+        )
+    if extra_places < 0:
+        raise RaggedConfigError(f"extra places per rank must be at least 0, not {extra_places}")
+    return kept
+
+
+def _whole_heads(kept: np.ndarray, heads: np.ndarray, mode: str) -> Placement:
+    """`heads`: int [num_layers, ranks, places], every head once in each layer."""
+    flat = heads.reshape(len(kept), -1)
+    return Placement(heads=heads, kept=np.take_along_axis(kept, flat, axis=1).reshape(heads.shape), mode=mode)
+
+
+def _split_heads(kept: np.ndarray, ranks: int, mode: str) -> Placement:
+    layers = [split_layer(row, ranks) for row in kept // UNIT]
+    heads = [[sorted(held) for held in shares] for shares in layers]
+    units = [[[held[head] for head in sorted(held)] for held in shares] for shares in layers]
+    return Placement(heads=np.array(heads), kept=np.array(units) * UNIT, mode=mode)
+
+
+def _step_bytes(plan: Placement, cost: CostModel | None) -> float:
+    return float(plan.load.max(axis=1).sum()) if cost is None else cost.step_bytes(plan.load, plan.places)
+
+
+def _even_out(plan: Placement) -> Placement:
+    """Number the ranks of each layer anew, so that what a rank stores of all layers together comes out even.
+
+    Layers with the widest spread come first; in each, the fullest rank becomes the one with the least so far. Two
+    ranks then never differ by more than the widest spread D of a layer: if they differ by d <= D before a layer and by
+    s <= D within it, they differ by |d - s| <= D after it. So the fullest has at most D * (ranks - 1) / ranks more than
+    the mean.
+    """
+    load = plan.load
+    total = np.zeros(plan.ranks)
+    order = np.empty(load.shape, dtype=np.int64)
+    for layer in np.argsort(-np.ptp(load, axis=1), kind="stable"):
+        order[layer, np.argsort(total, kind="stable")] = np.argsort(-load[layer], kind="stable")
+        total += load[layer, order[layer]]
+    return replace(
+        plan,
+        heads=np.take_along_axis(plan.heads, order[:, :, None], axis=1),
+        kept=np.take_along_axis(plan.kept, order[:, :, None], axis=1),
+    )

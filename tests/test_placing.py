@@ -1,0 +1,144 @@
+"""--ragged-fairkv in the launcher: what is settled, what is refused, and what ranks are given."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin import placing
+from sgl_ragged.plugin.model_layout import model_budgets, rank_heads, rank_layout, rank_statistics
+from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
+from sgl_ragged.plugin.placing import describe_placement
+from tests.models import make_llama, make_profile, make_qwen3
+from tests.test_plugin import refusal, resolved
+
+RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "128", "--ragged-ratio", "0.3")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_qwen3(tmp_path_factory.mktemp("qwen3"), q_per_kv=4)
+
+
+@pytest.fixture(scope="module")
+def profile(llama, tmp_path_factory):
+    path = tmp_path_factory.mktemp("profile") / "p.safetensors"
+    make_profile(llama, path, segment=128)
+    return path
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    """What the launcher warns of; SGLang takes other handlers off the log."""
+    said: list[str] = []
+    monkeypatch.setattr(placing.logger, "warning", lambda text, *values: said.append(text % values))
+    return said
+
+
+def settled(model, *flags: str) -> RaggedOptions:
+    return getattr(resolved(model, *RAGGED, *flags), ATTRIBUTE)
+
+
+def test_default_is_permute_where_ranks_divide_the_heads(llama, qwen3, warnings):
+    assert settled(llama).fairkv == "none"
+    assert settled(llama).placement is None
+    assert settled(llama, "--tp", "2").fairkv == "permute"
+    assert settled(llama, "--tp", "2", "--ragged-fairkv", "none").placement is None
+    assert not warnings
+    assert settled(qwen3, "--tp", "4").placement is None
+    assert "2 KV heads cannot be divided among 4 ranks" in warnings[0]
+
+
+def test_ranks_get_the_heads_of_the_placement(llama, profile):
+    options = settled(llama, "--tp", "2", "--ragged-profile", str(profile))
+    kept = model_budgets(options, options.geometry).kept
+    for layer in range(3):
+        heads = [rank_heads(options, options.geometry, rank, 2)[layer] for rank in range(2)]
+        assert sorted(np.concatenate(heads)) == [0, 1, 2, 3]
+        for rank in range(2):
+            layout = rank_layout(options, options.geometry, rank, 2)
+            np.testing.assert_array_equal(layout.kept[layer], kept[layer, heads[rank]])
+    line = describe_placement(options.placement, kept)
+    assert line.startswith("heads placed on 2 ranks (permute): busy 0.")
+
+
+def test_more_ranks_than_heads_repeat_them(qwen3):
+    options = settled(qwen3, "--tp", "4")
+    found = [rank_heads(options, options.geometry, rank, 4).tolist() for rank in range(4)]
+    assert found == [[[0], [0]], [[0], [0]], [[1], [1]], [[1], [1]]]
+
+
+def test_statistics_and_gates_follow_the_heads(llama, profile, tmp_path):
+    """Gates of hidden states too: each rank computes those of its own places."""
+    from sgl_ragged.scorers.fastkvzip import FastKVzip
+
+    shapes = dict(q_proj=(2, 4, 256), q_bias=(2, 4), k_proj=(4, 256), q_norm=(4,), k_norm=(4,), sink_keys=(3, 4))
+    torch.manual_seed(0)
+    gates = {name: torch.randn(3, 4, *shape) for name, shape in (shapes | dict(bias=(2,))).items()}
+    save_file(gates, tmp_path / "gates.safetensors")
+    make_profile(llama, tmp_path / "p.safetensors", scorer="fastkvzip", segment=128)
+    weights = ("--ragged-scorer", "fastkvzip", "--ragged-scorer-weights", str(tmp_path / "gates.safetensors"))
+    options = settled(llama, "--tp", "2", "--ragged-profile", str(tmp_path / "p.safetensors"), *weights)
+    hidden, scorer = torch.randn(5, 256), FastKVzip()
+    for rank in range(2):
+        statistics = rank_statistics(options, options.geometry, rank, 2)
+        for layer, heads in enumerate(options.placement.heads[:, rank]):
+            whole = scorer.token_scores(hidden, {name: tensor[layer] for name, tensor in gates.items()})
+            found = scorer.token_scores(hidden, statistics[layer])
+            torch.testing.assert_close(found, whole[:, torch.from_numpy(heads.copy())])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--tp", "1", "--ragged-fairkv", "permute"), "there is one rank; use --tp"),
+        (("--tp", "3"), "--tp 3 does not divide 4 KV heads"),
+        (("--tp", "2", "--ragged-fairkv", "permute", "--load-format", "dummy"), "dummy bypasses the default loader"),
+        (("--tp", "2", "--ragged-fairkv", "permute", "--quantization", "fp8"), "the weights are quantised (fp8)"),
+        (("--tp", "2", "--ragged-fairkv", "permute", "--enable-lora", "--max-lora-rank", "8"), "LoRA"),
+        (("--tp", "8", "--ragged-fairkv", "permute"), "4 KV heads cannot be divided among 8 ranks"),
+        (("--tp", "8", "--ragged-scorer", "h2o"), "use at most 4 ranks"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(llama, flags, words):
+    assert words in refusal(llama, *RAGGED, *flags)
+
+
+def test_fused_checkpoints_are_seen_before_anything_starts(llama, tmp_path, warnings):
+    """By the names in the checkpoint's index: permute is refused, the default steps back with the reason."""
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text((llama / name).read_text())
+    tensors = {f"model.layers.{layer}.self_attn.qkv_proj.weight": torch.zeros(2) for layer in range(3)}
+    save_file(tensors, tmp_path / "model-00001-of-00001.safetensors")
+    asked = ("--tp", "2", "--ragged-fairkv", "permute")
+    assert "queries, keys and values in one tensor" in refusal(tmp_path, *RAGGED, *asked)
+    assert settled(tmp_path, "--tp", "2").fairkv == "none"
+    assert "queries, keys and values in one tensor" in warnings[0]
+    index = {"weight_map": dict.fromkeys(load_file(llama / "model.safetensors"), "model-00001-of-00001.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert settled(tmp_path, *asked).fairkv == "permute"
+
+
+def test_calibration_keeps_the_model_order(llama):
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sgl_ragged.plugin import register
+
+    register.extend_engine()
+    common = dict(model_path=str(llama), device="cpu", tp_size=2, kv_pool="ragged", ragged_observer=object())
+    args = Engine.server_args_class(**common)
+    args.resolve_once()
+    assert getattr(args, ATTRIBUTE).fairkv == "none"
+    args = Engine.server_args_class(**common, ragged_fairkv="permute")
+    with pytest.raises(RaggedConfigError, match="the calibrator records heads in the model's order"):
+        args.resolve_once()
