@@ -29,17 +29,19 @@ from benchmarks.demo import MODEL
 from benchmarks.launch import ServerFailed
 from benchmarks.multi_turn_parts import driver, machine, tables
 from benchmarks.multi_turn_parts.errors import PointFailed, ServerLost, SettingsError
+from benchmarks.multi_turn_parts.plan import Plan
 from benchmarks.multi_turn_parts.plots import draw
 from benchmarks.multi_turn_parts.point import Key, Point
 from benchmarks.multi_turn_parts.pools import Connected, Pool, Servers, Started, Target
-from benchmarks.multi_turn_parts.shapes import SHAPES, Load, Request, longest, working_set, workload
+from benchmarks.multi_turn_parts.shapes import SHAPES, longest, working_set
 from benchmarks.multi_turn_parts.store import Store
 from benchmarks.multi_turn_parts.summary import cells
 from benchmarks.multi_turn_parts.verdict import Targets, reason_to_reject
-from benchmarks.multi_turn_parts.writers import Writer, writer_for
+from benchmarks.multi_turn_parts.writers import writer_for
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.sizing import parse_bytes
 
 RESULTS = Path(__file__).parent / "results"
-WARM_UP_SEED = 2**31
 SAME_BYTES = 0.1
 """Pools may differ by this share of their bytes: the ragged one is a whole number of slabs."""
 
@@ -98,6 +100,10 @@ def check(options: argparse.Namespace) -> None:
     for name in ("rounds", "request_length", "output_length", "max_parallel", "shared_length", "group", "repeats"):
         if getattr(options, name) < 1:
             raise SettingsError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    try:
+        parse_bytes(options.kv_bytes)
+    except RaggedConfigError as error:
+        raise SettingsError(f"--kv-bytes: {error}") from None
     if min(options.clients) < 1 or len(set(options.clients)) < len(options.clients):
         raise SettingsError("--clients must be different numbers of at least 1")
     if not options.request_rate > 0 or not options.poll_every > 0:
@@ -133,66 +139,35 @@ def settings_of(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Any
     return settings | {"machine": machine.describe()}
 
 
-def check_context(requests: tuple[Request, ...], options: argparse.Namespace) -> None:
-    """Raises SettingsError when the longest prompt with its answer is longer than the model's context."""
-    needed = longest(requests, options.output_length)
-    config = Path(options.model) / "config.json"
-    limit = json.loads(config.read_text()).get("max_position_embeddings") if config.is_file() else None
-    if limit is not None and needed > limit:
-        raise SettingsError(
-            f"the longest conversation may take {needed} tokens, but the model's context is {limit}: "
-            "fewer --rounds, or a shorter --request-length, --output-length or --shared-length"
-        )
-
-
 class Benchmark:
     """The points of one command, and what they are measured with."""
 
-    def __init__(self, options: argparse.Namespace, writer: Writer, store: Store, pools: list[Pool]) -> None:
-        self.options, self.store = options, store
-        self.requests = {count: self._workload(count, writer, options.seed) for count in options.clients}
-        # The first messages of other conversations: whatever a server does only once is done after them.
-        self._warm_up = {
-            count: tuple(r for r in self._workload(count, writer, WARM_UP_SEED + options.seed) if r.after is None)
-            for count in options.clients
-        }
-        self.keys = [
-            (pool, Key(pool.name, count, repeat))
-            for count in options.clients
-            for repeat in range(options.repeats)
-            for pool in pools
-        ]
-        for requests in self.requests.values():
-            check_context(requests, options)
-
-    def _workload(self, clients: int, writer: Writer, seed: int) -> tuple[Request, ...]:
-        o = self.options
-        load = Load(o.shape, clients, o.rounds, o.request_length, o.output_length, o.shared_length, o.group, seed)
-        return workload(load, writer)
+    def __init__(self, options: argparse.Namespace, plan: Plan, store: Store) -> None:
+        self.options, self.plan, self.store = options, plan, store
 
     def remaining(self) -> list[tuple[Pool, Key]]:
         known = {point.key for point in self.store.points}
-        return [(pool, key) for pool, key in self.keys if key not in known]
+        return [(pool, key) for pool, key in self.plan.keys if key not in known]
 
     def run_all(self, servers: Servers, progress: Progress) -> None:
         """Measure what is missing. Raises ServerLost, with where the finished points are, when a server goes away."""
         remaining = self.remaining()
-        task = progress.add_task("points", total=len(self.keys), completed=len(self.keys) - len(remaining))
+        task = progress.add_task("points", total=len(self.plan.keys), completed=len(self.plan.keys) - len(remaining))
         for pool, key in remaining:
-            own = progress.add_task(f"{key}: server", total=len(self.requests[key.clients]))
+            own = progress.add_task(f"{key}: server", total=len(self.plan.requests[key.clients]))
             log = self.store.folder / f"{key.pool}-{key.clients}-{key.repeat + 1}.log"
             running = min(self.options.max_parallel, key.clients)
-            # A server that was killed must not be taken for one that could not be started.
             try:
                 with servers.target(pool, running, log) as target:
                     point = self._measure(target, key, progress, own)
                     self._check_bytes(point)
                     self.store.add(point)
             except ServerLost as error:
+                finished = f"{len(self.store.points)} of {len(self.plan.keys)} points are finished"
+                where = f"; its log is {log}" if log.is_file() else ""
                 raise ServerLost(
-                    f"the server of {key} is gone ({error}): {len(self.store.points)} of {len(self.keys)} points are "
-                    f"finished and kept in {self.store.folder}, the same command goes on from there"
-                    + (f"; its log is {log}" if log.is_file() else "")
+                    f"the server of {key} is gone ({error}): {finished} and kept in {self.store.folder}, the same "
+                    f"command goes on from there{where}"
                 ) from None
             except ServerFailed as error:
                 last = [line for line in str(error).splitlines() if line.strip()][-1]
@@ -202,7 +177,7 @@ class Benchmark:
 
     def _measure(self, target: Target, key: Key, progress: Progress, task: TaskID) -> Point:
         """One point. A request that is not served rejects it; a server that went away raises ServerLost."""
-        o, requests = self.options, self.requests[key.clients]
+        o, requests = self.options, self.plan.requests[key.clients]
         needed, limit = longest(requests, o.output_length), target.longest_prompt()
         if needed > limit:
             raise SettingsError(
@@ -214,7 +189,7 @@ class Benchmark:
         warm_up = driver.Traffic(min(4, o.output_length), o.max_parallel, math.inf, o.seed)
         try:
             progress.update(task, description=f"{key}: warm-up")
-            driver.run(target.url, o.model, self._warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
+            driver.run(target.url, o.model, self.plan.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
             target.flush()
             progress.update(task, description=str(key))
             run = driver.run(
@@ -305,9 +280,9 @@ def run(options: argparse.Namespace) -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.multi_turn", *sys.argv[1:]]),
     }
-    writer = writer_for(options.model)
-    benchmark = Benchmark(options, writer, Store.open(folder, manifest), pools)
-    for count, requests in benchmark.requests.items():
+    plan = Plan.of(options, pools, writer_for(options.model))
+    benchmark = Benchmark(options, plan, Store.open(folder, manifest))
+    for count, requests in plan.requests.items():
         console.print(
             f"{options.shape}, {count} clients: {len(requests)} requests, longest {longest(requests, 0)} tokens, "
             f"working set {working_set(requests, options.output_length)} tokens",

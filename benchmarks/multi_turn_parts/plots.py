@@ -75,10 +75,13 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
             _finish(axis, f"{count} clients")
         paths.append(_save(figure, folder / f"{name}.svg"))
     figure, (axis,) = _figure(1)
+    highest = 0.0
     for pool, colour in colours.items():
-        row = [(cell.clients, cell.total(lambda f: f.output_tokens_per_s)) for cell in made if cell.pool == pool]
-        _points(axis, [(count, middle) for count, middle in row if middle.median == middle.median], colour, pool)
-    axis.set(xlabel="clients", ylabel="output tokens / s", ylim=(0, None), xticks=clients)
+        own = [cell for cell in made if cell.pool == pool and cell.points]
+        row = [(cell.clients, cell.total(lambda f: f.output_tokens_per_s)) for cell in own]
+        highest = max([highest, *(middle.high for _, middle in row)])
+        _points(axis, row, colour, pool)
+    axis.set(xlabel="clients", ylabel="output tokens / s", ylim=(0, 1.15 * highest), xticks=clients)
     _finish(axis, "throughput")
     paths.append(_save(figure, folder / "throughput.svg"))
     return paths

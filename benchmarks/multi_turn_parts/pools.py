@@ -89,10 +89,22 @@ class Servers(Protocol):
         ...
 
 
+def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) -> list[str]:
+    """Command line of a server for up to `requests` running requests, less model and address."""
+    args = ["--kv-bytes", kv_bytes, "--max-running-requests", str(requests), "--enable-cache-report"]
+    args += ["--enable-metrics", "--decode-log-interval", str(DECODE_LOG_INTERVAL)]
+    if on_cpu:
+        args += ["--dtype", "float32"]
+    if pool.ratio is not None:
+        return [*args, "--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio)]
+    return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ())]
+
+
 class Started:
     """One fresh server for each point, all with the same flags but the pool's."""
 
     def __init__(self, model: str, kv_bytes: str, common: Sequence[str], ragged: Sequence[str]) -> None:
+        """`common`, `ragged`: further flags of all servers, and of the ragged ones."""
         self._model, self._kv_bytes, self._common, self._ragged = model, kv_bytes, common, ragged
         self._nursery: Nursery | None = None
 
@@ -100,30 +112,20 @@ class Started:
         import torch
 
         # On CPUs, servers are forks of one process that has imported SGLang: each is ready in seconds.
-        self._on_cpu = not torch.accelerator.is_available()
-        self._nursery = Nursery().__enter__() if self._on_cpu else None
+        if not torch.accelerator.is_available():
+            self._nursery = Nursery().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._nursery is not None:
             self._nursery.__exit__()
 
-    def arguments(self, pool: Pool, requests: int) -> list[str]:
-        """Command line of a server, less model and address."""
-        args = ["--kv-bytes", self._kv_bytes, "--max-running-requests", str(requests), "--enable-cache-report"]
-        args += ["--enable-metrics", "--decode-log-interval", str(DECODE_LOG_INTERVAL)]
-        if self._on_cpu:
-            args += ["--dtype", "float32"]
-        if pool.ratio is None:
-            args += ["--kv-pool", "token", *(("--attention-backend", "torch_native") if self._on_cpu else ())]
-        else:
-            args += ["--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), *self._ragged]
-        return [*args, *self._common]
-
     @contextlib.contextmanager
     def target(self, pool: Pool, requests: int, log: Path) -> Iterator[Target]:
         start = self._nursery.serve if self._nursery else serve
-        with start(self._model, *self.arguments(pool, requests), log=log) as server:
+        args = server_arguments(pool, requests, self._kv_bytes, on_cpu=self._nursery is not None)
+        further = [*self._common, *(self._ragged if pool.ratio is not None else ())]
+        with start(self._model, *args, *further, log=log) as server:
             yield Target(server.url, server)
 
 

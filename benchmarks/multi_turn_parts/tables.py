@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.table import Table
 
 from benchmarks.multi_turn_parts.point import Point
 from benchmarks.multi_turn_parts.summary import Cell, Middle, cells
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A table: its title, column heads, and rows of as many cells."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def rich(self) -> Table:
-        table = Table(title=self.title)
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if number == 0 else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def markdown(self) -> str:
-        lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+from benchmarks.rows import Rows
 
 
 def totals(points: Sequence[Point]) -> Rows:
     """One row for each number of clients and pool; medians over the runs that count."""
     columns = (
-        *("pool", "clients", "runs", "virtual tokens", "TTFT p50 ms", "p95", "p99", "ITL p50 ms", "p95"),
-        *("latency p50 ms", "p95", "output tokens/s", "cached", "hit rate", "retractions", "peak KV MiB", "recall"),
+        *("pool", "clients", "runs", "virtual tokens", "TTFT ms p50", "TTFT p95", "TTFT p99", "ITL ms p50", "ITL p95"),
+        *("latency ms p50", "latency p95", "output tokens/s", "cached", "hit rate", "retractions", "peak KV MiB"),
+        "recall",
     )
     rows = []
     for cell in cells(points):
-        count = f"{len(cell.points)} of {len(cell.points) + len(cell.rejected)}"
+        count = f"{len(cell.points)}/{len(cell.points) + len(cell.rejected)}"
         if not cell.points:
             rows.append((cell.pool, str(cell.clients), count, *["rejected"] * (len(columns) - 3)))
             continue
@@ -68,7 +46,7 @@ def by_round(points: Sequence[Point], clients: int) -> Rows:
     counted = [cell for cell in cells(points) if cell.clients == clients and cell.points]
     columns = ["round"]
     for cell in counted:
-        columns += [f"{cell.pool}: TTFT p50 ms", "p95", "tokens/s", "cached", "retractions"]
+        columns += [f"{cell.pool}: TTFT ms p50", "TTFT p95", "output tokens/s", "cached", "retractions"]
     numbers = sorted({number for cell in counted for number in cell.by_round(lambda f: f.requests)})
     rows = [(str(number + 1), *(text for cell in counted for text in _round(cell, number))) for number in numbers]
     return Rows(f"{clients} clients, by round", tuple(columns), tuple(rows))
