@@ -19,7 +19,7 @@ class Rows:
         """For the terminal: the first column is text, the others are numbers."""
         table = Table(title=self.title)
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if number == 0 else "right")
+            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
         for row in self.rows:
             table.add_row(*row)
         return table

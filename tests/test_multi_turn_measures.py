@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
+import httpx
 import pytest
 
+from benchmarks.multi_turn_parts import gauges
 from benchmarks.multi_turn_parts.client import gaps_ms
 from benchmarks.multi_turn_parts.driver import Run
-from benchmarks.multi_turn_parts.errors import SettingsError
+from benchmarks.multi_turn_parts.errors import ServerLost, SettingsError
 from benchmarks.multi_turn_parts.gauges import PoolSize, Sample, pool_size, read, resident_bytes
 from benchmarks.multi_turn_parts.measures import Spread, figures, flat, in_flight, peak_bytes, rounds
 from benchmarks.multi_turn_parts.pools import Pool
@@ -169,3 +172,20 @@ def test_samples_count_from_the_last_before_to_the_first_after():
     assert figures([answer(0, sent_s=1.2, latency_s=0.3)], samples).retractions == 1
     assert figures([answer(0, sent_s=0.2, latency_s=9.0)], samples).retractions == 6
     assert figures([answer(0)], []).retractions == 0
+
+
+@pytest.mark.parametrize(
+    ("statuses", "error"), [([500, 200], None), ([404], SettingsError), ([500] * 10, ServerLost)], ids=str
+)
+def test_a_server_that_fails_to_collect_once_is_asked_again(statuses, error, monkeypatch):
+    monkeypatch.setattr(gauges, "_RETRY_S", 0)
+    left = list(statuses)
+    poller = gauges.Poller("http://server", 0.0, 1.0)
+    transport = httpx.MockTransport(lambda _: httpx.Response(left.pop(0), text=METRICS + RETRACTED))
+    poller._client = httpx.AsyncClient(transport=transport, base_url="http://server")
+    if error:
+        with pytest.raises(error):
+            asyncio.run(poller.start())
+    else:
+        assert asyncio.run(poller.start()).tokens == 1000
+    assert not left

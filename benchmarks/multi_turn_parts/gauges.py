@@ -15,6 +15,7 @@ _CAPACITY = "sglang:max_total_num_tokens"
 _BYTES = "sglang:kv_cache_memory_usage_gb"
 _FREE = "sglang:kv_available_tokens"
 _RETRACTED = "sglang:num_retracted_requests_total"
+_ATTEMPTS, _RETRY_S = 10, 0.2
 _WANTED = (_CAPACITY, _BYTES, _FREE, _RETRACTED)
 
 
@@ -103,11 +104,15 @@ class Poller:
         await self._client.aclose()
 
     async def _read(self) -> dict[str, float]:
-        try:
-            answer = await self._client.get("/metrics")
-            answer.raise_for_status()
-        except httpx.HTTPStatusError:
-            raise SettingsError("the server has no /metrics: start it with --enable-metrics") from None
-        except httpx.TransportError as error:
-            raise ServerLost(f"{type(error).__name__} on /metrics") from None
-        return read(answer.text)
+        # The server collects from files that its processes are writing: now and then it fails to, and answers 500.
+        for _ in range(_ATTEMPTS):
+            try:
+                answer = await self._client.get("/metrics")
+            except httpx.TransportError as error:
+                raise ServerLost(f"{type(error).__name__} on /metrics") from None
+            if answer.status_code == 404:
+                raise SettingsError("the server has no /metrics: start it with --enable-metrics")
+            if answer.status_code == 200:
+                return read(answer.text)
+            await asyncio.sleep(_RETRY_S)
+        raise ServerLost(f"/metrics answers {answer.status_code}")
