@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo report test lint clean
 
 setup: .venv/.ready
 
@@ -16,6 +16,9 @@ setup: .venv/.ready
 
 demo: setup
 	$(PYTHON) -m benchmarks.demo $(ARGS)
+
+report: setup
+	$(PYTHON) -m benchmarks.report $(ARGS)
 
 test: setup
 	$(PYTHON) -m pytest $(ARGS)

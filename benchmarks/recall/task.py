@@ -162,7 +162,7 @@ def _successors() -> np.ndarray:
 _SUCCESSORS: list[list[list[int]]] = _successors().tolist()
 
 
-def _sentences(rng: np.random.Generator, num_tokens: int) -> list[tuple[str, ...]]:
+def filler_sentences(rng: np.random.Generator, num_tokens: int) -> list[tuple[str, ...]]:
     """Sentences of one topic with ``num_tokens`` tokens in all, full stops included; the last may be cut short."""
     grammar = _SUCCESSORS[int(rng.integers(_TOPICS))]
     slots = rng.integers(len(_SUCCESSOR_SLOTS), size=num_tokens).tolist()
@@ -195,7 +195,7 @@ def _compose(rng: np.random.Generator, facts: Sequence[Fact], filler: Sequence[i
     unasked: list[Fact] = []
     for index, num_tokens in enumerate(filler):
         stated = [fact for fact in facts if fact.turn == index]
-        pieces = [*(fact.words for fact in stated), *_sentences(rng, num_tokens)]
+        pieces = [*(fact.words for fact in stated), *filler_sentences(rng, num_tokens)]
         text = [word for i in rng.permutation(len(pieces)) for word in pieces[i]]
         candidates = unasked or stated
         if not candidates:

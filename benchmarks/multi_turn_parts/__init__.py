@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.multi_turn`, one concept a file."""

@@ -1,0 +1,145 @@
+"""Sections for the results that are one JSON file each."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report_parts.section import Figure, Section
+from benchmarks.rows import Rows
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of result file: which files, what they are, how they are made and how they are read."""
+
+    pattern: str
+    title: str
+    text: str
+    command: str
+    tables: Callable[[Path, Any], list[Rows]]
+
+
+def sections(results: Path) -> list[Section]:
+    """All kinds in a fixed order; one that has no file, or a broken one, says so."""
+    made = [_section(results, kind) for kind in KINDS]
+    known = {path for kind in KINDS for path in results.glob(kind.pattern)}
+    others = sorted(path.name for path in results.glob("*.json") if path not in known)
+    if others:
+        made.append(Section("Other files", text=("Not shown here: " + ", ".join(others) + ".",)))
+    return made
+
+
+def _section(results: Path, kind: Kind) -> Section:
+    """One section for all files of a kind, with the plots beside them."""
+    paths = sorted(results.glob(kind.pattern))
+    if not paths:
+        return Section(kind.title, command=kind.command, missing=f"{results.name}/{kind.pattern} does not exist")
+    made: list[Rows] = []
+    broken: list[str] = []
+    for path in paths:
+        try:
+            made += kind.tables(path, json.loads(path.read_text()))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            broken.append(f"{path.name} cannot be read: {type(error).__name__} {error}")
+    figures = [
+        Figure(image, f"The table {path.stem} as a plot.")
+        for path in paths
+        for image in (path.with_suffix(".png"), path.with_suffix(".svg"))
+        if image.is_file()
+    ]
+    text = f"{kind.text} Files: {', '.join(path.name for path in paths)}."
+    return Section(kind.title, (text,), kind.command, tables=tuple(made), figures=tuple(figures), notes=tuple(broken))
+
+
+def _demo(path: Path, data: Any) -> list[Rows]:
+    """Per turn and pool: cached prompt tokens, time to first token, recall."""
+    options, results = data["options"], data["results"]
+    columns = ["turn"]
+    for result in results:
+        columns += [f"{result['pool']}: cached tokens", "TTFT ms, mean", "recall"]
+    rows = []
+    for turn in range(options["turns"]):
+        cells = [str(turn + 1)]
+        for result in results:
+            own = [one for one in result["turns"] if one["turn"] == turn]
+            cells += [
+                f"{statistics.fmean(one['cached'] for one in own):.0f}",
+                f"{1000 * statistics.fmean(one['ttft_s'] for one in own):.0f}",
+                f"{statistics.fmean(one['right'] for one in own):.2f}",
+            ]
+        rows.append(tuple(cells))
+    title = f"{path.stem}: {options['kv_bytes']} of KV for either pool, ratio {options['ratio']}"
+    return [Rows(title, tuple(columns), tuple(rows))]
+
+
+def _decode(path: Path, data: Any) -> list[Rows]:
+    options = data["options"]
+    rows = [
+        (pool, f"{statistics.median(times):.1f}", " ".join(f"{time:.1f}" for time in times))
+        for pool, times in data["step_ms"].items()
+    ]
+    rows.append(("ragged / token", f"{data['ragged_over_token']:.2f}", "median over rounds; below 1: ragged is faster"))
+    title = f"{path.stem}: one step, batch {options['batch']}, {options['context']} tokens, ratio {options['ratio']}"
+    return [Rows(title, ("pool", "median ms", "all rounds, ms"), tuple(rows))]
+
+
+def _accuracy(path: Path, data: Any) -> list[Rows]:
+    """One row for each scorer and budgets, one column for each ratio."""
+    cells = data["cells"]
+    ratios = sorted({cell["ratio"] for cell in cells}, reverse=True)
+    found = {(cell["scorer"], cell["budgets"], cell["ratio"]): cell for cell in cells}
+    rows = []
+    for scorer, budgets in dict.fromkeys((cell["scorer"], cell["budgets"]) for cell in cells):
+        row = [found.get((scorer, budgets, ratio)) for ratio in ratios]
+        texts = [f"{c['right'] / c['asked']:.2f} ({c['low']:.2f}-{c['high']:.2f})" if c else "" for c in row]
+        rows.append((f"{scorer}, {budgets}", *texts))
+    settings = data["settings"]
+    title = f"{path.stem}: {settings['conversations']} conversations, {settings['questions']} questions each"
+    return [Rows(title, ("scorer, budgets", *(f"ratio {ratio}" for ratio in ratios)), tuple(rows))]
+
+
+def _split_map(path: Path, data: Any) -> list[Rows]:
+    names = ("ctas_median", "waves_median", "filled_median", "imbalance_median", "makespan_median", "makespan_worst")
+    rows = [
+        (row["method"], str(row["ratio"]), str(row["batch"]), *(f"{row[name]:g}" for name in names))
+        for row in data["rows"]
+    ]
+    title = f"{path.stem}: arithmetic on kept counts, nothing timed"
+    return [Rows(title, ("method", "ratio", "batch", *(name.replace("_", " ") for name in names)), tuple(rows))]
+
+
+KINDS = (
+    Kind(
+        "demo*.json",
+        "Demo: conversations held at once",
+        "Facts of early turns are asked for in later ones, on either pool with the same KV bytes.",
+        "python -m benchmarks.demo --json",
+        _demo,
+    ),
+    Kind(
+        "decode*.json",
+        "Decode speed",
+        "One decode step of a batch with a long context; both servers are up at once and take turns.",
+        "python -m benchmarks.decode_speed --json",
+        _decode,
+    ),
+    Kind(
+        "accuracy*.json",
+        "Recall by scorer, budgets and ratio",
+        "Share of right answers to questions about facts in long conversations, with Wilson's 95 % interval.",
+        "python -m benchmarks.accuracy",
+        _accuracy,
+    ),
+    Kind(
+        "split-map*.json",
+        "How decode is divided among CTAs",
+        "Makespan and imbalance of the split methods on measured kept counts, in units of an ideal division.",
+        "python -m benchmarks.split_map",
+        _split_map,
+    ),
+)

@@ -1,0 +1,95 @@
+"""The page of all results, from result files that are made up, missing or broken."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from benchmarks.multi_turn_parts.plots import draw
+from benchmarks.multi_turn_parts.store import Store
+from benchmarks.report import RESULTS
+from tests.multi_turn_points import point
+
+HTML = "{http://www.w3.org/1999/xhtml}"
+SETTINGS = {"shape": "chat", "clients": [4], "rounds": 3, "request_length": 60, "output_length": 3, "repeats": 1}
+
+
+def report(results: Path, folder: Path) -> tuple[ElementTree.Element, str, str]:
+    """The page's root, the document and what was printed."""
+    command = [sys.executable, "-m", "benchmarks.report", "--results", str(results)]
+    command += ["--output", str(folder / "report.html"), "--document", str(folder / "results.md")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    page = (folder / "report.html").read_text()
+    return ElementTree.fromstring(page), (folder / "results.md").read_text(), finished.stdout
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with one multi-turn benchmark."""
+    folder = tmp_path / "results" / "multi-turn-chat"
+    manifest = {"settings": SETTINGS, "date": "2026-01-02", "command": "python -m benchmarks.multi_turn --seed 5"}
+    store = Store.open(folder, manifest)
+    for one in (point("token"), point("ragged@0.5"), point("token", 1, rejected="hit rate <0.1> & less")):
+        store.add(one)
+    draw(store.points, folder)
+    return tmp_path / "results"
+
+
+def test_a_page_is_complete_in_itself(results, tmp_path):
+    root, document, printed = report(results, tmp_path)
+    images = [image.get("src") for image in root.iter(f"{HTML}img")]
+    assert len(images) == 4
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in images)
+    assert all(image.get("alt") for image in root.iter(f"{HTML}img"))
+    assert not list(root.iter(f"{HTML}script"))
+    assert not list(root.iter(f"{HTML}link"))
+    text = "".join(root.itertext())
+    for part in ("python -m benchmarks.multi_turn --seed 5", "2026-01-02", "hit rate <0.1> & less", "ragged@0.5"):
+        assert part in text
+    targets = {section.get("id") for section in root.iter(f"{HTML}section")}
+    assert {link.get("href").removeprefix("#") for link in root.iter(f"{HTML}a")} == targets
+    assert "![Time to first token" in document
+    assert "](results/multi-turn-chat/ttft.svg)" in document
+    assert "python -m benchmarks.multi_turn --seed 5" in document
+    assert "missing: Decode speed" in printed
+
+
+def test_missing_files_are_named(tmp_path):
+    (tmp_path / "results").mkdir()
+    root, document, printed = report(tmp_path / "results", tmp_path)
+    missing = [p for p in root.iter(f"{HTML}p") if p.get("class") == "missing"]
+    assert len(missing) == 5
+    assert "the benchmark has not been run" in document
+    assert printed.count("missing:") == 5
+
+
+def test_broken_files_are_named_and_do_not_stop_the_page(results, tmp_path):
+    (results / "demo-cpu.json").write_text("{")
+    (results / "decode-cpu.json").write_text(json.dumps({"options": {}}))
+    (results / "something.json").write_text("{}")
+    (results / "multi-turn-broken").mkdir()
+    root, document, _ = report(results, tmp_path)
+    text = "".join(root.itertext())
+    assert "demo-cpu.json cannot be read" in text
+    assert "decode-cpu.json cannot be read" in text
+    assert "something.json" in text
+    assert "multi-turn-broken has no readable manifest.json" in document
+
+
+def test_the_results_of_this_repository_make_a_page(tmp_path):
+    root, _, _ = report(RESULTS, tmp_path)
+    assert "cannot be read" not in "".join(root.itertext())
+    titles = [title.text for title in root.iter(f"{HTML}h2")]
+    assert any(title.startswith("Recall") for title in titles)
+
+
+def test_a_folder_that_is_not_there_is_one_line_and_status_1(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.report", "--results", str(tmp_path / "none")]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 1
+    assert finished.stderr.strip() == f"report: {tmp_path / 'none'} is no folder"
