@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 
+from sgl_ragged.fairkv.permute import equal_parts
 from sgl_ragged.fairkv.placement import Placement
 
 MOST_VECTORS = 20_000
@@ -61,8 +62,9 @@ def copy_heads(kept: np.ndarray, ranks: int, extra_places: int) -> FairCopies:
 def copy_layer(loads: np.ndarray, ranks: int, places: int) -> list[set[int]]:
     """Heads of each rank, at most `places` of them; a head that c ranks hold is load / c on each.
 
-    Ways to hand out copies are tried in the order of a lower bound, each by branch and bound over the ranks, until
-    none can be better or MOST_STEPS are taken. For a handful of heads that is the optimum.
+    The search starts from the heads without copies, as `equal_parts` divides them. Ways to hand out copies are tried in
+    the order of a lower bound, each by branch and bound over the ranks, until none can be better or MOST_STEPS are
+    taken. For a handful of heads that is the optimum.
 
     Args:
         loads: int [num_heads], positive.
@@ -76,9 +78,10 @@ def copy_layer(loads: np.ndarray, ranks: int, places: int) -> list[set[int]]:
     # The rank with the largest piece holds at least what the others have no places for.
     beside = np.maximum(vectors.sum(axis=1) - (ranks - 1) * places - 1, 0)
     bounds = np.maximum(-(-int(whole.sum()) // ranks), pieces.max(axis=1) + beside * pieces.min(axis=1))
-    search = _Search(ranks, places)
+    uncopied = equal_parts(whole, ranks)
+    search = _Search(places, int(whole[uncopied].sum(axis=1).max()), uncopied.tolist())
     for index in np.argsort(bounds, kind="stable").tolist():
-        if (search.steps >= MOST_STEPS and search.found) or search.best <= bounds[index]:
+        if search.steps >= MOST_STEPS or search.best <= bounds[index]:
             break
         listed = [(int(size), head) for head, size in enumerate(pieces[index]) for _ in range(vectors[index, head])]
         search.pack(sorted(listed, key=lambda piece: (-piece[0], piece[1])), int(bounds[index]))
@@ -110,16 +113,15 @@ def _all_copy_counts(heads: int, ranks: int, spare: int) -> np.ndarray:
 
 
 class _Search:
-    """Branch and bound for the fullest rank's least load; `best` and `found` over all calls of `pack`."""
+    """Branch and bound for the least load of the fullest rank: `best`, with the heads of each rank in `found`."""
 
-    def __init__(self, ranks: int, places: int) -> None:
-        self.ranks, self.places = ranks, places
-        self.best: float = math.inf
-        self.found: list[list[int]] = []
+    def __init__(self, places: int, best: int, found: list[list[int]]) -> None:
+        self.places, self.best, self.found = places, best, found
+        self.ranks = len(found)
         self.steps = 0
 
     def pack(self, pieces: list[tuple[int, int]], bound: int) -> None:
-        """Place (size, head), largest first and a head's pieces side by side; at least one division is tried."""
+        """Place (size, head), largest first and a head's pieces side by side; stop at the bound."""
         self._place(pieces, 0, [0] * self.ranks, [[] for _ in range(self.ranks)], bound)
 
     def _place(
@@ -135,7 +137,7 @@ class _Search:
             # Ranks that are equally full are interchangeable: pieces of other heads before this one are all placed.
             if state in seen or len(held[rank]) == self.places or head in held[rank]:
                 continue
-            if sums[rank] + size >= self.best or self.best <= bound or (self.found and self.steps >= MOST_STEPS):
+            if sums[rank] + size >= self.best or self.best <= bound or self.steps >= MOST_STEPS:
                 return
             seen.add(state)
             self.steps += 1

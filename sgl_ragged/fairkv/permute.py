@@ -1,7 +1,7 @@
 """Equally many heads on every rank, so that the rank with most to read has as little as possible.
 
-Up to EXACT_HEADS heads of a layer the division is optimal; beyond, `least_possible` bounds how far it can be off.
-Loads are integers in any unit.
+Up to EXACT_HEADS heads of a layer the division is optimal, and so it is for two heads a rank; beyond, `least_possible`
+bounds how far it can be off. Loads are integers in any unit.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def least_possible(loads: np.ndarray, ranks: int) -> int:
     """A bound: no division of the heads int [num_heads] into equal numbers has a fullest rank with less.
 
     The fullest rank has at least the mean. And of the t * ranks + 1 largest heads, some rank has t + 1: at least the
-    t + 1 smallest of them, beside as many of the smallest of all as complete its number. For two heads a rank the
-    bound is reached: the largest goes with the smallest, and so on.
+    t + 1 smallest of them, beside as many of the smallest of all as complete its number.
     """
     descending = -np.sort(-loads.astype(np.int64))
     each = len(loads) // ranks
@@ -61,7 +60,7 @@ def least_possible(loads: np.ndarray, ranks: int) -> int:
 
 
 def _largest_first(loads: np.ndarray, ranks: int) -> np.ndarray:
-    """Int64 [ranks, num_heads / ranks]."""
+    """Int64 [ranks, num_heads / ranks]. Of two heads a rank, the largest gets the smallest, and so on: the optimum."""
     each = len(loads) // ranks
     parts: list[list[int]] = [[] for _ in range(ranks)]
     filled = [0] * ranks

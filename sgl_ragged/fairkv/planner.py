@@ -70,7 +70,8 @@ def _checked(kept: np.ndarray, ranks: int, mode: str, extra_places: int) -> np.n
         raise RaggedConfigError(f"kept counts must be positive multiples of {UNIT}")
     if ranks < 1 or kept.shape[1] % ranks:
         raise RaggedConfigError(
-            f"{kept.shape[1]} heads cannot be placed on {ranks} ranks: the number of ranks must divide them"
+            f"{kept.shape[1]} heads cannot be placed on {ranks} ranks: the number of ranks must divide them, otherwise "
+            f"there is only SGLang's own replication of heads"
         )
     if extra_places < 0:
         raise RaggedConfigError(f"extra places per rank must be at least 0, not {extra_places}")

@@ -33,9 +33,11 @@ class Evenness:
     `busy`: mean / largest load of the ranks, both summed over layers: the share of the time that a rank reads KV, if
     ranks wait for each other in every layer. `busy_worst`: the same of the worst layer. `busy_whole`: mean / largest
     of the ranks' loads over all layers (FairKV Eq. 5), as if ranks met once a step. `busy_net`: `busy`, with the
-    weights of extra places counted as time lost. `capacity`: slots in the same bytes over those of mode `none`, where
-    the rank with the largest slab sets the number for all. `extra_bytes`: weights of extra places, per rank.
-    `speedup`: bytes of the slowest rank in a step under mode `none`, over those of this plan (`CostModel.step_bytes`).
+    weights of extra places counted as time lost. `busy_step`: bytes that a rank reads in a step, mean over the slowest,
+    with all weights: what comes nearest to the busy rate that the paper measures. `capacity`: slots in the same bytes
+    over those of mode `none`, where the rank with the largest slab sets the number for all. `extra_bytes`: weights of
+    extra places, per rank. `speedup`: bytes of the slowest rank in a step under mode `none`, over those of this plan
+    (`CostModel.step_bytes`).
     """
 
     places: int
@@ -43,6 +45,7 @@ class Evenness:
     busy_worst: float
     busy_whole: float
     busy_net: float
+    busy_step: float
     capacity: float
     extra_bytes: int
     speedup: float
@@ -53,15 +56,17 @@ def evenness(plan: Placement, none: Placement, cost: CostModel) -> Evenness:
     load, whole = plan.load, plan.load.sum(axis=0)
     extra = (plan.places - none.places) * len(load) * cost.place_bytes
     useful, taken = (float(cost.kv_bytes(part).sum()) for part in (load.mean(axis=1), load.max(axis=1)))
+    step = cost.step_bytes(load, plan.places)
     return Evenness(
         places=plan.places,
         busy=useful / taken,
         busy_worst=float((load.mean(axis=1) / load.max(axis=1)).min()),
         busy_whole=float(whole.mean() / whole.max()),
         busy_net=useful / (taken + extra),
+        busy_step=1 - (taken - useful) / step,
         capacity=float(none.load.sum(axis=0).max() / whole.max()),
         extra_bytes=extra,
-        speedup=cost.step_bytes(none.load, none.places) / cost.step_bytes(load, plan.places),
+        speedup=cost.step_bytes(none.load, none.places) / step,
     )
 
 
@@ -120,7 +125,8 @@ def show_placements(options: argparse.Namespace) -> None:
         console.print(_table(modes, ranks, busy_limit(kept, ranks), cost))
     print(
         "busy: mean / largest load of the ranks over all layers, in the worst layer, of all layers together (FairKV\n"
-        "Eq. 5), and with extra weights as time lost. capacity, speed-up: over none, by bytes. Arithmetic, not times."
+        "Eq. 5), with extra weights as time lost, and of whole steps with all weights. capacity, speed-up: over none,\n"
+        "by bytes. Arithmetic, not times."
     )
     if options.plot is not None:
         print(f"plot: {options.plot}")
@@ -130,10 +136,10 @@ def _table(modes: Mapping[str, Evenness], ranks: int, limit: float, cost: CostMo
     setting = f"batch {cost.batch}, context {cost.context}; no plan in units of {UNIT} tokens exceeds busy {limit:.3f}"
     table = Table(title=f"{ranks} ranks, {setting}", title_justify="left")
     table.add_column("mode", no_wrap=True)
-    for name in ("places", "busy", "worst", "whole", "net", "capacity", "extra MiB", "speed-up"):
+    for name in ("places", "busy", "worst", "whole", "net", "step", "capacity", "extra MiB", "speed-up"):
         table.add_column(name, justify="right")
     for mode, entry in modes.items():
-        figures = (entry.busy, entry.busy_worst, entry.busy_whole, entry.busy_net, entry.capacity)
+        figures = (entry.busy, entry.busy_worst, entry.busy_whole, entry.busy_net, entry.busy_step, entry.capacity)
         table.add_row(
             *(mode, str(entry.places), *(f"{figure:.3f}" for figure in figures)),
             *(f"{entry.extra_bytes / 2**20:.0f}", f"{entry.speedup:.3f}"),

@@ -20,7 +20,8 @@ Shares = list[dict[int, int]]
 def split_layer(units: np.ndarray, ranks: int) -> Shares:
     """Divide the heads of one layer over places, num_heads / ranks + 1 on each rank.
 
-    Every place gets at least one unit as long as heads have units to spare; what remains holds nothing.
+    Places that the proof leaves over get a unit of some head wherever moving one or exchanging two fills no rank beyond
+    the target; the others hold nothing.
 
     Args:
         units: int [num_heads], at least 1 each.
