@@ -194,6 +194,7 @@ class TritonOps:
         values: torch.Tensor,
         batch: TritonExtendBatch,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As in `Operations`. Tokens outside the chunks of the batch, if any, get zeros."""
         store = self.store
@@ -247,6 +248,7 @@ class TritonOps:
         values: torch.Tensor,
         batch: TritonDecodeBatch,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store, size = self.store, len(batch.rows)
         numbers = self._numbers[:size]
