@@ -79,14 +79,21 @@ class SlabLayout:
             object.__setattr__(self, name, array)
 
     @property
-    def _total(self) -> np.ndarray:
+    def totals(self) -> np.ndarray:
+        """int64 [num_layers, num_heads]: what heads keep, here and on other ranks."""
         assert self.total is not None
         return self.total
 
     @property
-    def _first(self) -> np.ndarray:
+    def firsts(self) -> np.ndarray:
+        """int64 [num_layers, num_heads]: how many of those are stored on lower ranks."""
         assert self.first is not None
         return self.first
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks store parts of any of these heads."""
+        return bool((self.kept < self.totals).any())
 
     @property
     def num_layers(self) -> int:
@@ -100,7 +107,7 @@ class SlabLayout:
     def bands(self) -> tuple[tuple[Band, ...], ...]:
         """Per layer, its bands in storage order: largest first, heads ascending inside a band."""
         layers = []
-        shares = np.stack([self.kept, self._total, self._first], axis=2)
+        shares = np.stack([self.kept, self.totals, self.firsts], axis=2)
         for rows in shares.tolist():
             offset, bands = 0, []
             for share in sorted({tuple(row) for row in rows}, reverse=True):

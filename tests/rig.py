@@ -76,7 +76,7 @@ class Rig:
         placement: Placement | None = None,
         rank: int = 0,
     ) -> None:
-        """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [tokens, layers, ..]."""
+        """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..]."""
         self.kept, self.placement = kept, placement
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
         self.heads = torch.tensor(heads)
@@ -117,7 +117,7 @@ class Rig:
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
             rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
-            lse = () if self.placement is None else (self.lse[:, layer],)
+            lse = () if self.placement is None else (self.lse[layer],)
             layers.append(self.operations.extend(layer, *rows, batch, sides, *lse))
         return list(torch.stack(layers, dim=1).split(lengths))
 
@@ -146,13 +146,14 @@ class Rig:
             sides = self._sides(sequences, positions, ends, layer)
             tensors = [*self._rows(sequences, positions, ends, layer), *([] if sides is None else [sides])]
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
-            lse = {} if self.placement is None else {"lse": self.lse[:, layer]}
+            lse = {} if self.placement is None else {"lse": self.lse[layer]}
             layers.append(self.operations.decode(layer, *padded[:3], batch, *padded[3:], **lse)[:size])
-        self.lse = self.lse[:size]
+        self.lse = self.lse[:, :size]
         return torch.stack(layers, dim=1)
 
     def _no_lse(self, tokens: int) -> torch.Tensor:
-        return torch.full((tokens, *self.heads.shape, self.store.q_per_kv), -torch.inf)
+        layers, places = self.heads.shape
+        return torch.full((layers, tokens, places, self.store.q_per_kv), -torch.inf)
 
     def _rows(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> list[torch.Tensor]:
         dtype = self.store.slabs.dtype

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import placing
 from sgl_ragged.plugin.model_layout import model_budgets, rank_heads, rank_layout, rank_statistics
-from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
+from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions, make_options
 from sgl_ragged.plugin.placing import describe_placement
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
@@ -89,10 +89,10 @@ def test_split_gives_every_rank_more_heads(llama, profile):
     assert all(layout.full_heads == 1 for layout in layouts)
 
 
-def test_split_needs_kernels_that_give_parts(llama, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    asked = ("--tp", "2", "--ragged-fairkv", "split", "--ragged-kernel", "triton")
-    assert "use --ragged-fairkv permute, or --ragged-kernel torch" in refusal(llama, *RAGGED, *asked)
+def test_split_needs_kernels_that_give_parts(llama):
+    options = make_options({"kv_pool": "ragged", "ragged_fairkv": "split"}, from_command_line=True)
+    with pytest.raises(RaggedConfigError, match="not there for --ragged-kernel flashinfer"):
+        placing.refuse_split(options, "flashinfer")
 
 
 def test_split_needs_a_config_that_takes_heads(llama):

@@ -55,7 +55,7 @@ def place_heads(
         return dataclasses.replace(options, fairkv="none")
     mode = mode or "permute"
     if mode == "split":
-        _refuse_split(options, kernel)
+        refuse_split(options, kernel)
     placement = plan_placement(model_budgets(options, geometry).kept, ranks, mode, cost=_cost(options, model_config))
     return dataclasses.replace(options, fairkv=mode, placement=placement)
 
@@ -119,11 +119,12 @@ def require_places(options: RaggedOptions, expanded: ModelGeometry) -> None:
         )
 
 
-def _refuse_split(options: RaggedOptions, kernel: str) -> None:
-    if kernel != "torch":
+def refuse_split(options: RaggedOptions, kernel: str) -> None:
+    """Raise RaggedConfigError for options that heads in parts do not go with."""
+    if kernel == "flashinfer":
         raise RaggedConfigError(
-            f"--ragged-fairkv split is not there for --ragged-kernel {kernel}, whose kernels attend to whole heads; "
-            f"use --ragged-fairkv permute, or --ragged-kernel torch"
+            "--ragged-fairkv split is not there for --ragged-kernel flashinfer, which attends to whole heads; "
+            "use --ragged-kernel triton, or --ragged-fairkv permute"
         )
     if options.heads_per_group > 1:
         raise RaggedConfigError(

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.decode import LOG2E, accumulate, segment_of
+from sgl_ragged.attention.kernels.decode import LN2, LOG2E, accumulate, segment_of
 from sgl_ragged.attention.kernels.tiles import Tile
 
 TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "sealed", "open_length")
@@ -36,7 +36,9 @@ def extend_kernel(
     heads_ptr,
     kept_ptr,
     key_blocks_ptr,
+    opens_ptr,
     output_ptr,
+    lse_ptr,
     scale,
     query_stride,
     key_stride,
@@ -53,6 +55,7 @@ def extend_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -82,7 +85,11 @@ def extend_kernel(
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_ptr + head) * 16
     value_offset = kept * HEAD_DIM
-    per_unit = 16.0 / kept
+    divisor = kept
+    if PARTIAL:
+        # A head that only other ranks store has no rows here, and nothing to divide.
+        divisor = tl.maximum(kept, 1)
+    per_unit = 16.0 / divisor
     # One tile ahead and carried as loaded, as in decode.
     slot = tl.load(slots_at + segment_of(tile_rows, per_unit), mask=tile_rows < history, other=0)
     for start in tl.range(0, history, BLOCK_N, num_stages=STAGES):
@@ -96,6 +103,13 @@ def extend_kernel(
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < history, other=0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
+    # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
+    seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
+    if PARTIAL:
+        opens = tl.load(opens_ptr + head)
+        open_length *= opens
+        seen *= opens
+
     row = tl.load(rows_ptr + request).to(tl.int64)
     tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
     for start in tl.range(0, open_length, BLOCK_N, num_stages=STAGES):
@@ -106,8 +120,6 @@ def extend_kernel(
         values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
-    # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
-    seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
     for start in tl.range(0, seen, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < seen
@@ -125,6 +137,11 @@ def extend_kernel(
         causal = valid[None, :] & (number[None, :] <= token[:, None])
         best, total, output = accumulate(query, keys, values, causal, scale2, best, total, output, PRECISION)
 
+    if PARTIAL:
+        lse = (best + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2
+        lse_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head
+        tl.store(lse_ptr + lse_at, lse, mask=inside)
+        total = tl.where(total == 0.0, 1.0, total)
     output = output / total[:, None]
     output_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
     output_pointers = output_ptr + output_at[:, None] + dims[None, :]
@@ -147,8 +164,10 @@ def extend(
     scale: float,
     output: torch.Tensor,
     tile: Tile,
+    opens: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> object:
-    """Attention of a chunk. Changes `output` alone; every token of the batch must be in a tile.
+    """Attention of a chunk. Changes `output` and `lse` alone; every token of the batch must be in a tile.
 
     Args:
         queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d]. Token strides may be any.
@@ -158,6 +177,8 @@ def extend(
         tiles: int32 [tiles, len(TILE_COLUMNS)].
         heads: int32 [heads], the order in which heads are started.
         output: [tokens, heads, q_per_kv, d], contiguous.
+        opens: as in `decode.decode_parts`; with it `lse`, float32 [tokens, heads, q_per_kv], contiguous, for natural
+            log-sum-exps, -inf where a head attends to nothing (its output is 0).
 
     Returns:
         The compiled kernel; None in the interpreter.
@@ -175,7 +196,9 @@ def extend(
         heads,
         kept,
         key_blocks,
+        opens,
         output,
+        lse,
         scale,
         queries.stride(0),
         keys.stride(0),
@@ -192,5 +215,6 @@ def extend(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         PRECISION=tile.precision,
+        PARTIAL=opens is not None,
         num_warps=tile.warps,
     )
