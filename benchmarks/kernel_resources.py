@@ -83,13 +83,20 @@ def builds(architecture: int) -> Iterator[Build]:
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
     element, itemsize = f"*{dtype}", ITEMSIZE[dtype]
     common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
+    common["PARTIAL"] = False
     kernels = (
         (
             decode.decode_kernel,
             tiles.decode_tile(dim, itemsize),
             {"queries_ptr": element, "slabs_ptr": element, "tails_ptr": element, "slots_ptr": "*i32"}
             | {"rows_ptr": "*i64", "lengths_ptr": "*i32", "ctas_ptr": "*i32", "kept_ptr": "*i32"}
-            | {"key_blocks_ptr": "*i64", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"},
+            | {
+                "key_blocks_ptr": "*i64",
+                "opens_ptr": "*i32",
+                "partial_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "scale": "fp32",
+            },
         ),
         (
             extend.extend_kernel,
@@ -97,7 +104,13 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
             {"queries_ptr": element, "keys_ptr": element, "values_ptr": element, "slabs_ptr": element}
             | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
             | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": element}
-            | {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "scale": "fp32"},
+            | {
+                "opens_ptr": "*i32",
+                "head_lse_ptr": "*fp32",
+                "partial_ptr": "*fp32",
+                "lse_ptr": "*fp32",
+                "scale": "fp32",
+            },
         ),
     )
     for kernel, tile, types in kernels:
@@ -123,7 +136,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         extend.combine_tiles_kernel: ["output_ptr"],
     }
     others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "rows_ptr": "*i64"}
-    others |= {"key_blocks_ptr": "*i64"}
+    others |= {"key_blocks_ptr": "*i64", "head_lse_ptr": "*fp32"}
     for kernel, elements in pointers.items():
         types = {}
         for name in kernel.arg_names:
@@ -133,7 +146,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
         constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
         constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
-        constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128}
+        constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)
 

@@ -17,15 +17,28 @@ from sgl_ragged.errors import RaggedConfigError
 
 @dataclass(frozen=True)
 class Band:
-    """Heads of one layer that keep equally many tokens and lie side by side in the slab.
+    """Heads of one layer that store equally much and lie side by side in the slab.
 
     The band's storage is [len(heads), 2 (K, V), kept, head_dim] elements from `offset`, relative to the
-    layer's start. Attention and sealing treat a band as one strided view.
+    layer's start. Attention and sealing treat a band as one strided view. Of the `total` tokens that each head
+    keeps, in position order, the band stores those from `first` on.
     """
 
     heads: tuple[int, ...]
     kept: int
     offset: int
+    total: int
+    first: int
+
+    @property
+    def partial(self) -> bool:
+        """Whether other ranks store, or may store, more of these heads: attention here is a part of theirs."""
+        return self.kept < self.total
+
+    @property
+    def attends_open(self) -> bool:
+        """Whether these heads attend to the open segment here: at the one place with the earliest positions."""
+        return self.first == 0 and self.kept > 0
 
 
 @dataclass(frozen=True)
@@ -33,24 +46,54 @@ class SlabLayout:
     """The layout of one slab.
 
     Args:
-        kept: int64 [num_layers, num_heads], tokens that each head keeps of a sealed segment (n in the design).
+        kept: int64 [num_layers, num_heads], tokens of a sealed segment that are stored for each head (n in the design).
         head_dim: elements per key and per value.
         segment: tokens per segment (S).
+        total: like `kept`, what the head keeps on all ranks together, or None where that is all stored here.
+        first: like `kept`, how many of those are stored on lower ranks; with `total`.
+        full_heads: heads that an uncompressed cache would store here, or None for all of these.
     """
 
     kept: np.ndarray
     head_dim: int
     segment: int
+    total: np.ndarray | None = None
+    first: np.ndarray | None = None
+    full_heads: int | None = None
 
     def __post_init__(self) -> None:
         check_segment(self.segment)
         kept = np.ascontiguousarray(self.kept, dtype=np.int64)
         if kept.ndim != 2 or kept.size == 0:
             raise RaggedConfigError(f"kept counts must be [layers, heads], got shape {kept.shape}")
-        if (kept % UNIT).any() or (kept < UNIT).any() or (kept > self.segment).any():
+        total = kept if self.total is None else np.ascontiguousarray(self.total, dtype=np.int64)
+        first = np.zeros_like(kept) if self.first is None else np.ascontiguousarray(self.first, dtype=np.int64)
+        if (kept % UNIT).any() or (total < UNIT).any() or (total > self.segment).any():
             raise RaggedConfigError(f"kept counts must be multiples of {UNIT} in [{UNIT}, {self.segment}]")
-        kept.setflags(write=False)
-        object.__setattr__(self, "kept", kept)
+        if not kept.shape == total.shape == first.shape or (np.minimum(kept, first) < 0).any():
+            raise RaggedConfigError("shares of heads must be non-negative, [layers, heads] like the kept counts")
+        if (first + kept > total).any():
+            raise RaggedConfigError("shares of heads must not end behind what their heads keep")
+        for name, array in (("kept", kept), ("total", total), ("first", first)):
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+    @property
+    def totals(self) -> np.ndarray:
+        """int64 [num_layers, num_heads]: what heads keep, here and on other ranks."""
+        assert self.total is not None
+        return self.total
+
+    @property
+    def firsts(self) -> np.ndarray:
+        """int64 [num_layers, num_heads]: how many of those are stored on lower ranks."""
+        assert self.first is not None
+        return self.first
+
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks store parts of any of these heads."""
+        return bool((self.kept < self.totals).any())
 
     @property
     def num_layers(self) -> int:
@@ -64,11 +107,13 @@ class SlabLayout:
     def bands(self) -> tuple[tuple[Band, ...], ...]:
         """Per layer, its bands in storage order: largest first, heads ascending inside a band."""
         layers = []
-        for row in self.kept:
+        shares = np.stack([self.kept, self.totals, self.firsts], axis=2)
+        for rows in shares.tolist():
             offset, bands = 0, []
-            for kept in sorted({int(n) for n in row}, reverse=True):
-                heads = tuple(int(h) for h in np.flatnonzero(row == kept))
-                bands.append(Band(heads=heads, kept=kept, offset=offset))
+            for share in sorted({tuple(row) for row in rows}, reverse=True):
+                heads = tuple(head for head, row in enumerate(rows) if tuple(row) == share)
+                kept, total, first = share
+                bands.append(Band(heads=heads, kept=kept, offset=offset, total=total, first=first))
                 offset += len(heads) * 2 * kept * self.head_dim
             layers.append(tuple(bands))
         return tuple(layers)
@@ -112,9 +157,9 @@ class SlabLayout:
 
     def full_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that one token takes in an uncompressed cache."""
-        return self.num_layers * 2 * self.num_heads * self.head_dim * itemsize
+        return self.num_layers * 2 * (self.full_heads or self.num_heads) * self.head_dim * itemsize
 
     @property
     def mean_kept_share(self) -> float:
         """Kept / full bytes of a sealed segment: the mean of n / S."""
-        return float(self.kept.mean()) / self.segment
+        return float(self.kept.sum()) / (self.num_layers * (self.full_heads or self.num_heads)) / self.segment

@@ -9,6 +9,7 @@ import torch
 
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.torch_ops import TorchOps
+from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 from sgl_ragged.scorers import get_scorer
@@ -72,21 +73,30 @@ class Rig:
         *,
         make_operations: Callable[[SlabStore, int], Operations] = lambda store, _: TorchOps(store),
         dtype: torch.dtype = torch.float32,
+        placement: Placement | None = None,
+        rank: int = 0,
     ) -> None:
-        self.kept = kept
+        """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..]."""
+        self.kept, self.placement = kept, placement
+        heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
+        self.heads = torch.tensor(heads)
+        layout = SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT)
+        if placement is not None:
+            total = np.take_along_axis(kept, heads, axis=1)
+            layout = SlabLayout(placement.kept[:, rank], dim, SEGMENT, total=total, first=placement.first[:, rank])
         mean, covariance = (
             torch.tensor(np.stack(x)).float() for x in zip(*statistics(kept.shape[1], per_head, dim), strict=True)
         )
         count = requests * segments
         self.store = SlabStore(
-            SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT),
+            layout,
             get_scorer(scorer),
             count + 1,
             requests + 1,
             dtype,
             "cpu",
             q_per_kv=per_head,
-            statistics=[{"query_mean": mean, "query_covariance": covariance}] * len(kept),
+            statistics=[{"query_mean": mean[row], "query_covariance": covariance[row]} for row in self.heads],
         )
         self.store.scales = [0.5] * len(kept)
         self.operations = make_operations(self.store, segments)
@@ -104,15 +114,11 @@ class Rig:
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         rows = torch.arange(1, len(sequences) + 1)
         batch = self.operations.describe_extend(self.table, rows, starts, lengths)
-        layers = [
-            self.operations.extend(
-                layer,
-                *self._rows(sequences, starts, ends, layer),
-                batch,
-                self._sides(sequences, starts, ends, layer),
-            )
-            for layer in range(len(self.kept))
-        ]
+        layers, self.lse = [], self._no_lse(sum(lengths))
+        for layer in range(len(self.kept)):
+            rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
+            lse = () if self.placement is None else (self.lse[layer],)
+            layers.append(self.operations.extend(layer, *rows, batch, sides, *lse))
         return list(torch.stack(layers, dim=1).split(lengths))
 
     def decode(self, sequences: list[Sequence], positions: list[int], padding: int = 0) -> torch.Tensor:
@@ -135,18 +141,26 @@ class Rig:
                 )
             )
         ends = [position + 1 for position in positions]
-        layers = []
+        layers, self.lse = [], self._no_lse(size + padding)
         for layer in range(len(self.kept)):
             sides = self._sides(sequences, positions, ends, layer)
             tensors = [*self._rows(sequences, positions, ends, layer), *([] if sides is None else [sides])]
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
-            layers.append(self.operations.decode(layer, *padded[:3], batch, *padded[3:])[:size])
+            lse = {} if self.placement is None else {"lse": self.lse[layer]}
+            layers.append(self.operations.decode(layer, *padded[:3], batch, *padded[3:], **lse)[:size])
+        self.lse = self.lse[:, :size]
         return torch.stack(layers, dim=1)
+
+    def _no_lse(self, tokens: int) -> torch.Tensor:
+        layers, places = self.heads.shape
+        return torch.full((layers, tokens, places, self.store.q_per_kv), -torch.inf)
 
     def _rows(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> list[torch.Tensor]:
         dtype = self.store.slabs.dtype
         return [
-            torch.cat([getattr(s, name)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)]).to(dtype)
+            torch.cat([getattr(s, name)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)])
+            .index_select(1, self.heads[layer])
+            .to(dtype)
             for name in "qkv"
         ]
 
@@ -155,4 +169,4 @@ class Rig:
             return None
         source = "gates" if self.store.scorer.reads_hidden_states else "q"
         parts = [getattr(s, source)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)]
-        return torch.cat(parts).flatten(2)
+        return torch.cat(parts).index_select(1, self.heads[layer]).flatten(2)

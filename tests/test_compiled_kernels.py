@@ -50,6 +50,14 @@ def test_other_group_sizes_compile_as_well(kernel, q_per_kv):
     assert found.async_depth >= 2, found
 
 
+@pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel, decode.combine_kernel])
+def test_parts_of_heads_compile_as_well(kernel):
+    build = next(b for b in builds(90) if b.kernel is kernel and b.dtype == "bf16" and b.head_dim == 128)
+    found = compile_build(dataclasses.replace(build, constants=build.constants | {"PARTIAL": True}), 90)
+    assert found.spilled_bytes == 0, found
+    assert kernel is decode.combine_kernel or found.async_depth >= 2, found
+
+
 def test_the_checks_see_what_they_look_for():
     """A tile that is far too large spills, and a loop of one stage is not pipelined."""
     build = one_build(extend.extend_kernel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import placing
 from sgl_ragged.plugin.model_layout import model_budgets, rank_heads, rank_layout, rank_statistics
-from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
+from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions, make_options
 from sgl_ragged.plugin.placing import describe_placement
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
@@ -72,6 +73,34 @@ def test_ranks_get_the_heads_of_the_placement(llama, profile):
     assert line.startswith("heads placed on 2 ranks (permute): busy 0.")
 
 
+def test_split_gives_every_rank_more_heads(llama, profile):
+    """Workers build the model with a head for each place; budgets remain those of the checkpoint's heads."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    given = ("--json-model-override-args", '{"rms_norm_eps": 1e-4}')
+    args = resolved(llama, *RAGGED, "--tp", "4", "--ragged-profile", str(profile), "--ragged-fairkv", "split", *given)
+    options, config = getattr(args, ATTRIBUTE), model_config_of(args)
+    assert (options.geometry.num_heads, options.geometry.q_per_kv) == (4, 2)
+    assert (config.get_total_num_kv_heads(), config.get_total_num_attention_heads(), config.head_dim) == (8, 16, 64)
+    assert config.hf_text_config.rms_norm_eps == 1e-4
+    kept = model_budgets(options, options.geometry).kept
+    layouts = [rank_layout(options, options.geometry, rank, 4) for rank in range(4)]
+    assert sum(layout.kept.sum() for layout in layouts) == kept.sum()
+    assert all(layout.full_heads == 1 for layout in layouts)
+
+
+def test_split_needs_kernels_that_give_parts(llama):
+    options = make_options({"kv_pool": "ragged", "ragged_fairkv": "split"}, from_command_line=True)
+    with pytest.raises(RaggedConfigError, match="not there for --ragged-kernel flashinfer"):
+        placing.refuse_split(options, "flashinfer")
+
+
+def test_split_needs_a_config_that_takes_heads(llama):
+    options = settled(llama, "--tp", "2", "--ragged-fairkv", "split")
+    with pytest.raises(RaggedConfigError, match="does not take other numbers of heads"):
+        placing.require_places(options, dataclasses.replace(options.geometry, num_heads=8))
+
+
 def test_more_ranks_than_heads_repeat_them(qwen3):
     options = settled(qwen3, "--tp", "4")
     found = [rank_heads(options, options.geometry, rank, 4).tolist() for rank in range(4)]
@@ -108,6 +137,8 @@ def test_statistics_and_gates_follow_the_heads(llama, profile, tmp_path):
         (("--tp", "2", "--ragged-fairkv", "permute", "--enable-lora", "--max-lora-rank", "8"), "LoRA"),
         (("--tp", "8", "--ragged-fairkv", "permute"), "4 KV heads cannot be divided among 8 ranks"),
         (("--tp", "8", "--ragged-scorer", "h2o"), "use at most 4 ranks"),
+        (("--tp", "2", "--ragged-fairkv", "split", "--ragged-heads-per-group", "2"), "drop --ragged-heads-per-group"),
+        (("--tp", "2", "--ragged-fairkv", "split", "--load-format", "dummy"), "dummy bypasses the default loader"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(llama, flags, words):

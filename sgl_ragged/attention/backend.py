@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sgl_ragged.attention.batch import ExtendBatch, extend_batch
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
 from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 
@@ -50,10 +51,12 @@ class RaggedAttnBackend(AttentionBackend):
         model_runner: Any,
         make_operations: Callable[[SlabStore, int], Operations],
         observer: Observer | None = None,
+        exchange: LseExchange | None = None,
     ) -> None:
         """
         Args:
             make_operations: gives the operations for a store and the most segments that a sequence can have.
+            exchange: puts the parts of heads together that are split over ranks, if there are any.
         """
         super().__init__()
         pool = model_runner.token_to_kv_pool
@@ -63,6 +66,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.store = pool.store
         self.store.scales = [layer.scaling for layer in layers]
         self.observer = observer
+        self.exchange = exchange
         self._observed: ExtendBatch | None = None
         self._token_scores: dict[int, torch.Tensor] = {}
         if self.store.scorer.reads_hidden_states:
@@ -147,7 +151,7 @@ class RaggedAttnBackend(AttentionBackend):
         """Attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim]."""
         queries, keys, values, sides = self._heads(q, k, v, layer)
         number = layer.layer_id - self.first_layer
-        output = self.operations.extend(number, queries, keys, values, self.forward_metadata, sides)
+        output = self._attend(self.operations.extend, number, queries, keys, values, sides)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
             self.observer.extend(self.store, number, queries, keys, values, self._observed, sides)
@@ -166,8 +170,23 @@ class RaggedAttnBackend(AttentionBackend):
         """Attention of one token per request; shapes as in `forward_extend`."""
         queries, keys, values, sides = self._heads(q, k, v, layer)
         number = layer.layer_id - self.first_layer
-        output = self.operations.decode(number, queries, keys, values, self.forward_metadata, sides)
+        output = self._attend(self.operations.decode, number, queries, keys, values, sides)
         return output.flatten(1)
+
+    def _attend(
+        self,
+        operation: Callable[..., torch.Tensor],
+        number: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sides: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if self.exchange is None or not self.exchange.needed(number):
+            return operation(number, queries, keys, values, self.forward_metadata, sides)
+        lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
+        output = operation(number, queries, keys, values, self.forward_metadata, sides, lse)
+        return self.exchange.weigh(number, output, lse)
 
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention

@@ -208,7 +208,10 @@ class FlashInferOps(TritonOps):
             self._uploaded.record()
         return on_device.long()
 
-    def attend(self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert lse is None, "split heads are refused with FlashInfer"
         assert isinstance(batch, FlashInferDecodeBatch)
         self.attend_parts(layer, queries, batch, batch.splits[layer])
         # With one CTA per head, parts are heads.

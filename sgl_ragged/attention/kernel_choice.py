@@ -6,6 +6,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from sgl_ragged.errors import RaggedConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +63,9 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     from sgl_ragged.split_map import batch_buckets, build_split_map, imbalance
 
     resident, chunk_ctas = _resident_ctas(store)
-    split_map = build_split_map(store.layout.kept, resident, batch_buckets(max_batch))
+    # Heads that only other ranks store have a CTA, too: it finds no rows.
+    kept = np.maximum(store.layout.kept, 1)
+    split_map = build_split_map(kept, resident, batch_buckets(max_batch))
     ctas = {batch: counts.sum(axis=1).max() for batch, counts in split_map.counts_by_batch.items()}
     logger.info(
         "split map for %d CTAs at once: %d batch buckets, at most %d CTAs per request and layer at batch 1 and %d at "
@@ -71,7 +75,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         ctas[1],
         ctas[max(ctas)],
         max(ctas),
-        max(imbalance(store.layout.kept, counts).max() for counts in split_map.counts_by_batch.values()),
+        max(imbalance(kept, counts).max() for counts in split_map.counts_by_batch.values()),
     )
     operations = TritonOps(store, split_map, max_batch, max_segments, chunk_ctas)
     operations.warm_up()
@@ -90,7 +94,7 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
     from sgl_ragged.split_map import build_split_map
 
     layout = store.layout
-    trial = TritonOps(store, build_split_map(layout.kept, 1, [1], "none"), 1, 1)
+    trial = TritonOps(store, build_split_map(np.maximum(layout.kept, 1), 1, [1], "none"), 1, 1)
     table = torch.zeros((1, layout.segment), dtype=torch.int32, device=device)
     row = torch.zeros(1, dtype=torch.int64, device=device)
     queries = store.slabs.new_zeros((1, layout.num_heads, store.q_per_kv, layout.head_dim))

@@ -44,6 +44,7 @@ class Operations(Protocol):
         values: torch.Tensor,
         batch: Any,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store a chunk, seal the segments that it finishes, attend."""
         ...
@@ -56,6 +57,7 @@ class Operations(Protocol):
         values: torch.Tensor,
         batch: Any,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append one token per request, attend."""
         ...

@@ -42,8 +42,9 @@ class TorchOps:
         values: torch.Tensor,
         batch: ExtendBatch,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return extend(self.store, layer, queries, keys, values, batch, sides)
+        return extend(self.store, layer, queries, keys, values, batch, sides, lse)
 
     def decode(
         self,
@@ -53,8 +54,9 @@ class TorchOps:
         values: torch.Tensor,
         batch: DecodeBatch,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return decode(self.store, layer, queries, keys, values, batch, sides)
+        return decode(self.store, layer, queries, keys, values, batch, sides, lse)
 
     def seal_pending(self) -> None:
         seal_pending(self.store)
@@ -79,6 +81,7 @@ def extend(
     values: torch.Tensor,
     batch: ExtendBatch,
     sides: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store a chunk's keys and values (sealing segments that it finishes), then attend.
 
@@ -86,6 +89,8 @@ def extend(
         queries: [tokens, heads, q_per_kv, head_dim].
         keys, values: [tokens, heads, head_dim], keys after RoPE.
         sides: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
+        lse: float32 [tokens, heads, q_per_kv], all -inf, for layers with partial heads: theirs get the natural
+            log-sum-exps of their logits. They remain -inf where a head attends to nothing here, and its output is 0.
 
     Returns:
         [tokens, heads, q_per_kv, head_dim]. Changes the slabs of finished segments and the requests' tails.
@@ -99,7 +104,8 @@ def extend(
         tokens = slice(request.batch_start, request.batch_start + request.length)
         own_sides = None if sides is None else sides[tokens].to(store.sides.dtype)
         own_keys, own_values = _store_chunk(store, layer, keys[tokens], values[tokens], own_sides, request)
-        output[tokens] = _attend_chunk(store, layer, queries[tokens], own_keys, own_values, request)
+        own_lse = None if lse is None else lse[tokens]
+        output[tokens] = _attend_chunk(store, layer, queries[tokens], own_keys, own_values, request, own_lse)
     return output
 
 
@@ -163,6 +169,7 @@ def _attend_chunk(
     own_keys: torch.Tensor,
     own_values: torch.Tensor,
     request: ExtendRequest,
+    lse: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of one request's chunk, segment by segment; shapes as in `extend` for this request's tokens."""
     segment = store.layout.segment
@@ -172,6 +179,9 @@ def _attend_chunk(
     own_keys, own_values = own_keys.to(queries.dtype), own_values.to(queries.dtype)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
+        if band.kept == 0:
+            output[:, heads] = 0
+            continue
         history = store.band_view(layer, band)[request.slots].to(queries.dtype)
         # [segments, heads, 2, kept, d] -> [2, heads, segments * kept, d]
         history = history.permute(2, 1, 0, 3, 4).flatten(2, 3)
@@ -181,16 +191,21 @@ def _attend_chunk(
             stop = min(start + segment, total)
             seen = (first + start // segment) * band.kept
             begin = max(start, open_length)
-            mask = torch.ones((stop - start, seen + stop - start), dtype=torch.bool, device=queries.device)
+            chunk = slice(begin - open_length, stop - open_length)
+            own = slice(start, stop if band.attends_open else start)
+            mask = torch.ones((stop - start, seen + own.stop - start), dtype=torch.bool, device=queries.device)
             mask = mask.tril(diagonal=seen)[begin - start :]
-            attended = _attend(
-                band_queries[:, :, begin - open_length : stop - open_length],
-                torch.cat([history[0, :, :seen], band_keys[:, start:stop]], dim=1),
-                torch.cat([history[1, :, :seen], band_values[:, start:stop]], dim=1),
-                mask,
-                store.scales[layer],
+            entries = (
+                torch.cat([history[0, :, :seen], band_keys[:, own]], dim=1),
+                torch.cat([history[1, :, :seen], band_values[:, own]], dim=1),
             )
-            output[begin - open_length : stop - open_length, heads] = attended.permute(2, 0, 1, 3)
+            if band.partial:
+                assert lse is not None, "layers with partial heads need their log-sum-exps"
+                attended, logs = _attend_part(band_queries[:, :, chunk], *entries, mask, store.scales[layer])
+                lse[chunk, heads] = logs.permute(2, 0, 1)
+            else:
+                attended = _attend(band_queries[:, :, chunk], *entries, mask, store.scales[layer])
+            output[chunk, heads] = attended.permute(2, 0, 1, 3)
     return output
 
 
@@ -202,6 +217,7 @@ def decode(
     values: torch.Tensor,
     batch: DecodeBatch,
     sides: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append one token per request to the tails, then attend.
 
@@ -209,6 +225,7 @@ def decode(
         queries: [batch, heads, q_per_kv, head_dim].
         keys, values: [batch, heads, head_dim], keys after RoPE.
         sides: [batch, heads, elements], what the store's scorer needs of each token, if anything.
+        lse: float32 [batch, heads, q_per_kv], as in `extend`.
 
     Returns:
         [batch, heads, q_per_kv, head_dim]. Changes the tails; slabs are only read.
@@ -220,14 +237,26 @@ def decode(
     output = torch.empty_like(queries)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
+        if band.kept == 0:
+            output[:, heads] = 0
+            continue
         band_tails = tails.index_select(2, heads)
         history = store.gather(layer, band, batch.slots.flatten()).float()
         band_queries = queries.index_select(1, heads).float() * store.scales[layer]
-        output[:, heads] = _attend_band(band_queries, history, band_tails, batch.mask(band.kept)).to(output.dtype)
+        mask = batch.mask(band.kept)
+        if not band.attends_open:
+            band_tails, mask = band_tails[:, :, :, :0], mask[..., : batch.slots.shape[1] * band.kept]
+        attended, logs = _attend_band(band_queries, history, band_tails, mask, band.partial)
+        output[:, heads] = attended.to(output.dtype)
+        if logs is not None:
+            assert lse is not None, "layers with partial heads need their log-sum-exps"
+            lse[:, heads] = logs
     return output
 
 
-def _attend_band(queries: torch.Tensor, history: torch.Tensor, tails: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _attend_band(
+    queries: torch.Tensor, history: torch.Tensor, tails: torch.Tensor, mask: torch.Tensor, partial: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Decode attention of one band in float32.
 
     The history is used in the order in which it was gathered: only the logits, head_dim times smaller, are
@@ -238,6 +267,11 @@ def _attend_band(queries: torch.Tensor, history: torch.Tensor, tails: torch.Tens
         history: [batch * segments, heads, 2 (K, V), kept, d].
         tails: [batch, 2 (K, V), heads, tokens, d].
         mask: bool [batch, 1, 1, segments * kept + tokens].
+
+        partial: whether queries may see nothing, and log-sum-exps are wanted.
+
+    Returns:
+        Like `queries`, and the log-sum-exps of the logits [batch, heads, q_per_kv], if they are wanted.
     """
     size, heads, per_head, dim = queries.shape
     kept, segments = history.shape[3], history.shape[0] // size
@@ -247,12 +281,29 @@ def _attend_band(queries: torch.Tensor, history: torch.Tensor, tails: torch.Tens
     past = torch.bmm(repeated, keys.transpose(1, 2)).view(size, segments, heads, per_head, kept)
     past = past.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, seen)
     logits = torch.cat([past, queries @ tails[:, 0].transpose(2, 3)], dim=-1)
-    weights = logits.masked_fill_(~mask, -torch.inf).softmax(dim=-1)
+    logits.masked_fill_(~mask, -torch.inf)
+    lse = logits.logsumexp(dim=-1) if partial else None
+    weights = logits.softmax(dim=-1) if lse is None else _softmax(logits, lse)
     output = weights[..., seen:] @ tails[:, 1]
     if segments:
         past = weights[..., :seen].unflatten(3, (segments, kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, kept)
         output += torch.bmm(past, values).view(size, segments, heads, per_head, dim).sum(dim=1)
-    return output
+    return output, lse
+
+
+def _softmax(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """exp(logits - lse), 0 where a row holds only -inf. May overwrite the logits."""
+    return logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
+
+
+def _attend_part(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_attend` in float32, 0 where a query sees nothing, and the log-sum-exps [heads, q_per_kv, tokens]."""
+    logits = queries.float() @ keys[:, None].float().transpose(2, 3) * scale
+    logits = logits.masked_fill(~mask, -torch.inf)
+    lse = logits.logsumexp(dim=-1)
+    return (_softmax(logits, lse) @ values[:, None].float()).to(queries.dtype), lse
 
 
 def _attend(

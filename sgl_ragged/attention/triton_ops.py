@@ -14,6 +14,7 @@ import torch
 from sgl_ragged.attention.extend_tables import extend_tables
 from sgl_ragged.attention.kernels import append, decode, extend, seal, tiles
 from sgl_ragged.attention.transfer import to_device
+from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 from sgl_ragged.split_map import SplitMap, build_split_map, cta_table, head_parts
 
@@ -99,13 +100,18 @@ class TritonOps:
         # One tensor a layer, not rows of one: kernels are compiled for addresses that divide by 16.
         self._kept = [torch.tensor(row, dtype=torch.int32, device=device) for row in layout.kept]
         self._key_blocks = [torch.tensor(row // 16, dtype=torch.int64, device=device) for row in layout.key_offset]
+        self._total = [torch.tensor(row, dtype=torch.int32, device=device) for row in layout.totals]
+        self._first = [torch.tensor(row, dtype=torch.int64, device=device) for row in layout.firsts]
+        self._opens = [_opens(layer, device) for layer in layout.bands]
         self._every_kept, self._every_key_blocks = torch.cat(self._kept), torch.cat(self._key_blocks)
+        self._every_total, self._every_first = torch.cat(self._total), torch.cat(self._first)
         self._whole = _layer_splits(np.ones_like(layout.kept), layout.kept, device)
         # With more tiles than that, heads left whole fill half of the device or more.
         self._few_tiles = chunk_ctas // (2 * layout.num_heads)
         self._chunk_splits: list[tuple[LayerSplit, ...]] = []
         if self._few_tiles:
-            chunk_map = build_split_map(layout.kept, chunk_ctas, range(1, self._few_tiles + 1))
+            # Heads that only other ranks store have a CTA, too: it finds no rows.
+            chunk_map = build_split_map(np.maximum(layout.kept, 1), chunk_ctas, range(1, self._few_tiles + 1))
             self._chunk_splits = [_layer_splits(c, layout.kept, device) for c in chunk_map.counts_by_batch.values()]
         self._max_segments = max_segments
         self._splits: dict[int, tuple[LayerSplit, ...]] = {}
@@ -143,12 +149,18 @@ class TritonOps:
         sides = None
         if store.has_sides:
             sides = store.sides.new_ones((length, layout.num_heads, store.sides.shape[-1]))
-        self.extend(0, queries, keys, keys, self.describe_extend(table, row, [0], [length]), sides)
-        store.defer_seals(PendingSeals(row, row, torch.ones_like(row, dtype=torch.bool)))
-        self.seal_pending()
         lengths = torch.ones_like(row)
-        batch = self.describe_decode(table, row, lengths, lengths.cpu())
-        self.decode(0, queries[:1], keys[:1], keys[:1], batch, None if sides is None else sides[:1])
+        # Layers with parts of heads have kernels of their own.
+        kinds = {opens is None: layer for layer, opens in enumerate(self._opens)}
+        for whole, layer in kinds.items():
+            lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
+            batch = self.describe_extend(table, row, [0], [length])
+            self.extend(layer, queries, keys, keys, batch, sides, lse)
+            store.defer_seals(PendingSeals(row, row, torch.ones_like(row, dtype=torch.bool)))
+            self.seal_pending()
+            step = self.describe_decode(table, row, lengths, lengths.cpu())
+            first = None if sides is None else sides[:1]
+            self.decode(layer, queries[:1], keys[:1], keys[:1], step, first, None if lse is None else lse[:1])
 
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
@@ -224,6 +236,7 @@ class TritonOps:
         values: torch.Tensor,
         batch: TritonExtendBatch,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As in `Operations`. Tokens outside the chunks of the batch, if any, get zeros."""
         store = self.store
@@ -236,7 +249,7 @@ class TritonOps:
         tails = seal.Source.of_tails(store.tails, batch.from_tails.firsts, layer)
         self._seal(layer, tails, batch.from_tails, sides)
         self._seal(layer, seal.Source.of_chunk(keys, values, batch.from_chunk.firsts), batch.from_chunk, sides)
-        self.attend_chunks(layer, queries, keys, values, batch, output)
+        self.attend_chunks(layer, queries, keys, values, batch, output, lse)
         self._append(layer, keys, values, batch.rest_copies, batch.rows, sides)
         return output
 
@@ -248,6 +261,7 @@ class TritonOps:
         values: torch.Tensor,
         batch: TritonExtendBatch,
         output: torch.Tensor,
+        lse: torch.Tensor | None = None,
     ) -> object:
         """The attention of `extend` alone, into `output`; what it returns is that of `kernels.extend.extend`."""
         store = self.store
@@ -269,6 +283,8 @@ class TritonOps:
             output,
             batch.scratch,
             self.extend_tile,
+            self._opens[layer],
+            lse,
         )
 
     def decode(
@@ -279,6 +295,7 @@ class TritonOps:
         values: torch.Tensor,
         batch: TritonDecodeBatch,
         sides: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store, size = self.store, len(batch.rows)
         numbers = self._numbers[:size]
@@ -287,14 +304,16 @@ class TritonOps:
         )
         if sides is not None:
             store.append_side(layer, batch.rows, batch.places, sides)
-        return self.attend(layer, queries, batch)
+        return self.attend(layer, queries, batch, lse)
 
-    def attend(self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch) -> torch.Tensor:
+    def attend(
+        self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, lse: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
         split = batch.splits[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         self.attend_parts(layer, queries, batch, split)
-        decode.combine_parts(self._partial, self._lse, split.parts, len(split.ctas), output)
+        decode.combine_parts(self._partial, self._lse, split.parts, len(split.ctas), output, lse)
         return output
 
     def attend_parts(self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, split: LayerSplit) -> object:
@@ -315,6 +334,7 @@ class TritonOps:
             self._partial,
             self._lse,
             self.decode_tile,
+            self._opens[layer],
         )
 
     def seal_pending(self) -> None:
@@ -355,14 +375,19 @@ class TritonOps:
         store, segment = self.store, self.store.layout.segment
         kept = self._every_kept if layer is None else self._kept[layer]
         key_blocks = self._every_key_blocks if layer is None else self._key_blocks[layer]
-        most_kept = int(store.layout.kept[slice(None) if layer is None else layer].max())
+        most_kept = max(int(store.layout.kept[slice(None) if layer is None else layer].max()), 1)
         if store.scorer.name in seal.SCORED:
             scores = seal.score(source, store.scorer.name, segment, store.layout.head_dim)
         else:
             numbers = range(store.layout.num_layers) if layer is None else [layer]
             every = [self._torch_scores(number, source, seals, sides) for number in numbers]
             scores = torch.cat(every, dim=1).float().contiguous()
-        positions = seal.choose(scores, seals.starts, kept)
+        total = self._every_total if layer is None else self._total[layer]
+        positions = seal.choose(scores, seals.starts, total)
+        if store.layout.shared:
+            first = self._every_first if layer is None else self._first[layer]
+            stored = first[:, None] + torch.arange(segment, device=first.device)
+            positions = positions.gather(2, stored.clamp_max_(segment - 1).expand_as(positions))
         seal.gather(
             source,
             store.slabs,
@@ -390,6 +415,14 @@ class TritonOps:
                 last = tokens[:, store.layout.segment - store.side_places :]
                 own_sides = sides[last].transpose(1, 2).to(store.sides.dtype)
         return store.scorer.score(store.segment_data(layer, keys, values, own_sides))
+
+
+def _opens(bands: tuple[Band, ...], device: torch.device) -> torch.Tensor | None:
+    """int32 [heads], 1 for heads that attend to the open segment here; None where all heads of the layer are whole."""
+    if not any(band.partial for band in bands):
+        return None
+    opens = {head: band.attends_open for band in bands for head in band.heads}
+    return torch.tensor([opens[head] for head in sorted(opens)], dtype=torch.int32, device=device)
 
 
 def _layer_splits(counts: np.ndarray, kept: np.ndarray, device: torch.device) -> tuple[LayerSplit, ...]:

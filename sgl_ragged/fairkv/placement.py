@@ -50,3 +50,23 @@ class Placement:
     def load(self) -> np.ndarray:
         """int64 [num_layers, ranks]: tokens of each sealed segment that a rank stores, and reads in a decode step."""
         return self.kept.sum(axis=2)
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether any head is at more places than one of a layer."""
+        ordered = np.sort(self.heads.reshape(len(self.heads), -1), axis=1)
+        return bool((ordered[:, 1:] == ordered[:, :-1]).any())
+
+    @property
+    def partial(self) -> np.ndarray:
+        """Bool [num_layers, ranks, places]: whether the place stores less than the head keeps."""
+        same = self.heads[:, :, :, None, None] == self.heads[:, None, None, :, :]
+        return self.kept < (self.kept[:, None, None] * same).sum(axis=(3, 4))
+
+    @property
+    def first(self) -> np.ndarray:
+        """int64 [num_layers, ranks, places]: how many of what the head keeps is stored at its places on lower ranks."""
+        same = self.heads[:, :, :, None, None] == self.heads[:, None, None, :, :]
+        rank = np.arange(self.ranks)
+        lower = (rank[:, None] > rank)[None, :, None, :, None]
+        return (self.kept[:, None, None] * (same & lower)).sum(axis=(3, 4))

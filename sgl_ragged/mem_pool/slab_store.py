@@ -136,7 +136,7 @@ class SlabStore:
         values: torch.Tensor,
         sides: torch.Tensor | None = None,
     ) -> None:
-        """Score finished segments of one layer and write what each head keeps to their slabs.
+        """Score finished segments of one layer and write what each head keeps, or its share here, to their slabs.
 
         Args:
             slots: int64 [segments].
@@ -159,16 +159,21 @@ class SlabStore:
         segment = self.layout.segment
         order = None
         for index, band in enumerate(self.layout.bands[layer]):
+            if band.kept == 0:
+                continue
             heads = self.band_heads(layer, index)
             view = self.band_view(layer, band)
             band_keys, band_values = keys.index_select(1, heads), values.index_select(1, heads)
-            if band.kept < segment:
+            stored = slice(band.first, band.first + band.kept)
+            if band.total < segment:
                 if order is None:
                     scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
                     order = rank_positions(scores, starts)
-                kept = keep_positions(order.index_select(1, heads), band.kept)
+                kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
                 rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
                 band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
+            else:
+                band_keys, band_values = band_keys[:, :, stored], band_values[:, :, stored]
             view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
 
     def segment_data(

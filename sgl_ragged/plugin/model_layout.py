@@ -63,8 +63,12 @@ def rank_heads(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp
 
 def rank_layout(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int) -> SlabLayout:
     """The slab layout of one rank. Groups of heads do not span ranks."""
-    heads = rank_heads(options, geometry, tp_rank, tp_size)
+    heads, placement = rank_heads(options, geometry, tp_rank, tp_size), options.placement
     kept = np.take_along_axis(model_budgets(options, geometry).kept, heads, axis=1)
+    if placement is not None and placement.splits_heads:
+        share, first = placement.kept[:, tp_rank], placement.first[:, tp_rank]
+        full = geometry.num_heads // tp_size
+        return SlabLayout(share, geometry.head_dim, options.segment, total=kept, first=first, full_heads=full)
     kept = group_largest(kept, options.heads_per_group)
     return SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
 

@@ -16,7 +16,7 @@ ATTRIBUTE = "_sgl_ragged"
 
 KV_POOLS = ("token", "ragged")
 
-FAIRKV_MODES = ("none", "permute")
+FAIRKV_MODES = ("none", "permute", "split")
 
 DEFAULTS: dict[str, Any] = {
     "ragged_ratio": 0.5,

@@ -12,11 +12,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.fairkv.weights import require_projections
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.plugin.model_layout import model_budgets
+from sgl_ragged.plugin.model_layout import model_budgets, model_geometry
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.scorers import get_scorer
 
@@ -26,7 +27,9 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "fastsafetensors")
 """What SGLang's default loader reads tensor by tensor, under the checkpoint's own names."""
 
 
-def place_heads(options: RaggedOptions, view: Any, model_config: Any, geometry: ModelGeometry) -> RaggedOptions:
+def place_heads(
+    options: RaggedOptions, view: Any, model_config: Any, geometry: ModelGeometry, kernel: str
+) -> RaggedOptions:
     """The options as workers follow them: with the model's geometry, `fairkv` settled and the placement it asks for.
 
     Not given means permute where that is possible, else none with a warning that says why.
@@ -34,6 +37,7 @@ def place_heads(options: RaggedOptions, view: Any, model_config: Any, geometry: 
     Args:
         view: SGLang's resolved settings.
         model_config: SGLang's ModelConfig.
+        kernel: which operations will serve.
 
     Raises:
         RaggedConfigError: a mode was asked for that cannot be honoured.
@@ -50,7 +54,9 @@ def place_heads(options: RaggedOptions, view: Any, model_config: Any, geometry: 
         logger.warning("--ragged-fairkv permute, the default, is not possible: %s", error)
         return dataclasses.replace(options, fairkv="none")
     mode = mode or "permute"
-    placement = plan_placement(model_budgets(options, geometry).kept, ranks, mode)
+    if mode == "split":
+        refuse_split(options, kernel)
+    placement = plan_placement(model_budgets(options, geometry).kept, ranks, mode, cost=_cost(options, model_config))
     return dataclasses.replace(options, fairkv=mode, placement=placement)
 
 
@@ -83,6 +89,59 @@ def describe_placement(placement: Placement, kept: np.ndarray) -> str:
     return (
         f"heads placed on {placement.ranks} ranks ({placement.mode}): busy {busy[0]:.3f} -> {busy[1]:.3f}, "
         f"largest slab {largest[0]} -> {largest[1]} tokens of all layers"
+    )
+
+
+def model_overrides(options: RaggedOptions, given: str) -> str | None:
+    """SGLang's --json-model-override-args that give every rank a head for each of its places; None if it has them.
+
+    Args:
+        given: the arguments so far.
+    """
+    placement, geometry = options.placement, options.geometry
+    if placement is None or geometry is None or placement.ranks * placement.places == geometry.num_heads:
+        return None
+    heads = placement.ranks * placement.places
+    ours = dict(num_key_value_heads=heads, num_attention_heads=heads * geometry.q_per_kv, head_dim=geometry.head_dim)
+    return json.dumps(json.loads(given) | ours)
+
+
+def require_places(options: RaggedOptions, expanded: ModelGeometry) -> None:
+    """Raise RaggedConfigError unless the model with `model_overrides` has as many heads as there are places."""
+    placement, geometry = options.placement, options.geometry
+    assert placement is not None
+    assert geometry is not None
+    found = (expanded.num_heads, expanded.q_per_kv, expanded.head_dim)
+    if found != (placement.ranks * placement.places, geometry.q_per_kv, geometry.head_dim):
+        raise RaggedConfigError(
+            f"--ragged-fairkv split needs {placement.places} heads on each of {placement.ranks} ranks, but the config "
+            f"of {geometry.name} does not take other numbers of heads; use --ragged-fairkv permute"
+        )
+
+
+def refuse_split(options: RaggedOptions, kernel: str) -> None:
+    """Raise RaggedConfigError for options that heads in parts do not go with."""
+    if kernel == "flashinfer":
+        raise RaggedConfigError(
+            "--ragged-fairkv split is not there for --ragged-kernel flashinfer, which attends to whole heads; "
+            "use --ragged-kernel triton, or --ragged-fairkv permute"
+        )
+    if options.heads_per_group > 1:
+        raise RaggedConfigError(
+            "--ragged-fairkv split stores parts of heads, which cannot share a budget; drop --ragged-heads-per-group"
+        )
+
+
+def _cost(options: RaggedOptions, model_config: Any) -> CostModel:
+    """What a place costs; other weights are the same in all placements."""
+    geometry = model_geometry(model_config)
+    return CostModel(
+        hidden=model_config.hidden_size,
+        head_dim=geometry.head_dim,
+        q_per_kv=geometry.q_per_kv,
+        segment=options.segment,
+        weight_itemsize=model_config.dtype.itemsize,
+        kv_itemsize=model_config.dtype.itemsize,
     )
 
 

@@ -46,14 +46,21 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     model_config = model_config_of(server_args)
     refuse_model(model_config)
     from sgl_ragged.plugin.model_layout import model_geometry, model_statistics
-    from sgl_ragged.plugin.placing import place_heads, refuse_ranks
+    from sgl_ragged.plugin.placing import model_overrides, place_heads, refuse_ranks, require_places
 
     geometry = model_geometry(model_config)
     refuse_ranks(options, view.tp_size, geometry)
     if kernel != "torch":
         check_shape(geometry.head_dim, geometry.q_per_kv)
     model_statistics(options, geometry)
-    setattr(server_args, ATTRIBUTE, place_heads(options, view, model_config, geometry))
+    options = place_heads(options, view, model_config, geometry, kernel)
+    setattr(server_args, ATTRIBUTE, options)
+    overrides = model_overrides(options, view.json_model_override_args)
+    if overrides is not None:
+        declare_resolution(server_args, "sgl_ragged", json_model_override_args=overrides)
+        # The config that was built without them; whoever asks next builds it anew.
+        server_args._model_config = None
+        require_places(options, model_geometry(model_config_of(server_args)))
 
 
 def _cuda_graphs(config: Any, *, in_decode: bool) -> Any:

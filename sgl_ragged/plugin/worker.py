@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
@@ -76,11 +77,11 @@ def place_weights(options: RaggedOptions, original: Callable, model: Any, weight
 def repeat_heads_on_cpus(
     options: RaggedOptions, original: Callable, model_config: Any, load_config: Any, tp_size: int
 ) -> Any:
-    """With more ranks than heads, every head on several ranks, as on GPUs.
+    """With more ranks than heads, every head on several ranks, as on GPUs; and no change to a model with more heads.
 
     On CPUs SGLang adds heads of zeros instead, which budgets know nothing of; and without AMX it cannot load them.
     """
-    if tp_size > _geometry(options).num_heads:
+    if tp_size > _geometry(options).num_heads or (options.placement is not None and options.placement.splits_heads):
         return model_config
     return original(model_config, load_config, tp_size)
 
@@ -144,7 +145,19 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     kernel = choose_kernel(options.kernel, torch.device(model_runner.device).type)
     logger.info("ragged attention kernels: %s", kernel)
-    return RaggedAttnBackend(model_runner, functools.partial(make_operations, kernel), observer)
+    return RaggedAttnBackend(
+        model_runner, functools.partial(make_operations, kernel), observer, _exchange(options, model_runner.device)
+    )
+
+
+def _exchange(options: RaggedOptions, device: str) -> LseExchange | None:
+    from sglang.srt.runtime_context import get_parallel
+
+    if options.placement is None or not options.placement.splits_heads:
+        return None
+    parallel = get_parallel()
+    gather = functools.partial(parallel.attn_tp_group.all_gather, dim=0)
+    return LseExchange(options.placement, parallel.attn_tp_rank, device, gather)
 
 
 def _geometry(options: RaggedOptions) -> ModelGeometry:

@@ -29,7 +29,7 @@ def test_rows_are_divided_exactly():
 
 @triton.jit
 def _merge(partial_ptr, lse_ptr, out_ptr, parts, DIM: tl.constexpr):
-    output = merge_parts(partial_ptr, lse_ptr, tl.program_id(0), tl.num_programs(0), parts, DIM, 4)
+    output, _ = merge_parts(partial_ptr, lse_ptr, tl.program_id(0), tl.num_programs(0), parts, DIM, 4)
     tl.store(out_ptr + tl.program_id(0) * DIM + tl.arange(0, DIM), output)
 
 

@@ -13,8 +13,10 @@ import pytest
 
 from benchmarks.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept, uniform_kept
+from sgl_ragged.fairkv.cost import CostModel
+from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
-from tests.models import make_llama, make_profile, make_qwen3
+from tests.models import SIZES, make_llama, make_profile, make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate
 
@@ -36,17 +38,23 @@ class Model:
     profile: Path
     kept: np.ndarray
     head_dim: int
+    q_per_kv: int
+
+    def placement(self, kept: np.ndarray, tp: int, mode: str) -> Placement:
+        """The plan that the server must follow, from its description alone."""
+        cost = CostModel(SIZES["hidden_size"], self.head_dim, self.q_per_kv, SEGMENT, weight_itemsize=4, kv_itemsize=4)
+        return plan_placement(kept, tp, mode, cost=cost)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Model]:
     made = {}
-    for name, make in (("llama", make_llama), ("qwen3", functools.partial(make_qwen3, q_per_kv=4))):
+    for name, make, per_kv in (("llama", make_llama, 2), ("qwen3", functools.partial(make_qwen3, q_per_kv=4), 4)):
         folder = tmp_path_factory.mktemp(name)
         # Smaller weights than other tests': rounding, which the order of ranks' sums changes, shows less in logprobs.
         path, file = make(folder / "model", initializer_range=0.1), folder / "profile.safetensors"
         profile = make_profile(path, file, segment=SEGMENT, mu=MU[name])
-        made[name] = Model(path, file, profile_kept(profile, RATIO, SEGMENT), profile.head_dim)
+        made[name] = Model(path, file, profile_kept(profile, RATIO, SEGMENT), profile.head_dim, per_kv)
         assert made[name].kept.max() >= 4 * made[name].kept.min()
     return made
 
@@ -64,12 +72,12 @@ def serve(nursery: Nursery, model: Model, tp: int, ratio: float, *more: str, log
     return nursery.serve(model.path, *flags, *more, log=log, env=env)
 
 
-def virtual_tokens(model: Model, kept: np.ndarray, mode: str, tp: int) -> int:
-    """What the start-up line must say, from the heads alone: the rank with most to store decides."""
-    heaviest, rows = plan_placement(kept, tp, mode).load.sum(axis=0).max(), REQUESTS + 1
-    token = 2 * model.head_dim * 4
-    tails = rows * SEGMENT * token * kept.size // tp
-    return ((KV_BYTES - tails) // (int(heaviest) * token) - 1) * SEGMENT
+def virtual_tokens(model: Model, placement: Placement) -> int:
+    """What the start-up line must say, from the placement alone: the rank with most to store decides."""
+    layers, _, places = placement.heads.shape
+    heaviest, token = int(placement.load.sum(axis=0).max()), 2 * model.head_dim * 4
+    tails = (REQUESTS + 1) * SEGMENT * token * layers * places
+    return ((KV_BYTES - tails) // (heaviest * token) - 1) * SEGMENT
 
 
 @pytest.mark.parametrize(
@@ -78,8 +86,9 @@ def virtual_tokens(model: Model, kept: np.ndarray, mode: str, tp: int) -> int:
         ("llama", 2, "none", RATIO),
         ("llama", 2, "permute", RATIO),
         ("llama", 2, "permute", 1.0),
-        ("llama", 4, "permute", RATIO),
-        ("qwen3", 2, "permute", RATIO),
+        ("llama", 2, "split", RATIO),
+        ("llama", 4, "split", RATIO),
+        ("qwen3", 2, "split", RATIO),
         # More ranks than heads: every head is on two ranks.
         ("qwen3", 4, "none", RATIO),
     ],
@@ -111,9 +120,14 @@ def test_ranks_agree_with_the_oracle(nursery, models, tmp_path, name, tp, mode, 
     print(f"{name} tp {tp} {mode} ratio {ratio}: largest difference {difference:.1e}")
     assert difference < 1e-4
     if tp <= kept.shape[1]:
-        assert f" {virtual_tokens(model, kept, mode, tp)} virtual tokens" in log
+        placement = model.placement(kept, tp, mode)
+        assert placement.splits_heads == (mode == "split")
+        assert f" {virtual_tokens(model, placement)} virtual tokens" in log
     if mode == "none":
         assert "heads placed on" not in log
+        # The budgets matter: without them the same positions look different.
+        full = Oracle(str(model.path), np.full_like(kept, SEGMENT), SEGMENT, "keydiff").logprobs(turn)
+        assert np.abs(full - want[: len(full)]).max() > 0.05
     else:
         assert f"heads placed on {tp} ranks ({mode})" in log
         assert (updated.status_code, "--ragged-fairkv none" in updated.text) == (400, True)
@@ -122,7 +136,8 @@ def test_ranks_agree_with_the_oracle(nursery, models, tmp_path, name, tp, mode, 
 def test_capacity_grows_with_the_placement(models):
     """What the start-up lines are held to: as many times more tokens as the largest slab is smaller."""
     model = models["llama"]
-    loads = {mode: plan_placement(model.kept, 2, mode).load.sum(axis=0).max() for mode in ("none", "permute")}
-    tokens = {mode: virtual_tokens(model, model.kept, mode, 2) for mode in loads}
+    placements = {mode: model.placement(model.kept, 2, mode) for mode in ("none", "permute")}
+    loads = {mode: placement.load.sum(axis=0).max() for mode, placement in placements.items()}
+    tokens = {mode: virtual_tokens(model, placement) for mode, placement in placements.items()}
     assert loads["none"] > 1.2 * loads["permute"]
     assert tokens["permute"] / tokens["none"] == pytest.approx(loads["none"] / loads["permute"], rel=0.02)

@@ -27,6 +27,7 @@ def decode_kernel(
     ctas_ptr,
     kept_ptr,
     key_blocks_ptr,
+    opens_ptr,
     partial_ptr,
     lse_ptr,
     scale,
@@ -43,6 +44,7 @@ def decode_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     request = tl.program_id(0)
     cta = tl.program_id(1)
@@ -56,7 +58,10 @@ def decode_kernel(
     # The open segment has at least the new token, so a length of exactly S has no sealed segment yet.
     sealed = tl.maximum(length - 1, 0) // SEGMENT
     history = sealed * kept
-    rows_in_all = history + length - sealed * SEGMENT
+    open_rows = length - sealed * SEGMENT
+    if PARTIAL:
+        open_rows *= tl.load(opens_ptr + head)
+    rows_in_all = history + open_rows
     units = (rows_in_all + 15) // 16
     begin = tl.minimum(units * part // parts * 16, rows_in_all)
     end = tl.minimum(units * (part + 1) // parts * 16, rows_in_all)
@@ -81,7 +86,11 @@ def decode_kernel(
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_ptr + head) * 16
     value_offset = kept * HEAD_DIM
-    per_unit = 16.0 / kept
+    divisor = kept
+    if PARTIAL:
+        # A head that only other ranks store has no rows here, and nothing to divide.
+        divisor = tl.maximum(kept, 1)
+    per_unit = 16.0 / divisor
     number = first + tile_rows
     # Slots are read one tile ahead and carried as loaded: anything else takes the loads of keys and values out of
     # the software pipeline.
@@ -121,18 +130,22 @@ def combine_kernel(
     lse_ptr,
     parts_ptr,
     output_ptr,
+    head_lse_ptr,
     num_ctas,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     request = tl.program_id(0)
     head = tl.program_id(1)
     query = tl.program_id(2)
     place = request * num_ctas + tl.load(parts_ptr + head * 2)
     parts = tl.load(parts_ptr + head * 2 + 1)
-    output = merge_parts(partial_ptr, lse_ptr, place * Q_PER_KV + query, Q_PER_KV, parts, HEAD_DIM, BLOCK_P)
+    output, head_lse = merge_parts(partial_ptr, lse_ptr, place * Q_PER_KV + query, Q_PER_KV, parts, HEAD_DIM, BLOCK_P)
+    if PARTIAL:
+        tl.store(head_lse_ptr + (request * HEADS + head) * Q_PER_KV + query, head_lse)
     output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + tl.arange(0, HEAD_DIM)
     tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty))
 
@@ -152,6 +165,7 @@ def decode_parts(
     partial: torch.Tensor,
     lse: torch.Tensor,
     tile: Tile,
+    opens: torch.Tensor | None = None,
 ) -> object:
     """Attention of each part of the split map.
 
@@ -164,6 +178,8 @@ def decode_parts(
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
+        opens: int32 [heads], 0 for heads that do not attend to the open segment, else 1; None where all do. `kept` may
+            only be 0 with it.
 
     Returns:
         The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
@@ -180,6 +196,7 @@ def decode_parts(
         ctas,
         kept,
         key_blocks,
+        opens,
         partial,
         lse,
         scale,
@@ -196,19 +213,26 @@ def decode_parts(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         PRECISION=tile.precision,
+        PARTIAL=opens is not None,
         num_warps=tile.warps,
     )
 
 
 def combine_parts(
-    partial: torch.Tensor, lse: torch.Tensor, parts: torch.Tensor, num_ctas: int, output: torch.Tensor
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    parts: torch.Tensor,
+    num_ctas: int,
+    output: torch.Tensor,
+    head_lse: torch.Tensor | None = None,
 ) -> None:
-    """Merge the parts of `decode_parts`. A request without rows gets zeros. Changes `output` alone.
+    """Merge the parts of `decode_parts`. A head without rows gets zeros. Changes `output` and `head_lse` alone.
 
     Args:
         parts: int32 [heads, 2], `split_map.head_parts` of this layer.
         num_ctas: CTAs of this layer.
         output: [batch, heads, q_per_kv, d], contiguous.
+        head_lse: float32 [batch, heads, q_per_kv], contiguous, for log-sum-exps of all parts of each head, or None.
     """
     batch, heads, per_head, dim = output.shape
     combine_kernel[(batch, heads, per_head)](
@@ -216,10 +240,12 @@ def combine_parts(
         lse,
         parts,
         output,
+        head_lse,
         num_ctas,
         HEADS=heads,
         Q_PER_KV=per_head,
         HEAD_DIM=dim,
         BLOCK_P=COMBINED_PARTS,
+        PARTIAL=head_lse is not None,
         num_warps=4,
     )

@@ -39,7 +39,9 @@ def extend_kernel(
     ctas_ptr,
     kept_ptr,
     key_blocks_ptr,
+    opens_ptr,
     output_ptr,
+    head_lse_ptr,
     partial_ptr,
     lse_ptr,
     scale,
@@ -59,6 +61,7 @@ def extend_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -91,12 +94,15 @@ def extend_kernel(
     if SPLIT:
         begin = history // 16 * part // parts * 16
         end = history // 16 * (part + 1) // parts * 16
-        open_length = tl.where(part == parts - 1, open_length, 0)
     slots_at = slots_ptr + request * slots_stride
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_ptr + head) * 16
     value_offset = kept * HEAD_DIM
-    per_unit = 16.0 / kept
+    divisor = kept
+    if PARTIAL:
+        # A head that only other ranks store has no rows here, and nothing to divide.
+        divisor = tl.maximum(kept, 1)
+    per_unit = 16.0 / divisor
     number = begin + tile_rows
     # One tile ahead and carried as loaded, as in decode.
     slot = tl.load(slots_at + segment_of(number, per_unit), mask=number < end, other=0)
@@ -111,6 +117,16 @@ def extend_kernel(
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
+    # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
+    seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
+    if PARTIAL:
+        opens = tl.load(opens_ptr + head)
+        open_length *= opens
+        seen *= opens
+    if SPLIT:
+        open_length = tl.where(part == parts - 1, open_length, 0)
+        seen = tl.where(part == parts - 1, seen, 0)
+
     row = tl.load(rows_ptr + request).to(tl.int64)
     tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
     for start in tl.range(0, open_length, BLOCK_N, num_stages=STAGES):
@@ -121,10 +137,6 @@ def extend_kernel(
         values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
 
-    # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
-    seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
-    if SPLIT:
-        seen = tl.where(part == parts - 1, seen, 0)
     for start in tl.range(0, seen, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < seen
@@ -142,6 +154,11 @@ def extend_kernel(
         causal = valid[None, :] & (number[None, :] <= token[:, None])
         best, total, output = accumulate(query, keys, values, causal, scale2, best, total, output, PRECISION)
 
+    if PARTIAL and not SPLIT:
+        head_lse = (best + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2
+        head_lse_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head
+        tl.store(head_lse_ptr + head_lse_at, head_lse, mask=inside)
+        total = tl.where(total == 0.0, 1.0, total)
     output = output / total[:, None]
     if SPLIT:
         place = (tl.program_id(0) * tl.num_programs(1) + tl.load(cta + 3)) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -161,12 +178,14 @@ def combine_tiles_kernel(
     parts_ptr,
     tiles_ptr,
     output_ptr,
+    head_lse_ptr,
     num_ctas,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     head = tl.program_id(1)
@@ -177,8 +196,10 @@ def combine_tiles_kernel(
         return
     place = tl.program_id(0) * num_ctas + tl.load(parts_ptr + head * 2)
     parts = tl.load(parts_ptr + head * 2 + 1)
-    output = merge_parts(partial_ptr, lse_ptr, place * BLOCK_M + row, BLOCK_M, parts, HEAD_DIM, BLOCK_P)
+    output, head_lse = merge_parts(partial_ptr, lse_ptr, place * BLOCK_M + row, BLOCK_M, parts, HEAD_DIM, BLOCK_P)
     query_head = head * Q_PER_KV + pair % Q_PER_KV
+    if PARTIAL:
+        tl.store(head_lse_ptr + (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head, head_lse)
     output_at = (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
     tl.store(output_ptr + output_at + tl.arange(0, HEAD_DIM), output.to(output_ptr.dtype.element_ty))
 
@@ -201,8 +222,10 @@ def extend(
     output: torch.Tensor,
     scratch: tuple[torch.Tensor, torch.Tensor] | None,
     tile: Tile,
+    opens: torch.Tensor | None = None,
+    head_lse: torch.Tensor | None = None,
 ) -> object:
-    """Attention of a chunk. Changes `output` alone; every token of the batch must be in a tile.
+    """Attention of a chunk. Changes `output` and `head_lse` alone; every token of the batch must be in a tile.
 
     Args:
         queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d]. Token strides may be any.
@@ -214,6 +237,8 @@ def extend(
         output: [tokens, heads, q_per_kv, d], contiguous.
         scratch: where some head has several parts, float32 of at least [tiles, CTAs, block_m, d] and
             [tiles, CTAs, block_m] elements, which are overwritten; None where each head is one CTA.
+        opens: as in `decode.decode_parts`; with it `head_lse`, float32 [tokens, heads, q_per_kv], contiguous, for
+            natural log-sum-exps, -inf where a head attends to nothing (its output is 0).
 
     Returns:
         The compiled kernel; None in the interpreter.
@@ -232,7 +257,9 @@ def extend(
         ctas,
         kept,
         key_blocks,
+        opens,
         output,
+        head_lse,
         partial,
         lse,
         scale,
@@ -252,6 +279,7 @@ def extend(
         STAGES=tile.stages,
         PRECISION=tile.precision,
         SPLIT=scratch is not None,
+        PARTIAL=opens is not None,
         num_warps=tile.warps,
     )
     if scratch is not None:
@@ -261,12 +289,14 @@ def extend(
             parts,
             tiles,
             output,
+            head_lse,
             len(ctas),
             HEADS=num_heads,
             Q_PER_KV=per_head,
             HEAD_DIM=dim,
             BLOCK_M=tile.block_m,
             BLOCK_P=COMBINED_PARTS,
+            PARTIAL=opens is not None,
             num_warps=4,
         )
     return kernel

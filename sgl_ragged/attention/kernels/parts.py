@@ -38,7 +38,7 @@ def segment_of(number, per_unit):
 
 @triton.jit
 def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Attention over all parts of one query: float32 [HEAD_DIM], 0 where no part has rows.
+    """Attention over all parts of one query: float32 [HEAD_DIM], 0 where no part has rows; and its log-sum-exp.
 
     Part p lies at row first + p * stride of partial results [rows, HEAD_DIM] and log-sum-exps [rows].
     """
@@ -61,4 +61,5 @@ def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constex
         total = total * shrink + tl.sum(weights, axis=0)
         output = output * shrink + tl.sum(partial * weights[:, None], axis=0)
         best = new_best
-    return output / tl.where(total == 0.0, 1.0, total)
+    something = tl.where(total == 0.0, 1.0, total)
+    return output / something, tl.where(total == 0.0, float("-inf"), best + tl.log(something))

@@ -1,0 +1,27 @@
+"""Heads that are split over ranks, by the Triton operations: the same checks as of the torch operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sgl_ragged.attention.triton_ops import TritonOps
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.split_map import build_split_map
+from tests.parts import check_parts
+
+
+def operations(store: SlabStore, max_segments: int) -> TritonOps:
+    split_map = build_split_map(np.maximum(store.layout.kept, 1), 24, [1, 2, 4, 8], "exact")
+    return TritonOps(store, split_map, 8, max_segments)
+
+
+@pytest.mark.parametrize(
+    ("case", "scorer"),
+    [
+        ("parts of nothing", "keydiff"),
+        ("all tokens in parts", "h2o"),
+    ],
+)
+def test_parts_add_up_to_the_whole(case, scorer):
+    check_parts(case, scorer, 5, operations)
