@@ -137,6 +137,7 @@ class _Engine:
             # At rho = 1 nothing is scored; a scorer that reads hidden states must still see them.
             ragged_scorer=gated[0] if gated else "streaming",
             ragged_scorer_weights=settings.scorer_weights if gated else None,
+            ragged_fairkv="none",
             ragged_observer=recorder,
             disable_radix_cache=True,
             max_running_requests=1,

@@ -210,7 +210,13 @@ def test_help_shows_the_flags(capsys):
     shown = capsys.readouterr().out
     for flag in ("--kv-pool", "--kv-bytes", "--ragged-ratio", "--ragged-segment", "--ragged-scorer"):
         assert flag in shown
-    for flag in ("--ragged-profile", "--ragged-kernel", "--ragged-scorer-weights", "--ragged-heads-per-group"):
+    for flag in (
+        "--ragged-profile",
+        "--ragged-kernel",
+        "--ragged-scorer-weights",
+        "--ragged-heads-per-group",
+        "--ragged-fairkv",
+    ):
         assert flag in shown
 
 

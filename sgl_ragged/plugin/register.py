@@ -112,8 +112,8 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ragged-fairkv",
         choices=FAIRKV_MODES,
-        help="Which rank of --tp serves which heads: in the checkpoint's order, or so that ranks have equally much to "
-        "store and read. [permute, where that is possible]",
+        help="Which rank of --tp serves which heads: in the checkpoint's order, so that ranks have equally much to "
+        "store and read, or with heads in parts on several ranks. [permute, where that is possible]",
     )
 
 

@@ -125,6 +125,9 @@ def test_ranks_agree_with_the_oracle(nursery, models, tmp_path, name, tp, mode, 
         assert f" {virtual_tokens(model, placement)} virtual tokens" in log
     if mode == "none":
         assert "heads placed on" not in log
+        # The budgets matter: without them the same positions look different.
+        full = Oracle(str(model.path), np.full_like(kept, SEGMENT), SEGMENT, "keydiff").logprobs(turn)
+        assert np.abs(full - want[: len(full)]).max() > 0.05
     else:
         assert f"heads placed on {tp} ranks ({mode})" in log
         assert (updated.status_code, "--ragged-fairkv none" in updated.text) == (400, True)
