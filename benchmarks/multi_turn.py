@@ -302,7 +302,8 @@ def run(options: argparse.Namespace) -> None:
         return
     console.print(tables.totals(benchmark.store.points).rich())
     for count in options.clients:
-        console.print(tables.by_round(benchmark.store.points, count).rich())
+        if (table := tables.by_round(benchmark.store.points, count)).rows:
+            console.print(table.rich())
     for line in tables.rejections(benchmark.store.points):
         console.print(f"rejected: {line}", style="red", highlight=False)
     console.print(f"points, CSV and plots: {folder}", highlight=False)
