@@ -160,7 +160,7 @@ class Benchmark:
             try:
                 with servers.target(pool, running, log) as target:
                     point = self._measure(target, key, progress, own)
-                    self._check_bytes(point)
+                    self.check_bytes(point)
                     self.store.add(point)
             except ServerLost as error:
                 finished = f"{len(self.store.points)} of {len(self.plan.keys)} points are finished"
@@ -224,7 +224,7 @@ class Benchmark:
             samples=run.samples,
         )
 
-    def _check_bytes(self, point: Point) -> None:
+    def check_bytes(self, point: Point) -> None:
         """Raises SettingsError when the pools do not have the same bytes."""
         for other in self.store.points:
             low, high = sorted((point.kv_bytes, other.kv_bytes))
@@ -302,7 +302,8 @@ def run(options: argparse.Namespace) -> None:
         return
     console.print(tables.totals(benchmark.store.points).rich())
     for count in options.clients:
-        console.print(tables.by_round(benchmark.store.points, count).rich())
+        if (table := tables.by_round(benchmark.store.points, count)).rows:
+            console.print(table.rich())
     for line in tables.rejections(benchmark.store.points):
         console.print(f"rejected: {line}", style="red", highlight=False)
     console.print(f"points, CSV and plots: {folder}", highlight=False)

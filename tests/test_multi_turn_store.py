@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -165,3 +166,23 @@ def test_tables_name_what_was_rejected():
     assert len(per_round.rows) == 3
     assert not any("ragged" in column for column in per_round.columns)
     assert rejections(points) == ["ragged@0.5, 4 clients, run 1: hit rate 0.1"]
+
+
+def test_pools_of_different_bytes_are_not_compared(tmp_path):
+    chosen = options("--pools", "token,ragged@0.5", "--request-length", "40")
+    pools, _ = multi_turn.pools_of(chosen)
+    store = Store.open(tmp_path / "new", MANIFEST)
+    benchmark = multi_turn.Benchmark(chosen, Plan.of(chosen, pools, RecallWriter()), store)
+    store.add(point("token"))
+    # The ragged pool is a whole number of slabs, and a point that failed early never knew its bytes.
+    for near in (int(24 * 2**20 * 0.95), 0):
+        benchmark.check_bytes(replace(point("ragged@0.5"), kv_bytes=near))
+    with pytest.raises(SettingsError, match="same bytes"):
+        benchmark.check_bytes(replace(point("ragged@0.5"), kv_bytes=12 * 2**20))
+
+
+def test_a_folder_without_a_point_takes_other_settings(tmp_path):
+    Store.open(tmp_path / "new", MANIFEST)
+    other = MANIFEST | {"settings": {"clients": [8], "seed": 1}}
+    assert Store.open(tmp_path / "new", other).points == []
+    assert Store.load(tmp_path / "new").manifest["settings"] == other["settings"]

@@ -42,16 +42,17 @@ class Store:
         settings = manifest["settings"]
         known = folder / MANIFEST
         if known.is_file():
-            before = _manifest(folder)
-            if before.get("fingerprint") != fingerprint(settings):
-                changed = _changes(before.get("settings", {}), settings)
+            before, points = _manifest(folder), _read_points(folder / POINTS)
+            if before.get("fingerprint") == fingerprint(settings):
+                # Without the rest of a line that was cut short, so that the next point stands on a line of its own.
+                _write(folder / POINTS, "".join(_line(point) for point in points))
+                return cls(folder, before, points)
+            if points:
+                changed = _changes(before["settings"], settings)
                 raise SettingsError(
                     f"{folder} holds points of other settings ({changed}): choose another --output, or remove it"
                 )
-            points = _read_points(folder / POINTS)
-            _write(folder / POINTS, "".join(_line(point) for point in points))
-            return cls(folder, before, points)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise SettingsError(f"{folder} exists and is no benchmark's folder: choose another --output")
         folder.mkdir(parents=True, exist_ok=True)
         manifest = {"fingerprint": fingerprint(settings), **manifest}
