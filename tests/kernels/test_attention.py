@@ -28,7 +28,7 @@ def rig_for(kept, dim, scorer, requests, segments, per_head, method="exact", dty
     ("kept", "scorer", "per_head", "dim", "method", "lengths"),
     [
         (MIXED, "keydiff", 4, 64, "exact", EDGES),
-        (FULL, "keydiff", 2, 64, "exact", EDGES),
+        (FULL, "keydiff", 2, 64, "exact", SHORT),
         (MIXED, "key_norm", 1, 128, "algorithm1", SHORT),
         (MIXED, "value_key_norm", 8, 16, "uniform", SHORT),
         (MIXED, "streaming", 3, 32, "none", SHORT),

@@ -16,6 +16,6 @@ class TritonPoolMachine(PoolMachine):
 
 
 TritonPoolMachine.TestCase.settings = settings(
-    max_examples=4, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=2, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestTritonPoolMachine = TritonPoolMachine.TestCase
