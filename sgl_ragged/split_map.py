@@ -215,11 +215,6 @@ class SplitMap:
             min((b for b in self.counts_by_batch if b >= batch), default=max(self.counts_by_batch))
         ]
 
-    @property
-    def most_ctas(self) -> dict[int, int]:
-        """Batch bucket -> largest number of CTAs per request of any layer: places of the scratch of one request."""
-        return {batch: int(counts.sum(axis=1).max()) for batch, counts in self.counts_by_batch.items()}
-
 
 def batch_buckets(most: int) -> list[int]:
     """Batch sizes to make a map for: every one up to 8, then each an eighth larger than the last, up to `most`.

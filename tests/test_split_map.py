@@ -301,7 +301,6 @@ def test_the_map_of_several_batches():
     assert list(found.counts_by_batch) == [1, 4, 60, 64, 400, 500]
     for batch in found.counts_by_batch:
         assert found.for_batch(batch).tolist() == split_counts(kept, RESIDENT, batch, "exact").tolist()
-        assert found.most_ctas[batch] == found.for_batch(batch).sum(axis=1).max()
     for batch, bucket in ((2, 4), (3, 4), (5, 60), (61, 64), (401, 500), (10_000, 500)):
         assert found.for_batch(batch) is found.counts_by_batch[bucket]
     assert not found.kept.flags.writeable
