@@ -56,7 +56,7 @@ def test_a_page_is_complete_in_itself(results, tmp_path):
     assert "![Time to first token" in document
     assert "](results/multi-turn-chat/ttft.svg)" in document
     assert "python -m benchmarks.multi_turn --seed 5" in document
-    assert "missing: Decode speed" in printed
+    assert "missing: Prefill and decode" in printed
 
 
 def test_missing_files_are_named(tmp_path):
@@ -70,13 +70,13 @@ def test_missing_files_are_named(tmp_path):
 
 def test_broken_files_are_named_and_do_not_stop_the_page(results, tmp_path):
     (results / "demo-cpu.json").write_text("{")
-    (results / "decode-cpu.json").write_text(json.dumps({"options": {}}))
+    (results / "step-speed-cpu.json").write_text(json.dumps({"options": {}}))
     (results / "something.json").write_text("{}")
     (results / "multi-turn-broken").mkdir()
     root, document, _ = report(results, tmp_path)
     text = "".join(root.itertext())
     assert "demo-cpu.json cannot be read" in text
-    assert "decode-cpu.json cannot be read" in text
+    assert "step-speed-cpu.json cannot be read" in text
     assert "something.json" in text
     assert "multi-turn-broken has no readable manifest.json" in document
 

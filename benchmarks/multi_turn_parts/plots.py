@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.multi_turn_parts.measures import Figures
 from benchmarks.multi_turn_parts.point import Point
+from benchmarks.multi_turn_parts.pools import Pool
 from benchmarks.multi_turn_parts.summary import Cell, Middle, cells
 
 PLOTS = {
@@ -21,7 +22,13 @@ PLOTS = {
 }
 """Names of the files, less suffix, and their captions."""
 
-_COLOURS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+
+def colour(pool: str) -> Any:
+    """Of a pool's lines; by its ratio, so that a pool looks the same in all plots."""
+    from matplotlib import colormaps
+
+    ratio = Pool.parse(pool).ratio
+    return "#444444" if ratio is None else colormaps["plasma"](0.1 + 0.75 * (1 - ratio))
 
 
 def draw(points: Sequence[Point], folder: Path) -> list[Path]:
@@ -37,7 +44,7 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
     # Text as text: smaller files that can be searched.
     matplotlib.rcParams["svg.fonttype"] = "none"
     clients = sorted({cell.clients for cell in made if cell.points})
-    colours = {pool: _COLOURS[i % len(_COLOURS)] for i, pool in enumerate(dict.fromkeys(c.pool for c in made))}
+    colours = {cell.pool: colour(cell.pool) for cell in made}
 
     def of(count: int) -> list[Cell]:
         return [cell for cell in made if cell.clients == count and cell.points]
@@ -76,11 +83,11 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
         paths.append(_save(figure, folder / f"{name}.svg"))
     figure, (axis,) = _figure(1)
     highest = 0.0
-    for pool, colour in colours.items():
+    for pool, own_colour in colours.items():
         own = [cell for cell in made if cell.pool == pool and cell.points]
         row = [(cell.clients, cell.total(lambda f: f.output_tokens_per_s)) for cell in own]
         highest = max([highest, *(middle.high for _, middle in row)])
-        _points(axis, row, colour, pool)
+        _points(axis, row, own_colour, pool)
     axis.set(xlabel="clients", ylabel="output tokens / s", ylim=(0, 1.15 * highest), xticks=clients)
     _finish(axis, "throughput")
     paths.append(_save(figure, folder / "throughput.svg"))

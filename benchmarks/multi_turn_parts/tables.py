@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from benchmarks.multi_turn_parts.measures import Figures
 from benchmarks.multi_turn_parts.point import Point
 from benchmarks.multi_turn_parts.summary import Cell, Middle, cells
 from benchmarks.rows import Rows
@@ -39,6 +40,32 @@ def totals(points: Sequence[Point]) -> Rows:
         )
         rows.append((cell.pool, str(cell.clients), count, f"{cell.virtual_tokens:,}", *values))
     return Rows("medians over the runs", columns, tuple(rows))
+
+
+def overview(results: Sequence[tuple[str, Sequence[Point]]]) -> Rows:
+    """One row for each named result, number of clients and pool, with ratios to the token pool of the same result."""
+    columns = ("traffic, clients", "pool", "TTFT ms p50", "ITL ms p50", "latency ms p50", "output tokens/s", "cached")
+    rows = []
+    for name, points in results:
+        made = [cell for cell in cells(points) if cell.points]
+        for cell in made:
+            base = next((one for one in made if (one.pool, one.clients) == ("token", cell.clients)), cell)
+            values = (
+                _compared(cell, base, lambda f: f.ttft_ms.p50),
+                _compared(cell, base, lambda f: f.itl_ms.p50, 1),
+                _compared(cell, base, lambda f: f.latency_ms.p50),
+                _compared(cell, base, lambda f: f.output_tokens_per_s, 1),
+                _share(cell.total(lambda f: f.cached_share)),
+            )
+            rows.append((f"{name}, {cell.clients}", cell.pool, *values))
+    return Rows("all traffic", columns, tuple(rows))
+
+
+def _compared(cell: Cell, base: Cell, value: Callable[[Figures], float], digits: int = 0) -> str:
+    """A figure and, in brackets, how many times the base's it is."""
+    own, other = cell.total(value), base.total(value)
+    text = _number(own, digits)
+    return text if cell is base or not text else f"{text} ({own.median / other.median:.2f})"
 
 
 def by_round(points: Sequence[Point], clients: int) -> Rows:

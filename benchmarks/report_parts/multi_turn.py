@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,28 @@ COMMAND = "python -m benchmarks.multi_turn --shape chat"
 
 
 def sections(results: Path) -> list[Section]:
-    """One for each folder; a single one that says what is missing where there is none."""
+    """One that compares all folders, then one for each; where there is none, one that says so."""
     folders = sorted(path for path in results.glob(PATTERN) if path.is_dir())
     if not folders:
         missing = f"{results.name}/{PATTERN} does not exist: the benchmark has not been run"
         return [Section("Conversations of many clients", command=COMMAND, missing=missing)]
-    return [_section(folder) for folder in folders]
+    return [_overview(folders), *(_section(folder) for folder in folders)]
+
+
+def _overview(folders: list[Path]) -> Section:
+    """All folders in one table; those that cannot be read are left to their own sections."""
+    stores = []
+    for folder in folders:
+        with contextlib.suppress(SettingsError):
+            stores.append((folder.name, Store.load(folder).points))
+    return Section(
+        "Conversations of many clients",
+        text=(
+            "Medians over the runs that count. In brackets: times the token pool's figure in the same folder, with the "
+            "same KV bytes and the same traffic. Above 1 is better for tokens per second, worse for times.",
+        ),
+        tables=(tables.overview(stores),),
+    )
 
 
 def _section(folder: Path) -> Section:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import step_speed
 from benchmarks.report_parts.section import Figure, Section
 from benchmarks.rows import Rows
 
@@ -77,15 +78,10 @@ def _demo(path: Path, data: Any) -> list[Rows]:
     return [Rows(title, tuple(columns), tuple(rows))]
 
 
-def _decode(path: Path, data: Any) -> list[Rows]:
+def _step_speed(path: Path, data: Any) -> list[Rows]:
     options = data["options"]
-    rows = [
-        (pool, f"{statistics.median(times):.1f}", " ".join(f"{time:.1f}" for time in times))
-        for pool, times in data["step_ms"].items()
-    ]
-    rows.append(("ragged / token", f"{data['ragged_over_token']:.2f}", "median over rounds; below 1: ragged is faster"))
-    title = f"{path.stem}: one step, batch {options['batch']}, {options['context']} tokens, ratio {options['ratio']}"
-    return [Rows(title, ("pool", "median ms", "all rounds, ms"), tuple(rows))]
+    title = f"{path.stem}: model {options['model']}, batch {options['batch']}, {options['context']} tokens of context"
+    return [step_speed.table(data, title)]
 
 
 def _accuracy(path: Path, data: Any) -> list[Rows]:
@@ -122,11 +118,12 @@ KINDS = (
         _demo,
     ),
     Kind(
-        "decode*.json",
-        "Decode speed",
-        "One decode step of a batch with a long context; both servers are up at once and take turns.",
-        "python -m benchmarks.decode_speed --json",
-        _decode,
+        "step-speed*.json",
+        "Prefill and decode by pool",
+        "Nothing cached (prefill), little new after a cached context (extend), one step of a batch (decode); all "
+        "servers are up at once and take turns. Ratios are medians over rounds, below 1 is faster than the token pool.",
+        "python -m benchmarks.step_speed",
+        _step_speed,
     ),
     Kind(
         "accuracy*.json",

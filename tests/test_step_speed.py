@@ -1,0 +1,71 @@
+"""Prefill and decode by pool: how rounds become ratios, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import step_speed
+from benchmarks.step_speed import Phases, Spoilt, summary
+
+
+def test_ratios_are_of_the_same_round():
+    times = {"decode": {"token": [10.0, 20.0, 40.0], "ragged@1": [20.0, 30.0, 20.0]}}
+    base, ragged = summary(times)
+    assert (base["median_ms"], base["ratio"]) == (20.0, 1.0)
+    # 2, 1.5 and 0.5: not the ratio of the medians, which is 1.
+    assert (ragged["median_ms"], ragged["ratio"], ragged["low"], ragged["high"]) == (20.0, 1.5, 0.5, 2.0)
+
+
+@pytest.fixture
+def cached(monkeypatch):
+    """A cache that has what it was sent before, less `cached.lost` tokens; one second passes for each token sent."""
+
+    class Cache:
+        lost = 0
+        sent: tuple[tuple[int, ...], ...] = ()
+
+    def seconds(server, prompts, new):
+        found = []
+        for prompt in map(tuple, prompts):
+            hits = [len(old) - Cache.lost for old in Cache.sent if prompt[: len(old)] == old]
+            found.append(max([0, *hits]))
+        Cache.sent += tuple(map(tuple, prompts))
+        return float(sum(map(len, prompts)) + 3 * new), min(found)
+
+    monkeypatch.setattr(step_speed, "seconds", seconds)
+    return Cache
+
+
+def test_what_is_timed(cached):
+    phases = Phases(batch=2, context=100, extend_by=10, steps=5, seed=0)
+    assert phases.prefill(None, 1) == 1000 * (100 + 3)
+    assert phases.extend(None, 1) == 1000 * (110 + 3)
+    # Two runs of the same batch differ by its steps alone.
+    assert phases.decode(None, 1) == 1000 * 3
+
+
+def test_a_phase_that_does_not_meet_its_cache_is_refused(cached):
+    phases = Phases(batch=2, context=100, extend_by=10, steps=5, seed=0)
+    phases.prefill(None, 1)
+    with pytest.raises(Spoilt, match="never sent before"):
+        phases.prefill(None, 1)
+    cached.lost = 60
+    with pytest.raises(Spoilt, match="only 40 of 100"):
+        phases.extend(None, 1)
+    with pytest.raises(Spoilt, match="only 40 of 100"):
+        phases.decode(None, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--rounds", "0"], "must be at least 1"), (["--pools", "token,paged"], "'paged' is no pool")],
+)
+def test_bad_options_end_at_once(arguments, said):
+    command = [sys.executable, "-m", "benchmarks.step_speed", *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert finished.returncode != 0
+    assert said in finished.stderr
+    assert "Traceback" not in finished.stderr
