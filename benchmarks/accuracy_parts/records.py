@@ -69,14 +69,18 @@ class Record:
         return self.fields[name]
 
 
+def check_limit(limit: int | None) -> None:
+    """Raises SuiteError when a limit leaves no record."""
+    if limit is not None and limit < 1:
+        raise SuiteError(f"a limit of {limit} leaves nothing to ask: it must be at least 1")
+
+
 def read(paths: Sequence[Path], limit: int | None = None) -> list[Record]:
     """The first `limit` records of these files together, all without one.
 
     Raises:
         SuiteError: a file cannot be read, has no record, or one that is no object.
     """
-    if limit is not None and limit < 1:
-        raise SuiteError(f"a limit of {limit} leaves nothing to ask: it must be at least 1")
     return list(itertools.islice(itertools.chain.from_iterable(_records(path) for path in paths), limit))
 
 

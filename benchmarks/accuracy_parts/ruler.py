@@ -45,6 +45,7 @@ def load(data: Path, tasks: Sequence[str] | None, limit: int | None) -> list[Ses
     Raises:
         SuiteError: no such files or tasks, or a line that cannot be used.
     """
+    records.check_limit(limit)
     sessions = []
     for task, path in files.chosen(_find(data), tasks).items():
         lines = records.read([path], limit)

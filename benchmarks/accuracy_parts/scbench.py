@@ -34,6 +34,7 @@ def load(data: Path, tasks: Sequence[str] | None, limit: int | None) -> list[Ses
     Raises:
         SuiteError: no such files or tasks, a record that cannot be used, or a package that scoring needs is missing.
     """
+    records.check_limit(limit)
     wanted = None if tasks is None else [task.removeprefix(PREFIX) for task in tasks]
     return [
         session for task, paths in files.chosen(find(data), wanted).items() for session in _sessions(task, paths, limit)

@@ -44,7 +44,7 @@ def text(kind: str, turn: Record) -> str:
         asked = f"问题：{asked}\n回答："  # noqa: RUF001
     elif kind == "choice_eng":
         lines = [f"{letter}. {option}" for letter, option in zip(LETTERS, options(turn), strict=True)]
-        asked = "\n".join([f"Question: {asked}", *lines, "The letter of the right option is"])
+        asked = "\n".join([f"Question: {asked}", *lines, "The right letter is"])
     elif kind == "mf":
         statistic = _STATISTIC.search(asked)
         asked = f"What is the {statistic[1]}?\n\n{asked}" if statistic else asked
