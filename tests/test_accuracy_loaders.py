@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from benchmarks.accuracy_parts import records, ruler, scbench
+from benchmarks.accuracy_parts import records, repoqa, ruler, scbench
 from benchmarks.accuracy_parts.scbench_tasks import MIXED, NEW_TOKENS
 from benchmarks.accuracy_parts.session import Session, SuiteError
 
@@ -109,7 +109,7 @@ def test_ruler_folders_are_searched_and_lengths_kept_apart(tmp_path):
     for length in ("16384", "4096"):
         for task in ("vt", "niah_single_1"):
             write(tmp_path / "model" / "synthetic" / length / "data" / task / "validation.jsonl", [line(), line(1)])
-    write(tmp_path / "qa_1" / "test.jsonl", [line()])
+    write(tmp_path / "1024" / "raw" / "qa_1" / "test.jsonl", [line()])
     write(tmp_path / "no_task" / "validation.jsonl", [line()])
     write(tmp_path / "vt" / "predictions.jsonl", [line()])
     assert names(ruler.load(tmp_path, None, None)) == [
@@ -347,16 +347,18 @@ def test_mixed_tasks_keep_their_kinds_apart(tmp_path):
 
 
 def test_needles_come_from_all_records_of_a_repository(tmp_path):
-    near = ADD.replace("total := first + second", "total := second + first")
+    long = ADD.replace("\treturn", "\t// The sum of both, which may be more than either.\n\treturn")
+    near = long.replace("either", "one")
+    assert repoqa.similarity(near, long) >= repoqa.THRESHOLD
     rows = [
-        record(turn(ADD, name="add"), **REPOSITORY),
+        record(turn(long, name="add"), **REPOSITORY),
         record(turn(near, name="near"), **REPOSITORY),
         record(turn(SUB, name="near"), repo="other/name", lang="go"),
     ]
     path = write(tmp_path / "scbench_repoqa.jsonl", rows)
     first, second, third = (session.questions[0].score for session in scbench.load(path, None, None))
     limited = only(scbench.load(path, None, 1)).questions[0].score
-    assert [score(ADD) for score in (first, second, third, limited)] == [1.0, 0.0, 0.0, 1.0]
+    assert [score(long) for score in (first, second, third, limited)] == [1.0, 0.0, 0.0, 1.0]
     assert [score(near) for score in (first, second, third, limited)] == [0.0, 1.0, 0.0, 0.0]
     assert [score(SUB) for score in (first, second, third, limited)] == [0.0, 0.0, 1.0, 0.0]
 
@@ -375,6 +377,8 @@ def test_a_download_has_a_folder_for_each_task_and_shards(tmp_path):
     shard(tmp_path / "scbench_kv", 0, 2, "a", "b")
     shard(tmp_path / "scbench_many_shot", 0, 1, "d")
     shard(tmp_path / "pictures", 0, 1, "e")
+    shard(tmp_path / "kv", 0, 1, "f")
+    write(tmp_path / "scbench_unheard_of.jsonl", [record(turn())])
     sessions = scbench.load(tmp_path, None, None)
     assert answers(sessions) == ["a", "b", "c", "d"]
     assert names(sessions) == ["kv/1", "kv/2", "kv/3", "many_shot/1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -200,10 +201,15 @@ def test_without_a_function_the_first_block_is_the_answer():
     assert repoqa.answered_function(f"{fenced(first)}\n{fenced(FUNCTIONS['python'])}", "python") == FUNCTIONS["python"]
 
 
-@pytest.mark.parametrize("around", ["{}", "```python\n{}", "Here: ```{}```", "{}\n```"])
+@pytest.mark.parametrize("around", ["{}", "```python\n{}", "Here: ```{}```", "{}\n```", "```{}\n```\n"])
 def test_without_a_closed_block_the_whole_answer_is_the_answer(around):
     answer = around.format(FUNCTIONS["python"])
     assert repoqa.answered_function(answer, "python") == answer
+
+
+def test_code_within_a_line_opens_no_block():
+    answer = f"```add```\nis a function:\n{fenced(FUNCTIONS['python'])}"
+    assert repoqa.answered_function(answer, "python") == FUNCTIONS["python"]
 
 
 def test_letters_beyond_ascii_do_not_move_the_function():
@@ -215,6 +221,8 @@ def test_bleu_by_hand():
     """Five words, the last one wrong: precisions 4/5, 3/4, 2/3, 1/2; their geometric mean, lengths being equal."""
     assert repoqa.similarity("a b c d x", "a b  c\nd e") == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
     assert repoqa.similarity("a b c d", "a b c d") == pytest.approx(1.0)
+    # No four words in a row: method 4 takes ln(4) / (2 * 5) of one instead of none.
+    assert repoqa.similarity("a b c x", "a b c d") == pytest.approx((3 / 4 * 2 / 3 * 1 / 2 * math.log(4) / 10) ** 0.25)
     assert repoqa.similarity("", "a b c d") == 0.0
     assert repoqa.similarity("x", "a b c d") == 0.0
 

@@ -79,13 +79,17 @@ def _blocks(prediction: str) -> Iterator[str]:
     for line in prediction.strip().split("\n"):
         is_fence = line.startswith(_FENCE)
         if block is None:
-            # A fence on both ends of a line is code within a sentence.
-            block = [] if is_fence and _FENCE not in line.removeprefix(_FENCE) else None
+            block = [] if is_fence and _is_tag(line.removeprefix(_FENCE)) else None
         elif is_fence:
             yield "\n".join(block)
             block = None
         else:
             block.append(line)
+
+
+def _is_tag(rest: str) -> bool:
+    """Whether what follows a fence on its line is a language or nothing. Else the line is code or a sentence."""
+    return len(rest.split()) <= 1 and _FENCE not in rest
 
 
 def _first_function(code: str, language: str) -> str | None:
