@@ -24,7 +24,7 @@ class Asked:
     Attributes:
         turn: of its session, from 1.
         prompt: tokens of the prompt.
-        sent_before: how many of them, from the first on, an earlier request of the session held as well.
+        sent_before: how many of them, from the first on, the request before it in its session held as well.
         cached: how many of them the server found in its cache.
     """
 
@@ -46,8 +46,16 @@ def ask(url: str, talks: Sequence[Talk], at_once: int, on_answer: Callable[[], o
         PointFailed: it answers, but refused a prompt.
     """
     stop, tokenizing = threading.Event(), threading.Lock()
+
+    def run(talk: Talk) -> list[Asked]:
+        try:
+            return _ask_session(client, talk, stop, tokenizing, on_answer)
+        except BaseException:
+            stop.set()
+            raise
+
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(at_once) as threads:
-        running = [threads.submit(_ask_session, client, talk, stop, tokenizing, on_answer) for talk in talks]
+        running = [threads.submit(run, talk) for talk in talks]
         try:
             return [asked for session in running for asked in session.result()]
         finally:
@@ -107,8 +115,7 @@ def _ask_session(
                 text=answer["text"],
             )
         )
-        # Later questions of a conversation begin with this one; those on their own with the primer.
-        before = before if primer else prompt
+        before = prompt
         on_answer()
     return asked
 
