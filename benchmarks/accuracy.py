@@ -1,240 +1,257 @@
-"""Recall through the server, for each scorer, with uniform and calibrated budgets, by ratio.
+"""Accuracy through the server, on SGLang's pool and on the ragged one, by scorer, budgets and ratio.
 
-    python -m benchmarks.accuracy [--scorers keydiff ...] [--ratios 0.5 0.3 0.2 0.1]
+    python -m benchmarks.accuracy [--scorer keydiff ..] [--ratio 0.5 0.3 0.2 0.1]
+    python -m benchmarks.accuracy --suite scbench --data FOLDER --model FOLDER [--ratio 0.5 0.3]
 
-Conversations of 2,049 tokens state facts; each fact is then asked for on its own, after the whole conversation. An
-answer is one greedy token. Every cell is a server of its own; cells that the output file holds already are not run
-again. Profiles that are missing are calibrated first. Writes JSON and a plot, prints a table.
+Questions about long texts, in conversations or each on its own, with the text in the cache: the suite `recall` on the
+recall model of this repository, or `ruler` and `scbench` from their files on any model. Every cell is a server of its
+own; cells that the output file holds already are not run again. Writes JSON and a plot, prints tables.
+docs/accuracy.md says what is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import hashlib
+import importlib
 import json
 import re
-import subprocess
+import shlex
+import signal
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import httpx
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from scipy.stats import binomtest
 
-from benchmarks.demo import MODEL
-from benchmarks.launch import Server
-from benchmarks.recall.questions import Interview, interviews
-from benchmarks.recall.task import TOKEN_ID
-from benchmarks.warm_start import Nursery
-from sgl_ragged.scorers import get_scorer
+from benchmarks.accuracy_parts import budgets, recall
+from benchmarks.accuracy_parts.asking import Asked, ask, sessions_at_once
+from benchmarks.accuracy_parts.cell import TOKEN, Key, cells_of
+from benchmarks.accuracy_parts.options import complete, form_of, keys_of, parser
+from benchmarks.accuracy_parts.plots import draw
+from benchmarks.accuracy_parts.prompts import Talk, load_tokenizer, make_talk, most_new_tokens
+from benchmarks.accuracy_parts.session import Session, SuiteError
+from benchmarks.accuracy_parts.store import Prompts, Results
+from benchmarks.accuracy_parts.tables import notes, tables
+from benchmarks.launch import ServerFailed
+from benchmarks.multi_turn_parts import machine
+from benchmarks.multi_turn_parts.errors import PointFailed, ServerLost, SettingsError
+from benchmarks.multi_turn_parts.pools import Pool, Started, Target
+from sgl_ragged.errors import RaggedConfigError
 
-SCORERS = ("keydiff", "expected_attention", "h2o", "snapkv", "tova", "value_key_norm", "key_norm", "streaming")
-RATIOS = (0.5, 0.3, 0.2, 0.1)
-BUDGETS = {
-    "uniform": (),
-    "implied": ("--method", "implied"),
-    "implied-alpha0": ("--method", "implied", "--alpha", "0"),
-    "implied-model": ("--method", "implied", "--scope", "model"),
-    "coverage-all": ("--method", "coverage", "--queries", "all"),
-    "coverage-layer": ("--method", "coverage", "--scope", "layer"),
-    "coverage": ("--method", "coverage"),
-}
-"""Kinds of budgets, and what `python -m calib run` makes them with."""
+SETTINGS = (
+    *("suite", "tasks", "limit", "conversations", "questions", "seed", "mode", "answers", "chat", "max_length"),
+    *("segment", "kv_bytes", "max_running_requests", "server_args", "ragged_args"),
+)
+"""Options that cells of one file share. Which profiles a server had is in its cells."""
 
-DEFAULT_BUDGETS = ("uniform", "implied", "coverage-all", "coverage")
-RESULTS = Path(__file__).parent / "results"
-PROFILES = Path(__file__).parent / "recall" / "profiles"
+Prepared = dict[Key, tuple[list[str], str | None]]
+"""Ragged servers that are missing: their flags, and the digest of their profile."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One server's answers. `mean_share` is what it said it keeps; low and high are Wilson's 95 % interval."""
-
-    scorer: str
-    budgets: str
-    ratio: float
-    segment: int
-    right: int
-    asked: int
-    low: float
-    high: float
-    mean_share: float
-    wall_s: float
-
-    @property
-    def recall(self) -> float:
-        return self.right / self.asked
+def load_sessions(options: argparse.Namespace) -> list[Session]:
+    """Raises SuiteError."""
+    if options.suite == "recall":
+        return recall.load(options.conversations, options.questions, options.seed)
+    suite = importlib.import_module(f"benchmarks.accuracy_parts.{options.suite}")
+    sessions = suite.load(options.data, options.tasks, options.limit)
+    if not sessions:
+        raise SuiteError(f"--data {options.data} holds no sessions of {options.suite}")
+    return sessions
 
 
-def ask(server: Server, talks: list[Interview]) -> tuple[int, int]:
-    """Ask every question; returns right answers and questions."""
-    right = asked = 0
-    with httpx.Client(base_url=server.url, timeout=300) as client:
-        for talk in talks:
-            # Once alone, so that the questions find the conversation in the radix cache.
-            _generate(client, [list(talk.history)])
-            answers = _generate(client, [talk.prompt(fact) for fact in talk.facts])
-            right += sum(answer == TOKEN_ID[fact.value] for answer, fact in zip(answers, talk.facts, strict=True))
-            asked += len(answers)
-    return right, asked
+def digest_of(sessions: Sequence[Session]) -> str:
+    """Sixteen hexadecimal digits of all that is asked."""
+    asked = [
+        [s.name, s.context, s.may_be_cut, [[q.task, q.text, q.answer, q.new_tokens] for q in s.questions]]
+        for s in sessions
+    ]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
-def _generate(client: httpx.Client, prompts: list[list[int]]) -> list[int]:
-    body = {"input_ids": prompts, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
-    response = client.post("/generate", json=body)
-    response.raise_for_status()
-    return [answer["output_ids"][0] for answer in response.json()]
+def settings_of(options: argparse.Namespace, sessions: Sequence[Session]) -> dict[str, Any]:
+    """What all cells of a file share."""
+    config = Path(options.model) / "config.json"
+    return {
+        **{name: getattr(options, name) for name in SETTINGS},
+        "data": options.data.resolve().name if options.data else None,
+        "sessions": digest_of(sessions),
+        "model": Path(options.model).resolve().name,
+        "model_config": hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None,
+        "machine": machine.describe(),
+    }
 
 
-def profile_flags(scorer: str, budgets: str, folder: Path) -> list[str]:
-    """Flags that give the server these budgets, and the scorer its statistics."""
-    if budgets != "uniform":
-        return ["--ragged-profile", str(folder / f"{scorer}-{budgets}.safetensors")]
-    statistics = folder / f"{scorer}-coverage.safetensors"
-    needs = ["--ragged-scorer-weights", str(statistics)] if get_scorer(scorer).statistics else []
-    return ["--ragged-profile", "uniform", *needs]
+class Sweep:
+    """The servers of one command, and what they are asked."""
 
+    def __init__(self, options: argparse.Namespace, sessions: Sequence[Session], results: Results) -> None:
+        """Raises SuiteError for sessions that cannot be asked as wanted."""
+        self.options, self.results = options, results
+        tokenizer = load_tokenizer(options.model)
+        if options.suite == "recall":
+            recall.check_language(tokenizer)
+        self.new_tokens = most_new_tokens(sessions)
+        self.talks: list[Talk] = [make_talk(session, tokenizer, form_of(options)) for session in sessions]
+        self.wanted = keys_of(options)
+        limit = results.prompts.max_length if results.prompts else options.max_length
+        if limit is not None:
+            self._fit(limit)
 
-def calibrate(scorers: list[str], budgets: list[str], options: argparse.Namespace) -> None:
-    """Make the profiles that are missing; all methods share one set of recordings."""
-    kinds = [kind for kind in budgets if kind != "uniform"]
-    if "uniform" in budgets and "coverage" not in kinds and any(get_scorer(s).statistics for s in scorers):
-        kinds.append("coverage")
-    if all((options.profiles / f"{s}-{k}.safetensors").is_file() for s in scorers for k in kinds):
-        return
-    options.profiles.mkdir(parents=True, exist_ok=True)
-    data = options.profiles / "samples.jsonl"
-    with data.open("w") as file:
-        subprocess.run([sys.executable, "-m", "benchmarks.recall.samples"], stdout=file, check=True)
-    # Recordings belong to the scorers that they were made for.
-    work = options.profiles / "-".join(["recordings", *scorers])
-    command = [sys.executable, "-m", "calib", "run", "--model", str(MODEL), "--dtype", "float32", "--data", str(data)]
-    command += ["--segment", str(options.segment), "--ratio", str(options.calibrate_at), "--work", str(work)]
-    command += ["--scorer", *scorers]
-    for kind in kinds:
-        target = options.profiles / f"{{scorer}}-{kind}.safetensors"
-        subprocess.run([*command, *BUDGETS[kind], "-o", str(target)], check=True, stdout=subprocess.DEVNULL)
+    def missing(self) -> list[Key]:
+        return [key for key in self.wanted if key not in self.results.known]
 
+    def prepare(self) -> Prepared:
+        """Flags of every missing ragged server, and its profile's digest; profiles that are missing are calibrated.
 
-def run_cell(
-    nursery: Nursery, key: tuple[str, str, float], options: argparse.Namespace, talks: list[Interview]
-) -> Cell:
-    """Start a server, ask, stop it."""
-    scorer, budgets, ratio = key
-    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
-    flags += ["--kv-pool", "ragged", "--ragged-segment", str(options.segment), "--ragged-ratio", str(ratio)]
-    flags += ["--ragged-scorer", scorer, *profile_flags(scorer, budgets, options.profiles)]
-    with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        with nursery.serve(MODEL, *flags, log=Path(folder) / "server.log") as server:
-            right, asked = ask(server, talks)
-            found = re.search(r"mean share ([0-9.]+)", server.log_text())
-        interval = binomtest(right, asked).proportion_ci(method="wilson")
-        share = float(found.group(1)) if found else float("nan")
-        wall_s = round(time.perf_counter() - started, 1)
-    low, high = round(interval.low, 4), round(interval.high, 4)
-    return Cell(scorer, budgets, ratio, options.segment, right, asked, low, high, share, wall_s)
-
-
-def show(cells: list[Cell], console: Console) -> None:
-    """One row per scorer and budgets, one column per ratio."""
-    ratios = sorted({cell.ratio for cell in cells}, reverse=True)
-    table = Table(title="recall through the server (95 % interval)")
-    for column in ("scorer", "budgets", *(f"ratio {ratio}" for ratio in ratios)):
-        table.add_column(column, justify="left" if column in ("scorer", "budgets") else "right")
-    by_key = {(cell.scorer, cell.budgets, cell.ratio): cell for cell in cells}
-    for scorer in dict.fromkeys(cell.scorer for cell in cells):
-        for budgets in BUDGETS:
-            row = [by_key.get((scorer, budgets, ratio)) for ratio in ratios]
-            if any(row):
-                texts = [f"{c.recall:.3f} ({c.low:.2f}-{c.high:.2f})" if c else "" for c in row]
-                table.add_row(scorer, budgets, *texts)
-        table.add_section()
-    console.print(table)
-
-
-def plot(cells: list[Cell], path: Path) -> None:
-    """Recall by ratio, one panel per scorer, one line per kind of budgets, with intervals."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    scorers = list(dict.fromkeys(cell.scorer for cell in cells))
-    columns = min(4, len(scorers))
-    rows = -(-len(scorers) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3 * columns, 2.6 * rows), sharey=True, squeeze=False)
-    for axis, scorer in zip(axes.flat, scorers, strict=False):
-        for budgets in BUDGETS:
-            line = sorted((c for c in cells if (c.scorer, c.budgets) == (scorer, budgets)), key=lambda c: c.ratio)
-            if not line:
+        Raises:
+            SettingsError, RaggedConfigError: budgets that cannot be served, or not stand beside those of the file.
+        """
+        o = self.options
+        missing = [key for key in self.missing() if key != TOKEN]
+        if missing and budgets.is_recall_model(o.model):
+            scorers = [scorer for scorer in o.scorer if any(key.scorer == scorer for key in missing)]
+            budgets.calibrate(scorers, o.budgets, o.profiles, o.segment, o.calibrate_at)
+        prepared: Prepared = {}
+        for key, name in self.wanted.items():
+            if key == TOKEN or key.scorer is None:
                 continue
-            errors = [[c.recall - c.low for c in line], [c.high - c.recall for c in line]]
-            axis.errorbar(
-                [c.ratio for c in line], [c.recall for c in line], errors, label=budgets, marker="o", capsize=2, ms=3
+            flags = budgets.flags(key.scorer, name, o.profiles)
+            if key in self.results.known:
+                # A profile that is gone has nothing to be compared with, and nothing is run with it.
+                if budgets.is_there(key.scorer, name, o.profiles):
+                    self.results.check_profile(key, lambda key=key, flags=flags: self._digest(key, flags))
+                continue
+            digest = self._digest(key, flags)
+            prepared[key] = (["--ragged-scorer", key.scorer, "--ragged-segment", str(o.segment), *flags], digest)
+        return prepared
+
+    def _digest(self, key: Key, flags: list[str]) -> str | None:
+        given = [*shlex.split(self.options.ragged_args), *flags]
+        return budgets.digest(key, given, self.options.model, self.options.segment)
+
+    def run(self, servers: Started, progress: Progress, prepared: Prepared) -> None:
+        """Ask every server that is missing.
+
+        Raises:
+            ServerLost: a server went away; says where the finished cells are.
+            SettingsError, SuiteError: a server does not start, or does not take the prompts.
+        """
+        missing = self.missing()
+        bar = progress.add_task("servers", total=len(self.wanted), completed=len(self.wanted) - len(missing))
+        log = self.results.path.with_suffix(".log")
+        for key in missing:
+            flags, digest = prepared.get(key, ([], None))
+            own = progress.add_task(str(key), total=sum(len(talk.session.questions) for talk in self.talks))
+            began = time.perf_counter()
+            pool = Pool(key.ratio)
+            try:
+                with servers.target(pool, self.options.max_running_requests, log, flags) as target:
+                    asked = self._ask(target, key, lambda own=own: progress.advance(own))
+                    found = re.search(r"mean share ([0-9.]+)", target.start_up_line())
+            except ServerLost as error:
+                raise ServerLost(
+                    f"the server of {key} is gone ({error}): {len(self.wanted) - len(self.missing())} of "
+                    f"{len(self.wanted)} servers are finished, their cells are in {self.results.path}, and the same "
+                    f"command goes on from there; its log is {log}"
+                ) from None
+            except ServerFailed as error:
+                last = [line for line in str(error).splitlines() if line.strip()][-1]
+                raise SettingsError(f"the server of {key} did not start, its log is {log}: {last}") from None
+            cells = cells_of(
+                key,
+                asked,
+                segment=self.options.segment,
+                mean_share=float(found.group(1)) if found else None,
+                profile=digest,
+                wall_s=round(time.perf_counter() - began, 1),
             )
-        axis.set_title(scorer, fontsize=9)
-        axis.set_xlabel("ratio")
-        axis.set_ylim(0, 1.03)
-        axis.grid(alpha=0.3)
-    for axis in axes.flat[len(scorers) :]:
-        axis.set_visible(False)
-    axes[0, 0].set_ylabel("recall")
-    axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+            self.results.add(cells, asked)
+            log.unlink(missing_ok=True)
+            progress.remove_task(own)
+            progress.advance(bar)
+
+    def _ask(self, target: Target, key: Key, on_answer: Any) -> list[Asked]:
+        most = target.longest_prompt() - self.new_tokens
+        if self.results.prompts is None:
+            self._fit(self.options.max_length or most)
+        longest = max(talk.longest() for talk in self.talks)
+        if longest > most:
+            raise SettingsError(
+                f"the server of {key} takes prompts of {most} tokens and an answer, the longest has {longest}: "
+                "more --kv-bytes, or a smaller --max-length and another --output"
+            )
+        o = self.options
+        at_once = sessions_at_once(self.talks, self.new_tokens, target.pool_tokens(), o.max_running_requests, o.segment)
+        try:
+            return ask(target.url, self.talks, at_once, on_answer)
+        except PointFailed as error:
+            target.check_alive()
+            raise SettingsError(f"{key}: {error}") from None
+
+    def _fit(self, limit: int) -> None:
+        """Cut what is longer. The limit of the first server holds for all: they must be asked the same."""
+        self.talks = [talk.fitted(limit) for talk in self.talks]
+        self.results.prompts = Prompts(
+            sessions=len(self.talks),
+            questions=sum(len(talk.session.questions) for talk in self.talks),
+            cut=sum(talk.was_cut for talk in self.talks),
+            max_length=limit,
+        )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Ask, draw, print. Raises SettingsError, SuiteError, RaggedConfigError, ServerLost."""
+    complete(options)
+    sessions = load_sessions(options)
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.accuracy", *sys.argv[1:]]),
+    }
+    results = Results.open(options.output, settings_of(options, sessions), about)
+    sweep = Sweep(options, sessions, results)
+    console = Console(stderr=options.json)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    prepared = sweep.prepare()
+    if sweep.missing():
+        server_args, ragged_args = shlex.split(options.server_args), shlex.split(options.ragged_args)
+        with (
+            Started(options.model, options.kv_bytes, server_args, ragged_args) as servers,
+            Progress(*columns, console=console) as progress,
+        ):
+            sweep.run(servers, progress, prepared)
+    draw(results.cells, options.output.with_suffix(".png"))
+    if options.json:
+        print(results.text(), end="")
+    else:
+        for table in tables(results.settings, results.cells):
+            console.print(table.rich())
+    if results.prompts is not None:
+        p = results.prompts
+        cut = f"{p.cut} of them lost the middle of their context" if p.cut else "none was cut"
+        text = f"{p.sessions} sessions, {p.questions} questions, prompts of {p.max_length} tokens at most: {cut}"
+        console.print(text, highlight=False, soft_wrap=True)
+    for line in notes(results.cells):
+        console.print(line, style="red", highlight=False, soft_wrap=True)
+    console.print(f"cells, answers and plot: {options.output.with_suffix('')}.*", highlight=False, soft_wrap=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scorers", nargs="+", default=list(SCORERS), metavar="NAME")
-    parser.add_argument("--ratios", nargs="+", type=float, default=list(RATIOS), metavar="R")
-    parser.add_argument(
-        "--budgets", nargs="+", choices=BUDGETS, default=list(DEFAULT_BUDGETS), metavar="KIND", help=", ".join(BUDGETS)
-    )
-    parser.add_argument("--segment", type=int, default=256)
-    parser.add_argument("--profiles", type=Path, default=PROFILES, help="folder of SCORER-KIND.safetensors")
-    parser.add_argument("--calibrate-at", type=float, default=0.3, metavar="R", help="ratio of new profiles [0.3]")
-    parser.add_argument("--conversations", type=int, default=20)
-    parser.add_argument("--questions", type=int, default=10, help="of each conversation [10]")
-    parser.add_argument("--seed", type=int, default=2**34)
-    parser.add_argument("--output", type=Path, default=RESULTS / "accuracy-cpu.json", help="also .png beside it")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
-    options = parser.parse_args()
-    calibrate(options.scorers, options.budgets, options)
-    talks = interviews(options.conversations, options.questions, seed=options.seed)
-    cells = []
-    if options.output.is_file():
-        cells = [Cell(**cell) for cell in json.loads(options.output.read_text())["cells"]]
-    known = {(cell.scorer, cell.budgets, cell.ratio) for cell in cells if cell.segment == options.segment}
-    # At ratio 1 nothing is compressed: the figure that the others are held against.
-    wanted = [("keydiff", "uniform", 1.0)]
-    wanted += [(s, b, r) for s in options.scorers for b in options.budgets for r in options.ratios]
-    missing = [key for key in wanted if key not in known]
-    console = Console(stderr=options.json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress, Nursery() as nursery:
-        task = progress.add_task("servers", total=len(missing))
-        for key in missing:
-            progress.update(task, description=" ".join(map(str, key)))
-            cells.append(run_cell(nursery, key, options, talks))
-            settings = {name: getattr(options, name) for name in ("conversations", "questions", "seed")}
-            document = {"settings": settings, "cells": [asdict(cell) for cell in cells]}
-            options.output.write_text(json.dumps(document, indent=1) + "\n")
-            progress.advance(task)
-    plot(cells, options.output.with_suffix(".png"))
-    if options.json:
-        print(options.output.read_text(), end="")
-    else:
-        show(cells, console)
+    options = parser(__doc__ or "").parse_args()
+    # A kill ends the servers as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run(options)
+    except (SettingsError, SuiteError, RaggedConfigError, ServerLost) as error:
+        print(f"accuracy: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

@@ -85,7 +85,7 @@ def test_the_results_of_this_repository_make_a_page(tmp_path):
     root, _, _ = report(RESULTS, tmp_path)
     assert "cannot be read" not in "".join(root.itertext())
     titles = [title.text for title in root.iter(f"{HTML}h2")]
-    assert any(title.startswith("Recall") for title in titles)
+    assert any(title.startswith("Accuracy") for title in titles)
 
 
 def test_a_folder_that_is_not_there_is_one_line_and_status_1(tmp_path):

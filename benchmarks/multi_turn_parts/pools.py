@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 
@@ -68,11 +68,17 @@ class Target:
 
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that the server takes, by its context length and its pool."""
+        return int(self._info()["max_req_input_len"])
+
+    def pool_tokens(self) -> int:
+        """Virtual tokens that the pool holds."""
+        return int(self._info()["max_total_num_tokens"])
+
+    def _info(self) -> dict[str, Any]:
         try:
-            info = httpx.get(f"{self.url}/server_info", timeout=60).raise_for_status().json()
+            return httpx.get(f"{self.url}/server_info", timeout=60).raise_for_status().json()
         except httpx.HTTPError as error:
             raise ServerLost(f"{type(error).__name__} on /server_info") from None
-        return int(info["max_req_input_len"])
 
     def _post(self, path: str, *, timeout: float) -> httpx.Response:
         try:
@@ -101,7 +107,7 @@ def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) 
 
 
 class Started:
-    """One fresh server for each point, all with the same flags but the pool's."""
+    """One fresh server for each point, all with the same flags but the pool's, and those that a caller adds."""
 
     def __init__(self, model: str, kv_bytes: str, common: Sequence[str], ragged: Sequence[str]) -> None:
         """`common`, `ragged`: further flags of all servers, and of the ragged ones."""
@@ -121,10 +127,11 @@ class Started:
             self._nursery.__exit__()
 
     @contextlib.contextmanager
-    def target(self, pool: Pool, requests: int, log: Path) -> Iterator[Target]:
+    def target(self, pool: Pool, requests: int, log: Path, added: Sequence[str] = ()) -> Iterator[Target]:
+        """`added`: flags of this server alone."""
         start = self._nursery.serve if self._nursery else serve
         args = server_arguments(pool, requests, self._kv_bytes, on_cpu=self._nursery is not None)
-        further = [*self._common, *(self._ragged if pool.ratio is not None else ())]
+        further = [*self._common, *(self._ragged if pool.ratio is not None else ()), *added]
         with start(self._model, *args, *further, log=log) as server:
             yield Target(server.url, server)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import step_speed
+from benchmarks.accuracy_parts.store import Results
+from benchmarks.accuracy_parts.tables import tables
 from benchmarks.report_parts.section import Figure, Section
 from benchmarks.rows import Rows
 
@@ -85,18 +87,10 @@ def _step_speed(path: Path, data: Any) -> list[Rows]:
 
 
 def _accuracy(path: Path, data: Any) -> list[Rows]:
-    """One row for each scorer and budgets, one column for each ratio."""
-    cells = data["cells"]
-    ratios = sorted({cell["ratio"] for cell in cells}, reverse=True)
-    found = {(cell["scorer"], cell["budgets"], cell["ratio"]): cell for cell in cells}
-    rows = []
-    for scorer, budgets in dict.fromkeys((cell["scorer"], cell["budgets"]) for cell in cells):
-        row = [found.get((scorer, budgets, ratio)) for ratio in ratios]
-        texts = [f"{c['right'] / c['asked']:.2f} ({c['low']:.2f}-{c['high']:.2f})" if c else "" for c in row]
-        rows.append((f"{scorer}, {budgets}", *texts))
-    settings = data["settings"]
-    title = f"{path.stem}: {settings['conversations']} conversations, {settings['questions']} questions each"
-    return [Rows(title, ("scorer, budgets", *(f"ratio {ratio}" for ratio in ratios)), tuple(rows))]
+    """Scores by scorer, budgets and ratio, by task where there are several, and cached shares where they are known."""
+    results = Results.from_json(path, data)
+    made = tables(results.settings, results.cells)
+    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
 
 
 def _split_map(path: Path, data: Any) -> list[Rows]:
@@ -127,8 +121,9 @@ KINDS = (
     ),
     Kind(
         "accuracy*.json",
-        "Recall by scorer, budgets and ratio",
-        "Share of right answers to questions about facts in long conversations, with Wilson's 95 % interval.",
+        "Accuracy by suite, scorer, budgets and ratio",
+        "Mean score of answers to questions about long texts that are in the cache, with 95 % intervals; suites and "
+        "metrics are in docs/accuracy.md. * means that a server found nothing in its cache.",
         "python -m benchmarks.accuracy",
         _accuracy,
     ),

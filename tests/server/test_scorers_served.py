@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.accuracy import ask
+from benchmarks.accuracy_parts import recall
+from benchmarks.accuracy_parts.asking import ask
+from benchmarks.accuracy_parts.prompts import Form, load_tokenizer, make_talk
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
-from benchmarks.recall.questions import interviews
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.grouping import group_largest
 from sgl_ragged.scorers import get_scorer
@@ -95,12 +96,15 @@ def test_decode_equals_prefill_when_the_cache_is_coarser_than_the_model(nursery,
 
 def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(nursery, tmp_path):
     """The committed profile of the recall model at a ratio at which uniform budgets answer a fifth of the questions."""
-    flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
+    flags = ["--dtype", "float32", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", "0.08", "--ragged-profile", str(PROFILE)]
+    tokenizer = load_tokenizer(str(MODEL))
+    talks = [make_talk(session, tokenizer, Form("requests")) for session in recall.load(4, 10, 2**35)]
     with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
-        right, asked = ask(server, interviews(4, 10, seed=2**35))
-    assert asked == 40
-    assert right >= 38
+        asked = ask(server.url, talks, at_once=4)
+    assert len(asked) == 40
+    assert sum(one.score for one in asked) >= 38
+    assert all(one.cached >= 2048 for one in asked)
 
 
 def test_groups_of_heads_and_the_size_of_what_scorers_keep(nursery, tmp_path):
