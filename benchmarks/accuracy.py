@@ -215,6 +215,9 @@ def run(options: argparse.Namespace) -> None:
     results = Results.open(options.output, settings_of(options, sessions), about)
     sweep = Sweep(options, sessions, results)
     console = Console(stderr=options.json)
+    if not console.is_terminal:
+        # A file has no width.
+        console.width = 160
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     prepared = sweep.prepare()
     if sweep.missing():

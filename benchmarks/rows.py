@@ -19,7 +19,9 @@ class Rows:
         """For the terminal: the first column is text, the others are numbers."""
         table = Table(title=self.title)
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+            # Folded where a terminal is narrow: a number that is cut short is another number.
+            justify = "left" if number == 0 else "right"
+            table.add_column(column, justify=justify, no_wrap=number == 0, overflow="fold")
         for row in self.rows:
             table.add_row(*row)
         return table
