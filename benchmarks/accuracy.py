@@ -215,9 +215,6 @@ def run(options: argparse.Namespace) -> None:
     results = Results.open(options.output, settings_of(options, sessions), about)
     sweep = Sweep(options, sessions, results)
     console = Console(stderr=options.json)
-    if not console.is_terminal:
-        # A file has no width.
-        console.width = 160
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     prepared = sweep.prepare()
     if sweep.missing():
@@ -232,7 +229,7 @@ def run(options: argparse.Namespace) -> None:
         print(results.text(), end="")
     else:
         for table in tables(results.settings, results.cells):
-            console.print(table.rich())
+            table.show(console)
     if results.prompts is not None:
         p = results.prompts
         cut = f"{p.cut} of them lost the middle of their context" if p.cut else "none was cut"

@@ -300,10 +300,10 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(figures_json(benchmark))
         return
-    console.print(tables.totals(benchmark.store.points).rich())
+    tables.totals(benchmark.store.points).show(console)
     for count in options.clients:
         if (table := tables.by_round(benchmark.store.points, count)).rows:
-            console.print(table.rich())
+            table.show(console)
     for line in tables.rejections(benchmark.store.points):
         console.print(f"rejected: {line}", style="red", highlight=False)
     console.print(f"points, CSV and plots: {folder}", highlight=False)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.report [--output report.html] [--document docs/results.md]
 
-Starts no server and measures nothing. The multi-turn figures are also written as a document of the repository.
+Starts no server and measures nothing. What concerns speed is also written as a document of the repository.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def html(sections: Sequence[Section], source: str, measured: str, date: str) -> 
 
 
 def document(sections: Sequence[Section], folder: Path) -> str:
-    """The multi-turn sections as Markdown; links to plots are relative to `folder`."""
+    """Sections as Markdown; links to plots are relative to `folder`."""
     parts = [
-        "# Results: conversations of many clients\n",
+        "# Results: speed\n",
         "Written by `make report` from `benchmarks/results/`; `docs/multi-turn.md` says what is measured and how.",
         "All other results are in the page that the same command writes.\n",
     ]
@@ -81,7 +81,8 @@ def main() -> None:
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         options.output.write_text(html(everything, str(options.results.name), measured_on(options.results), date))
-        options.document.write_text(document(conversations, options.document.resolve().parent))
+        speed = [*conversations, single_files.section(options.results, single_files.STEP_SPEED)]
+        options.document.write_text(document(speed, options.document.resolve().parent))
     except OSError as error:
         sys.exit(f"report: cannot write {error.filename}: {error.strerror}")
     for section in everything:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.table import Table
+
+BORDERS = 3
+"""Characters that a column takes beside its text: two blanks and a line."""
 
 
 @dataclass(frozen=True)
@@ -15,16 +19,40 @@ class Rows:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def rich(self) -> Table:
-        """For the terminal: the first column is text, the others are numbers."""
-        table = Table(title=self.title)
-        for number, column in enumerate(self.columns):
-            # Folded where a terminal is narrow: a number that is cut short is another number.
-            justify = "left" if number == 0 else "right"
-            table.add_column(column, justify=justify, no_wrap=number == 0, overflow="fold")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
+    def show(self, console: Console) -> None:
+        """Print it. In a terminal that is too narrow, as several tables, each of which begins with the first column.
+
+        Cells are never cut: a number that is cut short is another number. A file has no width.
+        """
+        if not console.is_terminal:
+            console.width = max(console.width, 1 + sum(map(self._widest, range(len(self.columns)))))
+        for number, part in enumerate(self.parts(console.width)):
+            table = Table(title=self.title if number == 0 else f"{self.title} (continued)")
+            for place in part:
+                narrowest = self._narrowest(place) - BORDERS
+                table.add_column(self.columns[place], justify="right" if place else "left", min_width=narrowest)
+            for row in self.rows:
+                table.add_row(*(row[place] for place in part))
+            console.print(table)
+
+    def parts(self, width: int) -> list[list[int]]:
+        """Places of the columns of each table of at most `width` characters, heads broken between words."""
+        made = [[0]]
+        for place in range(1, len(self.columns)):
+            if 1 + sum(map(self._narrowest, [*made[-1], place])) > width and len(made[-1]) > 1:
+                made.append([0])
+            made[-1].append(place)
+        return made
+
+    def _narrowest(self, place: int) -> int:
+        words = self.columns[place].split()
+        return BORDERS + max(len(text) for text in (*words, *self._cells(place)))
+
+    def _widest(self, place: int) -> int:
+        return BORDERS + max(len(text) for text in (self.columns[place], *self._cells(place)))
+
+    def _cells(self, place: int) -> list[str]:
+        return [row[place] for row in self.rows]
 
     def markdown(self) -> str:
         """Without the title; ends with a line break."""

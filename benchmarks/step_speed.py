@@ -198,7 +198,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        console.print(table(result, f"batch {options.batch}, {options.context} tokens of context").rich())
+        table(result, f"batch {options.batch}, {options.context} tokens of context").show(console)
 
 
 if __name__ == "__main__":

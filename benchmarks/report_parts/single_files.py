@@ -29,7 +29,7 @@ class Kind:
 
 def sections(results: Path) -> list[Section]:
     """All kinds in a fixed order; one that has no file, or a broken one, says so."""
-    made = [_section(results, kind) for kind in KINDS]
+    made = [section(results, kind) for kind in KINDS]
     known = {path for kind in KINDS for path in results.glob(kind.pattern)}
     others = sorted(path.name for path in results.glob("*.json") if path not in known)
     if others:
@@ -37,7 +37,7 @@ def sections(results: Path) -> list[Section]:
     return made
 
 
-def _section(results: Path, kind: Kind) -> Section:
+def section(results: Path, kind: Kind) -> Section:
     """One section for all files of a kind, with the plots beside them."""
     paths = sorted(results.glob(kind.pattern))
     if not paths:
@@ -103,6 +103,16 @@ def _split_map(path: Path, data: Any) -> list[Rows]:
     return [Rows(title, ("method", "ratio", "batch", *(name.replace("_", " ") for name in names)), tuple(rows))]
 
 
+STEP_SPEED = Kind(
+    "step-speed*.json",
+    "Prefill and decode by pool",
+    "Nothing cached (prefill), little new after a cached context (extend), one step of a batch (decode); all servers "
+    "are up at once and take turns. At ratio 1 nothing is compressed: its ratio is what the pool itself costs. Ratios "
+    "are medians over rounds, below 1 is faster than the token pool.",
+    "python -m benchmarks.step_speed",
+    _step_speed,
+)
+
 KINDS = (
     Kind(
         "demo*.json",
@@ -111,14 +121,7 @@ KINDS = (
         "python -m benchmarks.demo --json",
         _demo,
     ),
-    Kind(
-        "step-speed*.json",
-        "Prefill and decode by pool",
-        "Nothing cached (prefill), little new after a cached context (extend), one step of a batch (decode); all "
-        "servers are up at once and take turns. Ratios are medians over rounds, below 1 is faster than the token pool.",
-        "python -m benchmarks.step_speed",
-        _step_speed,
-    ),
+    STEP_SPEED,
     Kind(
         "accuracy*.json",
         "Accuracy by suite, scorer, budgets and ratio",
