@@ -27,10 +27,11 @@ class Rows:
         if not console.is_terminal:
             console.width = max(console.width, 1 + sum(map(self._widest, range(len(self.columns)))))
         for number, part in enumerate(self.parts(console.width)):
+            fits = 1 + sum(map(self._widest, part)) <= console.width
             table = Table(title=self.title if number == 0 else f"{self.title} (continued)")
             for place in part:
-                narrowest = self._narrowest(place) - BORDERS
-                table.add_column(self.columns[place], justify="right" if place else "left", min_width=narrowest)
+                width = self._widest(place) if fits else self._narrowest(place)
+                table.add_column(self.columns[place], justify="right" if place else "left", width=width - BORDERS)
             for row in self.rows:
                 table.add_row(*(row[place] for place in part))
             console.print(table)
