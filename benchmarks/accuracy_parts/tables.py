@@ -56,7 +56,9 @@ def _by_ratio(title: str, cells: Sequence[Cell], text: Callable[[Key, list[Cell]
         rows.append(("token pool", *[text(TOKEN, found[TOKEN])] * max(1, len(ratios))))
     for scorer, budgets in dict.fromkeys((key.scorer, key.budgets) for key in found if key != TOKEN):
         row = [Key("ragged", scorer, budgets, ratio) for ratio in ratios]
-        rows.append((f"{scorer}, {budgets}", *(text(key, found[key]) if key in found else "" for key in row)))
+        texts = [text(key, found[key]) if key in found else "" for key in row]
+        if any(texts):
+            rows.append((f"{scorer}, {budgets}", *texts))
     return Rows(title, columns, tuple(rows))
 
 

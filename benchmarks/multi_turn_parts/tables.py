@@ -44,13 +44,15 @@ def totals(points: Sequence[Point]) -> Rows:
 
 def overview(results: Sequence[tuple[str, Sequence[Point]]]) -> Rows:
     """One row for each named result, number of clients and pool, with ratios to the token pool of the same result."""
-    columns = ("traffic, clients", "pool", "TTFT ms p50", "ITL ms p50", "latency ms p50", "output tokens/s", "cached")
+    columns = ("traffic, clients", "pool", "TTFT ms mean", "TTFT ms p50", "ITL ms p50", "latency ms p50")
+    columns += ("output tokens/s", "cached")
     rows = []
     for name, points in results:
         made = [cell for cell in cells(points) if cell.points]
         for cell in made:
             base = next((one for one in made if (one.pool, one.clients) == ("token", cell.clients)), cell)
             values = (
+                _compared(cell, base, lambda f: f.ttft_ms.mean),
                 _compared(cell, base, lambda f: f.ttft_ms.p50),
                 _compared(cell, base, lambda f: f.itl_ms.p50, 1),
                 _compared(cell, base, lambda f: f.latency_ms.p50),
