@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sgl_ragged.attention import torch_ops
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
 
 
@@ -43,6 +44,25 @@ def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
         output = rig.decode(sequences, [length + step for length in lengths])
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("segments_at_once", [1, 7, 20])
+def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
+    """Requests that gather more than fits a cache attend one after the other; the longest decides how many at once."""
+    lengths = [1, 5 * SEGMENT + 7, SEGMENT, 3 * SEGMENT + 1, 2 * SEGMENT, SEGMENT - 1, 1]
+    sequences = [Sequence(length + 2, *KEPT.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
+    rig = Rig(KEPT, 16, "keydiff", len(lengths), 8, 2)
+    rig.extend(sequences, [0] * len(lengths), lengths)
+    widest = 4 * SEGMENT * 2 * 16 * 4
+    monkeypatch.setattr(torch_ops, "CACHE_BYTES", segments_at_once * widest)
+    parts = []
+    decode = torch_ops.decode
+    monkeypatch.setattr(torch_ops, "decode", lambda *a, **b: parts.append(len(a[2])) or decode(*a, **b))
+    output = rig.decode(sequences, lengths)
+    want = torch.stack([s.expected(KEPT)[length] for s, length in zip(sequences, lengths, strict=True)])
+    torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
+    # Seven requests of up to five segments are 35 of them: in 35, 5 and 2 pieces, as even as they can be.
+    assert parts == {1: [1] * 7, 7: [2, 2, 2, 1], 20: [4, 3]}[segments_at_once] * len(KEPT)
 
 
 @settings(max_examples=20, deadline=None)

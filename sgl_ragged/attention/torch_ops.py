@@ -6,11 +6,24 @@ head kept. Loops run over requests, segments and bands, never over tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, ExtendRequest, decode_batch, extend_batch
 from sgl_ragged.mem_pool.slab_store import SlabStore
+
+CACHE_BYTES = 8 << 20
+"""Of what decode gathers at once, on a CPU: more would have left the processor's cache before it is used."""
+
+
+@dataclass(frozen=True)
+class DecodePart:
+    """Requests of a decode batch that attend together."""
+
+    requests: slice
+    batch: DecodeBatch
 
 
 class TorchOps:
@@ -20,6 +33,9 @@ class TorchOps:
 
     def __init__(self, store: SlabStore) -> None:
         self.store = store
+        layout = store.layout
+        widest = max(len(band.heads) * band.kept for bands in layout.bands for band in bands)
+        self._segment_bytes = 2 * widest * layout.head_dim * store.slabs.element_size()
 
     def reserve(self, max_batch: int) -> None:
         """Nothing to do: batches are described in tensors of their own."""
@@ -31,8 +47,18 @@ class TorchOps:
 
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
-    ) -> DecodeBatch:
-        return decode_batch(req_to_token, rows, seq_lens, seq_lens_cpu, self.store.layout.segment)
+    ) -> tuple[DecodePart, ...]:
+        segment = self.store.layout.segment
+        longest = int(seq_lens_cpu.max()) // segment * self._segment_bytes
+        size = rows.shape[0]
+        pieces = 1 if rows.is_cuda else min(size, -(-size * longest // CACHE_BYTES))
+        at_once = -(-size // max(1, pieces))
+        parts = []
+        for start in range(0, size, at_once):
+            own = slice(start, start + at_once)
+            batch = decode_batch(req_to_token, rows[own], seq_lens[own], seq_lens_cpu[own], segment)
+            parts.append(DecodePart(own, batch))
+        return tuple(parts)
 
     def extend(
         self,
@@ -52,11 +78,18 @@ class TorchOps:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: DecodeBatch,
+        batch: tuple[DecodePart, ...],
         sides: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return decode(self.store, layer, queries, keys, values, batch, sides, lse)
+        output = torch.empty_like(queries)
+        for part in batch:
+            own = part.requests
+            own_sides, own_lse = (None if tensor is None else tensor[own] for tensor in (sides, lse))
+            output[own] = decode(
+                self.store, layer, queries[own], keys[own], values[own], part.batch, own_sides, own_lse
+            )
+        return output
 
     def seal_pending(self) -> None:
         seal_pending(self.store)
