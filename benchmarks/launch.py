@@ -40,6 +40,10 @@ def free_port() -> int:
 
 
 LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
+WAITING_THREADS = {"GOMP_SPINCOUNT": "10000"}
+"""On few cores, threads that spin for milliseconds while they wait take the time from those that work; threads that
+sleep at once make a decode step of many small operations twice as long. This is some tens of microseconds."""
+
 SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
 """SGLang's two command lines for one and the same server."""
 
@@ -73,8 +77,7 @@ def serve(
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            # On few cores, threads that spin while they wait take the time from those that work.
-            env={"OMP_WAIT_POLICY": "passive"} | os.environ | (env or {}),
+            env=WAITING_THREADS | os.environ | (env or {}),
             start_new_session=True,
         )
     server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.launch import Server, free_port, stop, wait_until_healthy
+from benchmarks.launch import WAITING_THREADS, Server, free_port, stop, wait_until_healthy
 
 
 class Nursery:
@@ -30,7 +30,7 @@ class Nursery:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={"OMP_WAIT_POLICY": "passive"} | os.environ,
+            env=WAITING_THREADS | os.environ,
         )
         return self
 
