@@ -39,11 +39,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 WAITING_THREADS = {"GOMP_SPINCOUNT": "10000"}
 """On few cores, threads that spin for milliseconds while they wait take the time from those that work; threads that
 sleep at once make a decode step of many small operations twice as long. This is some tens of microseconds."""
 
+LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")
 """SGLang's two command lines for one and the same server."""
 
