@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.multi_turn_parts.plots import draw
+from benchmarks.multi_turn_parts.plots import colour, draw
 from benchmarks.multi_turn_parts.store import Store
+from benchmarks.multi_turn_parts.tables import overview
 from benchmarks.report import RESULTS
 from tests.multi_turn_points import point
 
@@ -93,3 +95,19 @@ def test_a_folder_that_is_not_there_is_one_line_and_status_1(tmp_path):
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 1
     assert finished.stderr.strip() == f"report: {tmp_path / 'none'} is no folder"
+
+
+def test_the_overview_compares_with_the_token_pool_of_the_same_clients():
+    slow = replace(point("ragged@0.5"), answers=tuple(replace(a, ttft_s=3 * a.ttft_s) for a in point("token").answers))
+    rows = overview([("chat", [point("token"), slow, point("ragged@0.3", clients=8)])])
+    mean, median = (rows.columns.index(f"TTFT ms {name}") for name in ("mean", "p50"))
+    token, ragged, alone = rows.rows
+    assert (token[0], token[1], token[mean], token[median]) == ("chat, 4", "token", "250", "250")
+    assert (ragged[1], ragged[mean], ragged[median]) == ("ragged@0.5", "750 (3.00)", "750 (3.00)")
+    # No token pool with as many clients: nothing to compare with.
+    assert (alone[0], alone[mean]) == ("chat, 8", "250")
+
+
+def test_a_pool_has_one_colour_in_all_plots():
+    assert colour("token") != colour("ragged@1") != colour("ragged@0.3")
+    assert colour("ragged@0.3") == colour("ragged@0.30")
