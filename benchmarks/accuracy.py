@@ -160,8 +160,7 @@ class Sweep:
                     f"command goes on from there; its log is {log}"
                 ) from None
             except ServerFailed as error:
-                last = [line for line in str(error).splitlines() if line.strip()][-1]
-                raise SettingsError(f"the server of {key} did not start, its log is {log}: {last}") from None
+                raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
             cells = cells_of(
                 key,
                 asked,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,12 @@ import psutil
 
 class ServerFailed(RuntimeError):
     """The server ended or did not become ready; the message holds the end of its log."""
+
+    @property
+    def reason(self) -> str:
+        """The last line of its log that names an error, else the last one: SGLang logs how it ends after why."""
+        lines = [line for line in str(self).splitlines() if line.strip()]
+        return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception): ", line)), lines[-1])
 
 
 @dataclass(frozen=True)

@@ -170,8 +170,7 @@ class Benchmark:
                     f"command goes on from there{where}"
                 ) from None
             except ServerFailed as error:
-                last = [line for line in str(error).splitlines() if line.strip()][-1]
-                raise SettingsError(f"the server of {key} did not start, its log is {log}: {last}") from None
+                raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
             progress.remove_task(own)
             progress.advance(task)
 

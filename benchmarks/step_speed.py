@@ -191,7 +191,9 @@ def main() -> None:
     console = Console(stderr=options.json)
     try:
         result = measure(options, [Pool.parse(text) for text in options.pools.split(",")], console)
-    except (SettingsError, ServerFailed, Spoilt, httpx.HTTPError) as error:
+    except ServerFailed as error:
+        sys.exit(f"step_speed: a server did not start: {error.reason}")
+    except (SettingsError, Spoilt, httpx.HTTPError) as error:
         sys.exit(f"step_speed: {error}")
     if options.output:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

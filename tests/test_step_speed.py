@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from benchmarks import step_speed
+from benchmarks.launch import ServerFailed
 from benchmarks.step_speed import Phases, Spoilt, summary
 
 
@@ -57,6 +58,12 @@ def test_a_phase_that_does_not_meet_its_cache_is_refused(cached):
         phases.extend(None, 1)
     with pytest.raises(Spoilt, match="only 40 of 100"):
         phases.decode(None, 1)
+
+
+def test_why_a_server_did_not_start_is_one_line():
+    why = "sgl_ragged.errors.RaggedConfigError: --kv-bytes: too little"
+    assert ServerFailed(f"server ended:\nTraceback\n{why}\n\n[22:45] kill_process_tree called\n").reason == why
+    assert ServerFailed("server not healthy within 9 s:\n[22:45] loading\n").reason == "[22:45] loading"
 
 
 @pytest.mark.parametrize(
