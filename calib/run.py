@@ -173,6 +173,10 @@ def _check(options: argparse.Namespace) -> None:
     parent = Path(options.output).parent
     if not parent.is_dir():
         raise RaggedConfigError(f"the folder of the output, {parent}, does not exist")
+    for scorer in options.scorer:
+        path = Path(options.output.replace("{scorer}", scorer))
+        if path.is_dir():
+            raise RaggedConfigError(f"-o {path} is a directory; name a file in it, such as {path / 'profile.safetensors'}")
 
 
 def _read_model(model: str) -> tuple[ModelGeometry, int]:

@@ -10,7 +10,7 @@ from sgl_ragged import split_map_report
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv import report as fairkv_report
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import parse_bytes, plan_pool
+from sgl_ragged.mem_pool.sizing import check_limits, parse_bytes, plan_pool
 from sgl_ragged.model_options import add_model_options, choose_kept
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -25,6 +25,7 @@ def main() -> None:
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     layout.add_argument("--max-running-requests", type=int)
+    layout.add_argument("--max-total-tokens", type=int)
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     split_map_report.add_parser(commands)
@@ -45,11 +46,16 @@ def show_layout(options: argparse.Namespace) -> None:
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
+    budget = parse_bytes(options.kv_bytes)
+    check_limits(options.segment, options.max_running_requests, options.max_total_tokens)
     geometry, chosen, kept = choose_kept(options)
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
-    budget = parse_bytes(options.kv_bytes)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
-    plan = plan_pool(layout, DTYPE_BYTES[options.dtype], budget, options.max_running_requests, side)
+    plan = plan_pool(
+        layout, DTYPE_BYTES[options.dtype], budget, options.max_running_requests, side, options.max_total_tokens
+    )
+    if plan.warning is not None:
+        print(f"sgl-ragged: warning: {plan.warning}", file=sys.stderr)
     if not options.json:
         print(chosen.source)
         print(plan.describe())

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.choice import BudgetChoice, choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
@@ -31,10 +32,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoice, np.ndarray]:
     """The model, the choice of budgets, and the kept counts as stored: int64 [num_layers, num_heads], grouped.
 
+    The model is read as the server reads it, with SGLang's own code, which takes seconds to import.
+
     Raises:
-        RaggedConfigError: no such model, or budgets that do not fit it.
+        RaggedConfigError: no such model, one that the server refuses, or budgets that do not fit it.
     """
-    geometry = read_sizes(options.model, lambda config: ModelGeometry.from_config(config, str(options.model)))
+    from sgl_ragged.plugin.model_layout import model_geometry
+    from sgl_ragged.plugin.model_support import load_model_config, refuse_model
+
+    check_ratio(options.ratio)
+    check_segment(options.segment)
+    model_config = load_model_config(options.model)
+    refuse_model(model_config)
+    geometry = model_geometry(model_config)
     chosen = choose_budgets(
         geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
     )

@@ -154,12 +154,15 @@ def load_profile(path: str | Path) -> Profile:
     """
     path = Path(path)
     if not path.is_file():
-        raise RaggedConfigError(f"profile {path} does not exist")
+        what = "is a directory" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
+        raise RaggedConfigError(f"profile {path} {what}; give the .safetensors file that calib run wrote")
     try:
         with safe_open(str(path), framework="numpy") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, ValueError) as error:
+            # Another file's tensors may be large, or of types that numpy does not have.
+            names = list(file.keys()) if metadata.get("format") == FORMAT else []
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise RaggedConfigError(f"profile {path} cannot be read, it is damaged or no profile: {error}") from None
     if metadata.get("format") != FORMAT:
         raise RaggedConfigError(f"profile {path} is a safetensors file but not an sgl_ragged profile")

@@ -19,7 +19,12 @@ from tests.models import SIZES, make_profile
 @pytest.fixture
 def model(tmp_path):
     LlamaConfig(
-        **SIZES, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+        architectures=["LlamaForCausalLM"],
+        **SIZES,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
     ).save_pretrained(tmp_path)
     return tmp_path
 
@@ -57,12 +62,38 @@ def test_layout_as_a_line(model, monkeypatch, capsys):
     assert "mean share 0.5000" in capsys.readouterr().out
 
 
+def test_layout_warns_when_tails_eat_the_gain(model, monkeypatch, capsys):
+    flags = ["--model", str(model), "--kv-bytes", "64MiB", "--json"]
+    run(monkeypatch, "layout", *flags)
+    assert capsys.readouterr().err == ""
+    run(monkeypatch, "layout", *flags, "--max-running-requests", "64")
+    shown = capsys.readouterr()
+    plan = json.loads(shown.out)
+    assert plan["max_total_tokens"] < plan["full_tokens"]
+    assert f"holds {plan['max_total_tokens']} tokens, an uncompressed cache would hold {plan['full_tokens']}" in shown.err
+    assert "lower --max-running-requests" in shown.err
+
+
+def test_a_config_without_architecture_is_refused(model, monkeypatch):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    with pytest.raises(SystemExit, match="names no architectures"):
+        run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "1GiB")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (("--model", "/nowhere", "--kv-bytes", "1GiB"), "cannot read /nowhere/config.json"),
         (("--model", "MODEL", "--kv-bytes", "1KiB"), "too small"),
         (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "2"), "outside (0, 1]"),
+        (("--model", "MODEL", "--kv-bytes", "1e999"), "cannot read '1e999' as a number of bytes"),
+        (
+            ("--model", "MODEL", "--kv-bytes", "1GiB", "--max-running-requests", "0"),
+            "--max-running-requests 0 must be at least 1",
+        ),
+        (("--model", "MODEL", "--kv-bytes", "1GiB", "--max-total-tokens", "255"), "at least 256, or take a smaller"),
+        (("--model", "MODEL", "--kv-bytes", "1GiB", "--profile", "MODEL"), "is a directory; give the .safetensors"),
     ],
 )
 def test_bad_input_ends_with_one_line(model, monkeypatch, args, words):

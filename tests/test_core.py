@@ -281,6 +281,51 @@ def test_plan_never_exceeds_the_budget_and_wastes_less_than_a_slab(budget, reque
     assert plan.max_requests == (requests or plan.max_requests)
     if requests is None and plan.max_requests > 1:
         assert plan.tails_bytes <= budget / 8
+        assert plan.warning is None
+
+
+@given(
+    ratio=st.sampled_from([0.05, 0.3, 0.5, 0.75, 0.9, 0.97]),
+    budget=st.integers(2**24, 2**37),
+    max_tokens=st.none() | st.integers(256, 10**7),
+)
+def test_the_default_number_of_requests_never_eats_the_gain(ratio, budget, max_tokens):
+    layout = SlabLayout(kept=uniform_kept(4, 8, ratio, 256), head_dim=32, segment=256)
+    plan = plan_pool(layout, 4, budget, None, max_tokens=max_tokens)
+    assert plan.total_bytes <= budget
+    assert plan.max_total_tokens <= (max_tokens or plan.max_total_tokens)
+    if plan.max_requests > 1:
+        assert plan.warning is None
+        assert plan.max_total_tokens >= plan.full_tokens
+        assert plan.tails_bytes <= plan.total_bytes / 7
+    # What the budget still holds with the next larger number of requests is not left unused without a reason.
+    if plan.max_requests == 1 and max_tokens is None:
+        assert plan.num_slots == (budget - plan.tails_bytes) // plan.slab_bytes
+
+
+def test_a_small_pool_has_few_tails():
+    """--max-total-tokens 1024 in 80 GB of free memory: not tails for hundreds of requests."""
+    layout = SlabLayout(kept=uniform_kept(32, 8, 0.3, 256), head_dim=128, segment=256)
+    plan = plan_pool(layout, 2, 80 * 10**9, None, max_tokens=1024)
+    assert (plan.max_total_tokens, plan.max_requests) == (1024, 1)
+
+
+def test_more_requests_than_pay_off_are_warned_of():
+    """Llama-3.1-8B in 80 GB at ratio 0.5: the tails of 1,024 requests take more than compression frees."""
+    layout = SlabLayout(kept=uniform_kept(32, 8, 0.5, 256), head_dim=128, segment=256)
+    plan = plan_pool(layout, 2, 60 * 10**9, 1024)
+    assert plan.max_total_tokens / plan.full_tokens < 1
+    assert f"the open segments of 1024 requests take {plan.tails_bytes}" in plan.warning
+    assert plan_pool(layout, 2, 60 * 10**9, 64).warning is None
+    full = SlabLayout(kept=uniform_kept(32, 8, 1.0, 256), head_dim=128, segment=256)
+    assert "at ratio 1 nothing is compressed" in plan_pool(full, 2, 60 * 10**9, 64).warning
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(0, None), (-1, None), (None, 255), (None, 0)])
+def test_limits_that_nothing_fits_are_refused(requests, tokens):
+    layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
+    with pytest.raises(RaggedConfigError, match="must be at least"):
+        plan_pool(layout, 2, 2**33, requests, max_tokens=tokens)
 
 
 def test_plan_counts_padding_slot_and_row():

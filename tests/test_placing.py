@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import placing
-from sgl_ragged.plugin.model_layout import model_budgets, rank_heads, rank_layout, rank_statistics
+from sgl_ragged.plugin.model_layout import rank_heads, rank_layout, rank_statistics, served_budgets
 from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions, make_options
 from sgl_ragged.plugin.placing import describe_placement
 from tests.models import make_llama, make_profile, make_qwen3
@@ -62,7 +62,7 @@ def test_default_is_permute_where_ranks_divide_the_heads(llama, qwen3, warnings)
 
 def test_ranks_get_the_heads_of_the_placement(llama, profile):
     options = settled(llama, "--tp", "2", "--ragged-profile", str(profile))
-    kept = model_budgets(options, options.geometry).kept
+    kept = served_budgets(options).kept
     for layer in range(3):
         heads = [rank_heads(options, options.geometry, rank, 2)[layer] for rank in range(2)]
         assert sorted(np.concatenate(heads)) == [0, 1, 2, 3]
@@ -83,7 +83,7 @@ def test_split_gives_every_rank_more_heads(llama, profile):
     assert (options.geometry.num_heads, options.geometry.q_per_kv) == (4, 2)
     assert (config.get_total_num_kv_heads(), config.get_total_num_attention_heads(), config.head_dim) == (8, 16, 64)
     assert config.hf_text_config.rms_norm_eps == 1e-4
-    kept = model_budgets(options, options.geometry).kept
+    kept = served_budgets(options).kept
     layouts = [rank_layout(options, options.geometry, rank, 4) for rank in range(4)]
     assert sum(layout.kept.sum() for layout in layouts) == kept.sum()
     assert all(layout.full_heads == 1 for layout in layouts)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin import refusal as refusal_module
 from sgl_ragged.plugin import register, resolution, seams
 from sgl_ragged.plugin.options import ATTRIBUTE, make_options
 from tests.models import make_llama, make_profile, make_qwen3
@@ -62,8 +67,6 @@ def test_default_chunks_are_whole_segments(llama):
 
 
 def test_options_travel_to_the_workers(llama):
-    import pickle
-
     args = resolved(llama, "--kv-pool", "ragged", "--ragged-ratio", "0.3")
     assert getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE) == getattr(args, ATTRIBUTE)
 
@@ -80,7 +83,7 @@ def test_without_the_flag_nothing_changes(llama):
     assert not hasattr(args, ATTRIBUTE)
     assert (view.page_size, view.attention_backend) == (1, "torch_native")
     publish(args, role="scheduler")
-    assert all(not hasattr(seams.resolve(seam.target), "__wrapped__") for seam in seams.RAGGED_SEAMS)
+    assert all(not hasattr(seams.resolve(seam.target), "__wrapped__") for seam in seams.RAGGED_SEAMS if seam.hook)
     assert KVCacheConfigurator._build_token_to_kv_pool.__module__ == KVCacheConfigurator.__module__
     pool_class = KVCacheConfigurator._resolve_kv_pool_class(None, kind="mha", default=MHATokenToKVPool)
     assert pool_class is MHATokenToKVPool
@@ -121,10 +124,89 @@ def test_engine_takes_the_flags_as_keywords():
         (("--enable-hierarchical-cache",), "host tiers"),
         (("--pp-size", "2"), "pipeline parallelism"),
         (("--ragged-profile", "/no/such/file"), "does not exist"),
+        (("--ragged-profile", "/dev"), "is a directory"),
+        (("--ragged-profile", "/dev/null"), "is no regular file"),
+        (("--kv-bytes", "1e999"), "cannot read '1e999' as a number of bytes"),
+        (("--max-running-requests", "0"), "--max-running-requests 0 must be at least 1"),
+        (("--max-total-tokens", "255"), "at least 256, or take a smaller --ragged-segment"),
+        (("--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000"), "several nodes"),
+        (("--enable-torch-compile",), "torch.compile"),
+        (("--enable-deterministic-inference",), "deterministic inference"),
+        (("--rl-on-policy-target", "fsdp"), "deterministic inference"),
+        (("--enable-mis",), "multi-item scoring"),
+        (("--cuda-graph-backend-prefill", "breakable"), "CUDA graphs of prefill"),
+        (("--cuda-graph-config", '{"prefill": {"backend": "full"}}'), "CUDA graphs of prefill"),
+        (("--ragged-kernel", "torch", "--cuda-graph-backend-decode", "full"), "CUDA graphs of decode"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(llama, flags, words):
     assert words in refusal(llama, "--kv-pool", "ragged", *flags)
+
+
+def test_environment_that_would_skip_sealing_is_refused(llama, monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    assert "unset it" in refusal(llama, "--kv-pool", "ragged")
+    resolved(llama)
+
+
+@pytest.mark.parametrize("flags", [(), ("--ragged-kernel", "torch")])
+def test_graphs_are_off_before_memory_is_sized(llama, monkeypatch, flags):
+    """SGLang reserves less memory if it will capture prefill (SGLANG_ENABLE_POST_CAPTURE_KV_SIZING)."""
+    from sglang.srt.arg_groups import memory_hook
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor import cuda_graph_config
+
+    seen = []
+
+    def handle_gpu_memory_settings(args):
+        graphs = resolving_view(args).cuda_graph_config
+        seen.append((graphs.prefill.backend, graphs.decode.backend))
+        original(args)
+
+    original = memory_hook.handle_gpu_memory_settings
+    monkeypatch.setattr(memory_hook, "handle_gpu_memory_settings", handle_gpu_memory_settings)
+    on_cuda = cuda_graph_config.CudaGraphConfig()
+    on_cuda.prefill.backend, on_cuda.decode.backend = "breakable", "full"
+    monkeypatch.setattr("sglang.srt.arg_groups.cuda_graph_hook.default_cuda_graph_config", lambda: on_cuda)
+    monkeypatch.setattr("sglang.srt.arg_groups.cuda_graph_hook.apply_cuda_graph_compatibility", lambda args: None)
+    resolved(llama, "--kv-pool", "ragged", *flags)
+    assert seen == [("disabled", "disabled" if flags else "full")]
+
+
+@pytest.mark.parametrize("segment", [48, 192, 272])
+def test_on_cuda_a_segment_is_a_power_of_two(segment):
+    resolution.refuse_segment(segment, "cpu")
+    resolution.refuse_segment(256, "cuda")
+    with pytest.raises(RaggedConfigError, match=f"--ragged-segment {segment} is no power of two.*use .* or (64|256|512)"):
+        resolution.refuse_segment(segment, "cuda")
+
+
+def test_files_are_read_once_by_the_launcher(llama, tmp_path):
+    """Whatever becomes of the profile while workers start, they are laid out as the launcher read it."""
+    from sgl_ragged.budgets import profile_kept
+    from sgl_ragged.plugin.model_layout import rank_layout, rank_statistics
+
+    path = tmp_path / "p.safetensors"
+    profile = make_profile(llama, path)
+    args = resolved(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+    path.write_bytes(b"another file")
+    options = getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE)
+    assert rank_layout(options, options.geometry, 0, 1).kept.tolist() == profile_kept(profile, 0.5, 256).tolist()
+    assert rank_statistics(options, options.geometry, 0, 1) == [{}, {}, {}]
+    assert options.budgets.digest == getattr(args, ATTRIBUTE).budgets.digest
+
+
+def test_a_worker_refuses_the_dtype_that_sglang_resolved():
+    from sgl_ragged.plugin.worker import size_pool
+
+    with pytest.raises(RaggedConfigError, match="resolved the KV cache's dtype to float8_e4m3fn"):
+        size_pool(None, None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fn), 0)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(refusal_module.TO_ENGINE, RaggedConfigError), (1, RuntimeError)])
+def test_a_worker_that_has_said_why_ends_an_engine_without_sglang_guessing(status, kind):
+    error = refusal_module.answer_dead_worker(lambda *_: RuntimeError("died"), 0, SimpleNamespace(exitcode=status))
+    assert type(error) is kind
 
 
 def test_forbidden_flags_exist():
@@ -155,6 +237,8 @@ def test_tampered_profile_is_refused(llama, tmp_path):
     data[-3] ^= 1
     path.write_bytes(bytes(data))
     assert "does not match its own digest" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+    save_file({"weight": torch.zeros(2, dtype=torch.bfloat16)}, path)
+    assert "not an sgl_ragged profile" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
     path.write_bytes(bytes(data[:100]))
     assert "cannot be read" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
 

@@ -146,9 +146,13 @@ class RaggedAttnBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
-        **_: Any,
+        **more: Any,
     ) -> torch.Tensor:
-        """Attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim]."""
+        """Attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim].
+
+        Raises RaggedConfigError where the model asks for more than that (`_refuse_call`).
+        """
+        _refuse_call(layer, k, v, save_kv_cache, more)
         queries, keys, values, sides = self._heads(q, k, v, layer)
         number = layer.layer_id - self.first_layer
         output = self._attend(self.operations.extend, number, queries, keys, values, sides)
@@ -165,9 +169,10 @@ class RaggedAttnBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
-        **_: Any,
+        **more: Any,
     ) -> torch.Tensor:
-        """Attention of one token per request; shapes as in `forward_extend`."""
+        """Attention of one token per request; shapes and errors as in `forward_extend`."""
+        _refuse_call(layer, k, v, save_kv_cache, more)
         queries, keys, values, sides = self._heads(q, k, v, layer)
         number = layer.layer_id - self.first_layer
         output = self._attend(self.operations.decode, number, queries, keys, values, sides)
@@ -226,18 +231,39 @@ class RaggedAttnBackend(AttentionBackend):
         return hook
 
 
+def _refuse_call(layer: RadixAttention, k: Any, v: Any, save_kv_cache: bool, more: dict[str, Any]) -> None:
+    """Raise RaggedConfigError for what a model asks of attention beyond causal attention to keys that it brings.
+
+    SGLang hands a layer's extra keywords on to the backend; one that is dropped would change the output in silence.
+    """
+    asked = [name for name, value in more.items() if value is not None]
+    if k is None or v is None:
+        asked.append("attention without keys and values of its own")
+    if not save_kv_cache:
+        asked.append("save_kv_cache=False")
+    if asked:
+        raise RaggedConfigError(
+            f"layer {layer.layer_id} asks attention for {', '.join(asked)}, which --kv-pool ragged does not support; "
+            f"use --kv-pool token"
+        )
+
+
 def _attention_layers(model: torch.nn.Module, num_layers: int) -> list[RadixAttention]:
     """The model's attention layers in order; raises RaggedConfigError for attention that is not supported."""
     layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    with_sinks = {
+        child for parent in model.modules() if getattr(parent, "sinks", None) is not None for child in parent.children()
+    }
     if len({module.layer_id for module in layers}) != len(layers) or len(layers) != num_layers:
         raise RaggedConfigError(
-            f"the model has {len(layers)} attention modules for {num_layers} layers of keys and values (layers that "
-            f"share them?), which --kv-pool ragged does not support; use --kv-pool token"
+            f"the loaded model has {len(layers)} attention modules for {num_layers} layers of keys and values (layers "
+            f"that share them?), which --kv-pool ragged does not support; use --kv-pool token"
         )
     for module in layers:
         reasons = (
             (module.logit_cap > 0, "logit capping"),
             (module.sliding_window_size > 0, "a sliding window"),
+            (module in with_sinks, "attention sinks"),
             (module.is_cross_attention, "cross-attention"),
             (module.attn_type != AttentionType.DECODER, "non-causal attention"),
             (module.xai_temperature_len > 0, "a temperature per position"),
@@ -246,7 +272,7 @@ def _attention_layers(model: torch.nn.Module, num_layers: int) -> list[RadixAtte
         found = [reason for applies, reason in reasons if applies]
         if found:
             raise RaggedConfigError(
-                f"layer {module.layer_id} uses {', '.join(found)}, which --kv-pool ragged does not support; "
-                f"use --kv-pool token"
+                f"layer {module.layer_id} uses {', '.join(found)}, which --kv-pool ragged does not support "
+                f"(seen in the loaded model); use --kv-pool token"
             )
     return sorted(layers, key=lambda module: module.layer_id)

@@ -74,13 +74,22 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             "the ragged KV pool has no per-token buffers; this SGLang feature is not supported with --kv-pool ragged"
         )
 
+    _get_key_buffer = _no_token_access
+    _get_value_buffer = _no_token_access
     get_key_buffer = _no_token_access
     get_value_buffer = _no_token_access
     get_kv_buffer = _no_token_access
+    get_kv_buffer_shape = _no_token_access
     get_raw_kv_buffer = _no_token_access
     set_kv_buffer = _no_token_access
+    set_kv_buffer_prefix_valid = _no_token_access
     move_kv_cache = _no_token_access
     get_cpu_copy = _no_token_access
     load_cpu_copy = _no_token_access
     get_contiguous_buf_infos = _no_token_access
     get_device_pool_infos = _no_token_access
+    host_pool_decls = _no_token_access
+    get_dequant_workspace = _no_token_access
+    get_flashinfer_dequant_workspace_kv_buffer = _no_token_access
+    get_flashinfer_decode_dequant_workspace_kv_buffer = _no_token_access
+    finalize_backing = _no_token_access

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
 
 MAX_TAIL_SHARE = 1 / 8
-"""Unless the user asks for more running requests, tails take at most this share of the KV budget."""
+"""Unless the user asks for more running requests, tails take at most this share of the KV bytes, and at most half of
+what compression frees."""
 
 MAX_ROWS = 2048
 """SGLang's own default number of request rows."""
@@ -24,8 +25,10 @@ def parse_bytes(text: str) -> int:
         raise RaggedConfigError(f"cannot read {text!r} as a number of bytes; write for example 24GiB, 512M or 1048576")
     try:
         size = int(float(match.group(1)) * _SUFFIXES[match.group(2)])
-    except ValueError:
-        raise RaggedConfigError(f"cannot read {text!r} as a number of bytes") from None
+    except (ValueError, OverflowError):
+        raise RaggedConfigError(
+            f"cannot read {text!r} as a number of bytes; write for example 24GiB, 512M or 1048576"
+        ) from None
     if size <= 0:
         raise RaggedConfigError(f"{text!r} must be more than zero bytes")
     return size
@@ -76,6 +79,22 @@ class PoolPlan:
         """Tokens that an uncompressed cache holds in the same bytes."""
         return self.total_bytes // self.layout.full_bytes_per_token(self.itemsize)
 
+    @property
+    def warning(self) -> str | None:
+        """Why the pool holds fewer tokens than an uncompressed cache would, and what to do; None if it holds more."""
+        if self.max_total_tokens >= self.full_tokens:
+            return None
+        loss = (
+            f"the ragged KV pool holds {self.max_total_tokens} tokens, an uncompressed cache would hold "
+            f"{self.full_tokens} in the same {self.total_bytes} bytes"
+        )
+        if self.layout.mean_kept_share == 1:
+            return f"{loss}: at ratio 1 nothing is compressed; lower --ragged-ratio"
+        return (
+            f"{loss}: the open segments of {self.max_requests} requests take {self.tails_bytes} of them; lower "
+            f"--max-running-requests, give a shorter --ragged-segment, or more memory"
+        )
+
     def describe(self) -> str:
         """The start-up line."""
         kept = self.layout.kept
@@ -90,7 +109,12 @@ class PoolPlan:
 
 
 def plan_pool(
-    layout: SlabLayout, itemsize: int, budget_bytes: int, max_requests: int | None, side_bytes: int = 0
+    layout: SlabLayout,
+    itemsize: int,
+    budget_bytes: int,
+    max_requests: int | None,
+    side_bytes: int = 0,
+    max_tokens: int | None = None,
 ) -> PoolPlan:
     """Divide a KV budget into tails and slabs.
 
@@ -99,29 +123,55 @@ def plan_pool(
         itemsize: bytes per element of the KV dtype.
         budget_bytes: everything the pool may allocate on this rank.
         max_requests: the user's --max-running-requests, or None to choose it so that tails take at most
-            MAX_TAIL_SHARE of the budget (but at least one request).
+            MAX_TAIL_SHARE of the bytes and half of what compression frees (but at least one request).
         side_bytes: as in PoolPlan.
+        max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
+            smaller has fewer tails, too.
 
     Raises:
-        RaggedConfigError: the budget does not hold the tails and one usable slab.
+        RaggedConfigError: the budget does not hold the tails and one usable slab, or a limit is below what serves.
     """
-    tail, slab = layout.tail_bytes(itemsize) + side_bytes, layout.slab_bytes(itemsize)
-    if max_requests is None:
-        requests = min(max(int(budget_bytes * MAX_TAIL_SHARE) // tail - 1, 1), MAX_ROWS)
-    else:
-        requests = max_requests
-    num_rows = requests + 1
-    num_slots = (budget_bytes - num_rows * tail) // slab
-    if num_slots < 2:
-        needed = num_rows * tail + 2 * slab
+    check_limits(layout.segment, max_requests, max_tokens)
+    most_slots = None if max_tokens is None else max_tokens // layout.segment + 1
+
+    def with_requests(requests: int) -> PoolPlan:
+        plan = PoolPlan(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
+        num_slots = (budget_bytes - plan.tails_bytes) // plan.slab_bytes
+        if num_slots < 2:
+            raise RaggedConfigError(
+                f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need "
+                f"{plan.tails_bytes} bytes of tails and at least two slabs of {plan.slab_bytes} bytes, together "
+                f"{plan.tails_bytes + 2 * plan.slab_bytes}; give more memory (--kv-bytes, --mem-fraction-static), fewer "
+                f"--max-running-requests or a shorter --ragged-segment"
+            )
+        return replace(plan, num_slots=int(min(num_slots, most_slots or num_slots)))
+
+    if max_requests is not None:
+        return with_requests(max_requests)
+    freed = 1 - layout.mean_kept_share
+    share = min(MAX_TAIL_SHARE, freed / 2) if freed > 0 else MAX_TAIL_SHARE
+    alone = with_requests(1)
+    requests = int(budget_bytes * share) // alone.row_bytes - 1
+    if most_slots is not None:
+        # That share of tails and slabs together; and every running request has a page.
+        beside_slabs = int(most_slots * alone.slab_bytes * share / (1 - share)) // alone.row_bytes - 1
+        requests = min(requests, beside_slabs, most_slots - 1)
+    plan = with_requests(min(max(requests, 1), MAX_ROWS))
+    # In a small pool the padding page and what is left over of the budget weigh as much as tails.
+    while plan.warning and freed > 0 and plan.max_requests > 1:
+        plan = with_requests(plan.max_requests // 2)
+    return plan
+
+
+def check_limits(segment: int, max_requests: int | None, max_tokens: int | None) -> None:
+    """Raise RaggedConfigError for limits of --max-running-requests and --max-total-tokens that nothing fits."""
+    if max_requests is not None and max_requests < 1:
+        raise RaggedConfigError(f"--max-running-requests {max_requests} must be at least 1; drop it to have it chosen")
+    if max_tokens is not None and max_tokens < segment:
         raise RaggedConfigError(
-            f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need {num_rows * tail} "
-            f"bytes of tails and at least two slabs of {slab} bytes, together {needed}; give more memory "
-            f"(--kv-bytes, --mem-fraction-static), fewer --max-running-requests or a shorter --ragged-segment"
+            f"--max-total-tokens {max_tokens} holds no whole segment: it must be at least {segment}, or take a "
+            f"smaller --ragged-segment"
         )
-    return PoolPlan(
-        layout=layout, itemsize=itemsize, num_slots=int(num_slots), num_rows=num_rows, side_bytes=side_bytes
-    )
 
 
 def _median(values: list[int]) -> float:

@@ -14,7 +14,7 @@ import torch
 from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.model_layout import model_budgets, rank_layout
+from sgl_ragged.plugin.model_layout import rank_layout, served_budgets
 from sgl_ragged.plugin.options import RaggedOptions
 
 _METRICS = "_sgl_ragged_metrics"
@@ -104,7 +104,8 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool, layouts: list[Sl
         "scorer": options.scorer,
         "scorer_weights": options.scorer_weights,
         "profile": options.profile,
-        "profile_source": model_budgets(options, options.geometry).source,
+        "profile_source": served_budgets(options).source,
+        "budgets_digest": served_budgets(options).digest,
         "heads_per_group": options.heads_per_group,
         "fairkv": options.fairkv,
         "kernel": choose_kernel(options.kernel, torch.device(pool.device).type),

@@ -7,14 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sgl_ragged.choice import BudgetChoice, choose_budgets
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.grouping import group_largest
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.scorers import get_scorer
-from sgl_ragged.scorers.statistics import scorer_statistics
+from sgl_ragged.plugin.served_budgets import ServedBudgets
 
 
 def model_geometry(model_config: Any) -> ModelGeometry:
@@ -30,23 +28,10 @@ def model_geometry(model_config: Any) -> ModelGeometry:
     )
 
 
-def model_budgets(options: RaggedOptions, geometry: ModelGeometry) -> BudgetChoice:
-    """The budgets of the whole model; refuses as `choose_budgets` does."""
-    return choose_budgets(
-        geometry,
-        profile=options.profile,
-        scorer=options.scorer,
-        ratio=options.ratio,
-        segment=options.segment,
-    )
-
-
-def model_statistics(options: RaggedOptions, geometry: ModelGeometry) -> list[dict[str, torch.Tensor]]:
-    """Per layer, the scorer's tensors [heads, ...] of the whole model; refuses as `scorer_statistics` does."""
-    profile = model_budgets(options, geometry).profile
-    return scorer_statistics(
-        get_scorer(options.scorer), profile, options.scorer_weights, geometry.num_layers, geometry.num_heads
-    )
+def served_budgets(options: RaggedOptions) -> ServedBudgets:
+    """What the launcher has read for the workers."""
+    assert options.budgets is not None, "the launcher settles the options before any worker starts"
+    return options.budgets
 
 
 def rank_heads(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int) -> np.ndarray:
@@ -64,7 +49,7 @@ def rank_heads(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp
 def rank_layout(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int) -> SlabLayout:
     """The slab layout of one rank. Groups of heads do not span ranks."""
     heads, placement = rank_heads(options, geometry, tp_rank, tp_size), options.placement
-    kept = np.take_along_axis(model_budgets(options, geometry).kept, heads, axis=1)
+    kept = np.take_along_axis(served_budgets(options).kept, heads, axis=1)
     if placement is not None and placement.splits_heads:
         share, first = placement.kept[:, tp_rank], placement.first[:, tp_rank]
         full = geometry.num_heads // tp_size
@@ -77,8 +62,8 @@ def rank_statistics(
     options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int
 ) -> list[dict[str, torch.Tensor]]:
     """Per layer, the scorer's tensors [heads of the rank, ...] on the CPU."""
-    heads = torch.from_numpy(rank_heads(options, geometry, tp_rank, tp_size).copy())
+    heads = rank_heads(options, geometry, tp_rank, tp_size)
     return [
-        {name: tensor[heads[layer]] for name, tensor in tensors.items()}
-        for layer, tensors in enumerate(model_statistics(options, geometry))
+        {name: torch.from_numpy(array[heads[layer]]) for name, array in tensors.items()}
+        for layer, tensors in enumerate(served_budgets(options).statistics)
     ]

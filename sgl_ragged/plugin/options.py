@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.geometry import ModelGeometry
+
+if TYPE_CHECKING:
+    from sgl_ragged.plugin.served_budgets import ServedBudgets
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
@@ -42,7 +45,8 @@ class RaggedOptions:
 
     `profile` is "auto", "uniform" or a path. `observer` is pickled along to the workers
     (`attention.backend.RaggedAttnBackend`). `fairkv` is None until the launcher has settled it; it then adds
-    `geometry`, the model as its checkpoint has it, and `placement`, None where heads are where SGLang puts them.
+    `geometry`, the model as its checkpoint has it, `budgets`, what it has read from files: workers open none of them,
+    and `placement`, None where heads are where SGLang puts them.
     """
 
     kv_pool: str
@@ -58,6 +62,7 @@ class RaggedOptions:
     from_command_line: bool
     observer: Any = None
     geometry: ModelGeometry | None = None
+    budgets: ServedBudgets | None = field(default=None, compare=False)
     placement: Placement | None = None
 
     @property

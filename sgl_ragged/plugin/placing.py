@@ -17,7 +17,7 @@ from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.fairkv.weights import require_projections
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.plugin.model_layout import model_budgets, model_geometry
+from sgl_ragged.plugin.model_layout import model_geometry, served_budgets
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.scorers import get_scorer
 
@@ -30,11 +30,12 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "fastsafetensors")
 def place_heads(
     options: RaggedOptions, view: Any, model_config: Any, geometry: ModelGeometry, kernel: str
 ) -> RaggedOptions:
-    """The options as workers follow them: with the model's geometry, `fairkv` settled and the placement it asks for.
+    """The options as workers follow them: with `fairkv` settled and the placement it asks for.
 
     Not given means permute where that is possible, else none with a warning that says why.
 
     Args:
+        options: with geometry and budgets.
         view: SGLang's resolved settings.
         model_config: SGLang's ModelConfig.
         kernel: which operations will serve.
@@ -43,7 +44,6 @@ def place_heads(
         RaggedConfigError: a mode was asked for that cannot be honoured.
     """
     mode, ranks = options.fairkv, view.tp_size
-    options = dataclasses.replace(options, geometry=geometry)
     if mode == "none" or (mode is None and ranks == 1):
         return dataclasses.replace(options, fairkv="none")
     try:
@@ -56,7 +56,7 @@ def place_heads(
     mode = mode or "permute"
     if mode == "split":
         refuse_split(options, kernel)
-    placement = plan_placement(model_budgets(options, geometry).kept, ranks, mode, cost=_cost(options, model_config))
+    placement = plan_placement(served_budgets(options).kept, ranks, mode, cost=_cost(options, model_config))
     return dataclasses.replace(options, fairkv=mode, placement=placement)
 
 

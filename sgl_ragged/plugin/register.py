@@ -86,7 +86,8 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ragged-segment",
         type=int,
-        help=f"Tokens per segment, a multiple of 16; becomes the page size. [{DEFAULTS['ragged_segment']}]",
+        help="Tokens per segment, a multiple of 16, on CUDA a power of two; becomes the page size. "
+        f"[{DEFAULTS['ragged_segment']}]",
     )
     group.add_argument(
         "--ragged-scorer", metavar="NAME", help=f"What ranks the tokens of a segment. [{DEFAULTS['ragged_scorer']}]"
@@ -163,6 +164,10 @@ def _resolve_once(original: Callable, server_args: Any) -> None:
 def _install_in_worker(server_args: Any, *, role: str, **_: Any) -> None:
     options = getattr(server_args, ATTRIBUTE, None)
     if options is not None and role == "scheduler":
+        from sgl_ragged.plugin.refusal import end_worker
         from sgl_ragged.plugin.seams import install
 
-        install(options)
+        try:
+            install(options)
+        except RaggedConfigError as error:
+            end_worker(error, options, rank=0)

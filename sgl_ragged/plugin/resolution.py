@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.sizing import check_limits
+from sgl_ragged.plugin.model_support import refuse_kv_scheme, refuse_model
 from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
-from sgl_ragged.plugin.seams import BACKEND, check_seams, seams_for
+from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, resolve, seams_for
 
+
+DISABLED = "disabled"
+"""SGLang's name for no CUDA graphs."""
+
+CAPTURED_KERNELS = ("auto", "triton")
+"""What --ragged-kernel may be where CUDA graphs of decode are asked for."""
 
 def resolve_with_options(original: Callable[[Any], None], server_args: Any, options: RaggedOptions) -> None:
     """Run SGLang's own resolution with the plugin's settings declared, check what came out, place the heads.
@@ -26,8 +36,18 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
 
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
+    refuse_environment()
     refuse_flags(server_args, options)
-    declare_resolution(server_args, "sgl_ragged", page_size=options.segment, attention_backend=BACKEND)
+    _hook_launcher()
+    # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
+    declare_resolution(
+        server_args,
+        "sgl_ragged",
+        page_size=options.segment,
+        attention_backend=BACKEND,
+        cuda_graph_backend_prefill=DISABLED,
+        **({} if options.kernel in CAPTURED_KERNELS else {"cuda_graph_backend_decode": DISABLED}),
+    )
     original(server_args)
     view = resolving_view(server_args)
     kernel = choose_kernel(options.kernel, view.device)
@@ -44,15 +64,15 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"SGLang set {name} to {found!r} for this model or flag combination, --kv-pool ragged needs {wanted!r}"
             )
     model_config = model_config_of(server_args)
-    refuse_model(model_config)
-    from sgl_ragged.plugin.model_layout import model_geometry, model_statistics
+    from sgl_ragged.plugin.model_layout import model_geometry
     from sgl_ragged.plugin.placing import model_overrides, place_heads, refuse_ranks, require_places
+    from sgl_ragged.plugin.served_budgets import read_budgets
 
     geometry = model_geometry(model_config)
     refuse_ranks(options, view.tp_size, geometry)
     if kernel != "torch":
         check_shape(geometry.head_dim, geometry.q_per_kv)
-    model_statistics(options, geometry)
+    options = dataclasses.replace(options, geometry=geometry, budgets=read_budgets(options, geometry))
     options = place_heads(options, view, model_config, geometry, kernel)
     setattr(server_args, ATTRIBUTE, options)
     overrides = model_overrides(options, view.json_model_override_args)
@@ -61,6 +81,54 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         # The config that was built without them; whoever asks next builds it anew.
         server_args._model_config = None
         require_places(options, model_geometry(model_config_of(server_args)))
+
+
+@functools.cache
+def _hook_launcher() -> None:
+    """Ask about the model before SGLang does, and about workers that died at start; once per process."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sgl_ragged.plugin.refusal import answer_dead_worker
+
+    # The step in which SGLang asks models for attention backends by name; it has read the config before.
+    register_resolution_hook("handle_model_specific_adjustments")(_refuse_model_first)
+    before = resolve(DEAD_WORKER.target)
+    HookRegistry.register(DEAD_WORKER.target, answer_dead_worker, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    if resolve(DEAD_WORKER.target) is before:
+        raise RaggedConfigError(f"hooks did not take effect: {DEAD_WORKER.target}")
+
+
+def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> None:
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    options, view = getattr(server_args, ATTRIBUTE, None), resolving_view(server_args)
+    if options is not None and options.ragged:
+        refuse_segment(options.segment, view.device)
+        refuse_model(model_config_of(server_args))
+        refuse_kv_scheme(model_config_of(server_args), view.kv_cache_dtype)
+    previous(server_args)
+
+
+def refuse_segment(segment: int, device: str) -> None:
+    """Raise RaggedConfigError for a segment that SGLang's allocator on this device cannot have as a page."""
+    if device == "cuda" and segment & (segment - 1):
+        raise RaggedConfigError(
+            f"--ragged-segment {segment} is no power of two, which SGLang's page allocator needs on CUDA; "
+            f"use {1 << segment.bit_length() - 1} or {1 << segment.bit_length()}"
+        )
+
+
+def refuse_environment() -> None:
+    """Raise RaggedConfigError for environment variables of SGLang that do not go with --kv-pool ragged."""
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        raise RaggedConfigError(
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH captures what runs before a decode step, and --kv-pool ragged seals "
+            "segments there, on the host's word; unset it"
+        )
 
 
 def _cuda_graphs(config: Any, *, in_decode: bool) -> Any:
@@ -106,6 +174,23 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("attn_cp_size", (1,), "context parallelism is not supported with --kv-pool ragged; use --tp"),
     ("attn_dp_size", (None, 1), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),
     ("enable_dp_attention", (False,), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),
+    ("nnodes", (1,), "several nodes have not been tested with --kv-pool ragged; use one"),
+    ("enable_torch_compile", (False,), "torch.compile is not supported with --kv-pool ragged; drop it"),
+    (
+        "enable_deterministic_inference",
+        (False,),
+        "deterministic inference needs one of SGLang's own attention backends; drop it, or use --kv-pool token",
+    ),
+    (
+        "rl_on_policy_target",
+        (None,),
+        "deterministic inference needs one of SGLang's own attention backends; drop it, or use --kv-pool token",
+    ),
+    (
+        "enable_mis",
+        (False,),
+        "multi-item scoring needs attention masks of its own, which --kv-pool ragged does not have; drop it",
+    ),
     ("dllm_algorithm", (None,), "diffusion language models are not supported with --kv-pool ragged"),
     (
         "kv_cache_dtype",
@@ -117,6 +202,8 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
     """Raise RaggedConfigError for the first SGLang flag that does not go with --kv-pool ragged."""
+    from sglang.srt.model_executor.cuda_graph_config import Phase
+
     if server_args.page_size not in (None, options.segment):
         raise RaggedConfigError(
             f"--page-size {server_args.page_size} differs from the segment length {options.segment}: a page is a "
@@ -128,34 +215,21 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
             f"--chunked-prefill-size {chunk} is not a multiple of the segment length {options.segment}: "
             f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
         )
+    check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
+    asked = {
+        Phase.PREFILL: server_args.cuda_graph_backend_prefill,
+        Phase.DECODE: server_args.cuda_graph_backend_decode,
+    }
+    for phase, given in (server_args.cuda_graph_config or {}).items():
+        asked[phase] = given.get("backend", asked.get(phase))
+    if asked[Phase.PREFILL] not in (None, DISABLED):
+        raise RaggedConfigError("CUDA graphs of prefill are not supported with --kv-pool ragged; drop the flag")
+    if asked[Phase.DECODE] not in (None, DISABLED) and options.kernel not in CAPTURED_KERNELS:
+        raise RaggedConfigError(
+            f"CUDA graphs of decode are not supported with --ragged-kernel {options.kernel}; drop the flag, or use "
+            f"--ragged-kernel triton"
+        )
     for name, fine, reason in _FORBIDDEN_FLAGS:
         value = getattr(server_args, name, fine[0])
         if value not in fine:
             raise RaggedConfigError(f"{reason} ({name} is {value!r})")
-
-
-def refuse_model(model_config: Any) -> None:
-    """Raise RaggedConfigError for a model whose attention is not plain causal MHA/GQA in every layer.
-
-    Args:
-        model_config: SGLang's ModelConfig.
-    """
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
-
-    name = (model_config.hf_config.architectures or ["this model"])[0]
-    reasons = (
-        (
-            model_config.attention_arch == AttentionArch.MLA,
-            "MLA attention keeps one latent per token, not one per head",
-        ),
-        (mambaish_config(model_config) is not None, "its state-space or linear-attention layers have no KV cache"),
-        (bool(getattr(model_config, "is_hybrid_swa", False)), "its sliding-window layers have a pool of their own"),
-        (is_minimax_sparse(model_config.hf_config), "its sparse attention indexes single tokens"),
-        (model_config.is_encoder_decoder, "cross-attention is not supported"),
-        (model_config.is_multimodal, "multimodal models have not been tested"),
-        (model_config.head_dim != model_config.v_head_dim, "keys and values have different head dimensions"),
-    )
-    for applies, reason in reasons:
-        if applies:
-            raise RaggedConfigError(f"{name} cannot be served with --kv-pool ragged: {reason}; use --kv-pool token")

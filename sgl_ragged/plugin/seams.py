@@ -21,8 +21,9 @@ BACKEND = "ragged"
 class Seam:
     """A function of SGLang: its dotted path, its parameters, and the name in `worker` of the hook that wraps it.
 
-    Without a hook it is a method that our attention backend overrides. SGLang has a default for each, so one that it
-    calls by another name would not be missed: decode would go on with the description of an earlier batch.
+    Without a hook it is one that the launcher uses (`resolution`), or a method that our attention backend overrides.
+    SGLang has a default for each of these, so one that it calls by another name would not be missed: decode would go on
+    with the description of an earlier batch.
     """
 
     target: str
@@ -35,8 +36,12 @@ _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 KV_BYTES_SEAMS = (Seam(f"{_CONFIGURATOR}._profile_available_bytes", ("self", "pre_model_load_memory"), "kv_bytes"),)
 
+DEAD_WORKER = Seam("sglang.srt.entrypoints.engine._scheduler_died_error", ("rank", "proc"))
+
 RAGGED_SEAMS = (
     *KV_BYTES_SEAMS,
+    DEAD_WORKER,
+    Seam("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", ("name",)),
     Seam(f"{_CONFIGURATOR}._resolve_memory_pool_config", ("self", "pre_model_load_memory"), "size_pool"),
     Seam(
         f"{_CONFIGURATOR}._build_token_to_kv_pool",

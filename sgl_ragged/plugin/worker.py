@@ -15,9 +15,12 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
-from sgl_ragged.plugin.model_layout import model_budgets, rank_layout, rank_statistics
+from sgl_ragged.plugin.model_layout import rank_layout, rank_statistics, served_budgets
+from sgl_ragged.plugin.model_support import refuse_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.placing import describe_placement
+from sgl_ragged.plugin.refusal import end_worker
+from sgl_ragged.plugin.served_budgets import require_equal_digests
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +32,18 @@ NO_WEIGHT_UPDATES = (
 
 
 def bind(hook: Callable, options: RaggedOptions) -> Callable:
-    """The hook as SGLang calls it: the original function first."""
-    return functools.partial(hook, options)
+    """The hook as SGLang calls it, the original function first; a refusal ends the worker with one line."""
+
+    @functools.wraps(hook)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(options, *args, **kwargs)
+        except RaggedConfigError as error:
+            from sglang.srt.runtime_context import get_parallel
+
+            end_worker(error, options, get_parallel().attn_tp_rank)
+
+    return bound
 
 
 def kv_bytes(options: RaggedOptions, original: Callable, configurator: Any, pre_model_load_memory: int) -> int:
@@ -41,9 +54,11 @@ def kv_bytes(options: RaggedOptions, original: Callable, configurator: Any, pre_
 def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre_model_load_memory: int) -> Any:
     """Slots and request rows from the KV budget, in place of tokens from bytes per token."""
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.runtime_context import get_parallel, get_schedule
 
-    schedule = get_schedule()
+    refuse_kv_dtype(configurator.kv_cache_dtype)
+    schedule, parallel = get_schedule(), get_parallel()
+    require_equal_digests(served_budgets(options).digest, parallel.attn_tp_size, parallel.world_group.cpu_group)
     budget = configurator._profile_available_bytes(pre_model_load_memory)
     layout = _layout(options)
     plan = plan_pool(
@@ -52,12 +67,10 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
         budget,
         schedule.max_running_requests,
         _side_bytes(options, configurator, layout),
+        schedule.max_total_tokens,
     )
-    tokens = _least_over_ranks(plan.max_total_tokens)
-    if schedule.max_total_tokens is not None:
-        tokens = min(tokens, schedule.max_total_tokens // options.segment * options.segment)
     return MemoryPoolConfig(
-        max_total_num_tokens=tokens,
+        max_total_num_tokens=_least_over_ranks(plan.max_total_tokens),
         max_running_requests=_least_over_ranks(plan.max_requests),
         mem_fraction_static=schedule.mem_fraction_static,
     )
@@ -118,10 +131,13 @@ def build_pool(
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
-    logger.info("%s", model_budgets(options, geometry).source)
+    budgets = served_budgets(options)
+    logger.info("%s; digest of what is served %s", budgets.source, budgets.digest)
     if options.placement is not None:
-        logger.info("%s", describe_placement(options.placement, model_budgets(options, geometry).kept))
+        logger.info("%s", describe_placement(options.placement, budgets.kept))
     logger.info("ragged KV pool (ratio %s, scorer %s): %s", options.ratio, options.scorer, plan.describe())
+    if plan.warning is not None:
+        logger.warning("%s", plan.warning)
     return pool
 
 

@@ -1,0 +1,145 @@
+"""Which models --kv-pool ragged serves: one answer for the launcher, the workers and the command line.
+
+It is given from SGLang's ModelConfig alone, before weights are read. What only the loaded model tells, such as layers
+that share their keys, is refused where the attention backend is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_ragged.errors import RaggedConfigError
+
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_WINDOWS_IGNORED = ("Qwen2", "Qwen3")
+"""Starts of architecture names whose sliding windows SGLang's model classes do not read: they attend to everything."""
+
+_BIDIRECTIONAL = (
+    "BertModel",
+    "BertForSequenceClassification",
+    "Contriever",
+    "XLMRobertaModel",
+    "XLMRobertaForSequenceClassification",
+    "EmbeddingGemma2Model",
+)
+
+
+def load_model_config(folder: Path) -> Any:
+    """SGLang's ModelConfig of a model on disk, as a server has it that is given no more than the folder.
+
+    Raises:
+        RaggedConfigError: there is no config.json, or SGLang cannot make sense of it.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RaggedConfigError(f"cannot read {path}: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise RaggedConfigError(f"{path} is no configuration of a model that can be served: it names no architectures")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.configs.model_config import ModelConfig
+
+        try:
+            return ModelConfig(model_path=str(folder))
+        except Exception as error:
+            # SGLang, transformers and the config's own code raise whatever they like.
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise RaggedConfigError(f"cannot read {path} as a model's configuration: {reason}") from None
+
+
+def refuse_model(model_config: Any) -> None:
+    """Raise RaggedConfigError for a model whose attention is not plain causal MHA/GQA in every layer.
+
+    Args:
+        model_config: SGLang's ModelConfig.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
+
+    text, arch = model_config.hf_text_config, architecture(model_config)
+    reasons = (
+        (
+            model_config.attention_arch == AttentionArch.MLA,
+            "MLA attention keeps one latent per token, not one per head",
+        ),
+        (mambaish_config(model_config) is not None, "its state-space or linear-attention layers have no KV cache"),
+        (model_config.attention_arch != AttentionArch.MHA, "its attention is of another kind than MHA and GQA"),
+        (
+            bool(model_config.is_hybrid_swa) or _reads_windows(arch, text),
+            "its sliding-window layers do not attend to the whole history",
+        ),
+        (bool(model_config.has_attention_sinks), "its attention has learned sinks"),
+        (is_minimax_sparse(model_config.hf_config), "its sparse attention indexes single tokens"),
+        (model_config.is_encoder_decoder, "cross-attention is not supported"),
+        (
+            arch in _BIDIRECTIONAL or getattr(text, "use_bidirectional_attention", None) not in (None, False),
+            "its attention is not causal",
+        ),
+        (model_config.is_multimodal, "multimodal models have not been tested"),
+        (bool(getattr(text, "attn_logit_softcapping", None)), "its attention caps logits"),
+        (bool(getattr(text, "num_kv_shared_layers", 0)), "some of its layers share keys and values"),
+        (model_config.head_dim != model_config.v_head_dim, "keys and values have different head dimensions"),
+    )
+    for applies, reason in reasons:
+        if applies:
+            raise RaggedConfigError(f"{arch} cannot be served with --kv-pool ragged: {reason}; use --kv-pool token")
+
+
+def architecture(model_config: Any) -> str:
+    """What messages call the model's kind."""
+    return (model_config.hf_config.architectures or ["this model"])[0]
+
+
+def refuse_kv_scheme(model_config: Any, kv_cache_dtype: str) -> None:
+    """Raise RaggedConfigError for a checkpoint that turns --kv-cache-dtype auto into FP8.
+
+    SGLang decides that in the worker; `refuse_kv_dtype` sees what it decided. Here is what the launcher can know: what
+    ModelOpt writes into config.json or, for a checkpoint on this disk, into hf_quant_config.json.
+    """
+    if kv_cache_dtype == "auto" and any(_is_fp8_kv(section) for section in _quantization(model_config)):
+        raise RaggedConfigError(
+            f"the checkpoint of {architecture(model_config)} asks for a KV cache in FP8, which is not supported with "
+            f"--kv-pool ragged; pass --kv-cache-dtype bfloat16"
+        )
+
+
+def _quantization(model_config: Any) -> list[dict[str, Any]]:
+    sections = [model_config.hf_quant_config]
+    with contextlib.suppress(OSError, ValueError):
+        sections.append(json.loads((Path(model_config.model_path) / "hf_quant_config.json").read_text()))
+    return [section.get("quantization") or section for section in sections if isinstance(section, dict)]
+
+
+def _is_fp8_kv(section: dict[str, Any]) -> bool:
+    if str(section.get("kv_cache_quant_algo")).upper() == "FP8":
+        return True
+    scheme = section.get("kv_cache_scheme")
+    # Checkpoints of compressed-tensors have such a scheme, too, but SGLang does not follow theirs.
+    by_modelopt = str(section.get("quant_method", "modelopt")).startswith("modelopt")
+    return by_modelopt and isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+
+
+def refuse_kv_dtype(dtype: torch.dtype) -> None:
+    """Raise RaggedConfigError unless the pool can store this dtype; for the one that SGLang has resolved."""
+    if dtype not in KV_DTYPES:
+        raise RaggedConfigError(
+            f"SGLang resolved the KV cache's dtype to {str(dtype).removeprefix('torch.')} from what it read in the "
+            f"checkpoint; a quantised KV cache is not supported with --kv-pool ragged: pass --kv-cache-dtype bfloat16"
+        )
+
+
+def _reads_windows(arch: str, text: Any) -> bool:
+    """Whether layers attend to a window only, in pools that SGLang does not call hybrid."""
+    if arch.startswith(_WINDOWS_IGNORED):
+        return False
+    kinds = set(getattr(text, "layer_types", None) or ())
+    return bool(kinds - {"full_attention"}) or bool(getattr(text, "sliding_window_pattern", None))

@@ -1,0 +1,54 @@
+"""What a real server makes of limits, and how it ends where only a worker can tell that they cannot be kept."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from benchmarks.launch import ServerFailed
+from tests.models import make_llama
+from tests.server.client import generate
+
+pytestmark = pytest.mark.server
+
+COMMON = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-pool", "ragged")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+def test_max_total_tokens_limits_the_tails_too(llama, nursery, tmp_path):
+    """Without --kv-bytes: free memory would hold tails for thousands of requests."""
+    with nursery.serve(llama, *COMMON, "--max-total-tokens", "8192", log=tmp_path / "log") as server:
+        ragged = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
+        assert ragged["virtual_tokens"] == 8192
+        assert ragged["tails_bytes"] <= ragged["total_bytes"] / 8
+        assert ragged["max_requests"] >= 1
+        assert len(generate(server, range(3, 300), 3).tokens) == 3
+        # Each rank logs the digest of what the launcher has read.
+        assert f"digest of what is served {ragged['budgets_digest']}" in server.log_text()
+
+
+def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, nursery, tmp_path):
+    with (
+        pytest.raises(ServerFailed, match="server ended") as failed,
+        nursery.serve(llama, *COMMON, "--kv-bytes", "1MiB", log=tmp_path / "log"),
+    ):
+        pass
+    text = str(failed.value)
+    assert "Traceback" not in text
+    lines = [line for line in text.splitlines() if line.startswith("sgl_ragged: ")]
+    assert len(lines) == 1
+    assert "a KV budget of 1048576 bytes is too small" in lines[0]
+
+
+def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, nursery, tmp_path):
+    flags = ("--kv-bytes", "32MiB", "--max-running-requests", "24", "--ragged-segment", "128")
+    with nursery.serve(llama, *COMMON, *flags, log=tmp_path / "log") as server:
+        ragged = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
+        warnings = [line for line in server.log_text().splitlines() if "an uncompressed cache would hold" in line]
+    assert len(warnings) == 1
+    assert f"holds {ragged['virtual_tokens']} tokens" in warnings[0]
+    assert "lower --max-running-requests" in warnings[0]

@@ -1,0 +1,135 @@
+"""What SGLang could ask of the pool and of the attention backend that they must not answer in silence."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_ragged.attention.backend import RaggedAttnBackend, _attention_layers
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
+from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.scorers import get_scorer
+
+HARMLESS = {
+    # About the pool as a whole, not about tokens.
+    "_finalize_allocation_log",
+    "get_kv_cache_quant_method",
+    "get_v_head_dim",
+    "is_quantized_kv_cache",
+    "maybe_get_custom_mem_pool",
+    "register_layer_transfer_counter",
+    "requires_physical_write_loc",
+    "_check_physical_write_loc",
+    "post_capture_active",
+    "post_capture_backed_bytes",
+    "cpu_copy_carries_mamba",
+    "hicache_write_back_staging",
+    "host_capacity_bytes",
+    "host_capacity_tokens",
+    "host_transfer_translate",
+    "layer_shard_enabled",
+    "_to_cpu_int_list",
+    # Called by methods of the class that we override, or for buffers that only they make.
+    "_alloc_post_capture_buffers",
+    "_assign_post_capture_tensors",
+    "_build_kv_buffer_descs",
+    "_check_quantized_buffer_access_requirements",
+    "_create_buffers_normal",
+    "_create_quantized_buffers",
+    "_finalize_backing_tokens",
+    "_init_data_ptrs_and_strides",
+    "_init_kv_copy_and_warmup",
+    "_kv_buffer_shapes",
+    "_kv_tokens_per_row",
+    "_mha_buffer_info",
+    "_mha_buffers",
+    "_mha_scale_buffers",
+    "_move_kv_cache_impl",
+    "_move_native_fp4_scales",
+    "_pd_registerable_tensors",
+    "_prepare_dequant_decode_workspace",
+    "_prepare_dequant_extend_workspace",
+    "_quantized_scales",
+    "_set_quantized_kv_buffer",
+    "_slot_move_pointer_buffers",
+    "_store_kv_layer",
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    layout = SlabLayout(kept=np.full((2, 2), 16), head_dim=16, segment=32)
+    plan = PoolPlan(layout=layout, itemsize=4, num_slots=4, num_rows=2)
+    scorer = get_scorer("keydiff")
+    return RaggedTokenToKVPool(
+        plan, scorer, [{}, {}], q_per_kv=1, dtype=torch.float32, device="cpu", start_layer=0, end_layer=1
+    )
+
+
+def test_everything_that_sglang_asks_of_a_pool_is_overridden_or_harmless():
+    asked = {name for name in dir(MHATokenToKVPool) if not name.startswith(("__", "_abc"))}
+    assert asked - vars(RaggedTokenToKVPool).keys() - HARMLESS == set()
+
+
+def test_what_is_asked_about_tokens_raises(pool):
+    refused = [n for n, f in vars(RaggedTokenToKVPool).items() if f is RaggedTokenToKVPool._no_token_access]
+    assert {"get_kv_buffer_shape", "set_kv_buffer_prefix_valid", "get_key_buffer", "move_kv_cache"} <= set(refused)
+    for name in refused:
+        with pytest.raises(RuntimeError, match="no per-token buffers"):
+            getattr(pool, name)(0)
+
+
+LAYER = SimpleNamespace(layer_id=3)
+TOKENS = torch.zeros(1, 1, 16)
+
+
+@pytest.mark.parametrize("forward", ["forward_extend", "forward_decode"])
+@pytest.mark.parametrize(
+    ("k", "options", "words"),
+    [
+        (TOKENS, {"sinks": torch.zeros(1)}, "layer 3 asks attention for sinks,"),
+        (TOKENS, {"sinks": None, "k_rope": TOKENS}, "for k_rope,"),
+        (TOKENS, {"save_kv_cache": False}, "save_kv_cache=False"),
+        (None, {}, "without keys and values of its own"),
+    ],
+)
+def test_a_layer_that_asks_for_more_than_causal_attention_is_refused(forward, k, options, words):
+    backend = object.__new__(RaggedAttnBackend)
+    with pytest.raises(RaggedConfigError, match=words):
+        getattr(backend, forward)(TOKENS, k, k, LAYER, None, **options)
+
+
+class Block(torch.nn.Module):
+    """An attention block as SGLang's models have it; `more` goes to its attention."""
+
+    def __init__(self, sinks: bool = False, **more: object) -> None:
+        super().__init__()
+        self.attn = RadixAttention(2, 16, 0.25, num_kv_heads=1, layer_id=0, **more)
+        self.sinks = torch.nn.Parameter(torch.zeros(2)) if sinks else None
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        (lambda: Block(sinks=True), "layer 0 uses attention sinks"),
+        (lambda: Block(sliding_window_size=64), "a sliding window"),
+        (lambda: Block(logit_cap=30.0), "logit capping"),
+        (lambda: Block(attn_type=AttentionType.ENCODER_ONLY), "non-causal attention"),
+        (lambda: torch.nn.Sequential(Block(), Block()), "2 attention modules for 1 layers"),
+    ],
+)
+def test_a_model_whose_attention_is_another_is_refused(block, words):
+    with pytest.raises(RaggedConfigError, match=words) as refused:
+        _attention_layers(block(), 1)
+    assert "loaded model" in str(refused.value)
+
+
+def test_plain_attention_is_served():
+    assert [layer.layer_id for layer in _attention_layers(Block(), 1)] == [0]
