@@ -176,7 +176,9 @@ def _check(options: argparse.Namespace) -> None:
     for scorer in options.scorer:
         path = Path(options.output.replace("{scorer}", scorer))
         if path.is_dir():
-            raise RaggedConfigError(f"-o {path} is a directory; name a file in it, such as {path / 'profile.safetensors'}")
+            raise RaggedConfigError(
+                f"-o {path} is a directory; name a file in it, such as {path / 'profile.safetensors'}"
+            )
 
 
 def _read_model(model: str) -> tuple[ModelGeometry, int]:

@@ -70,7 +70,9 @@ def test_layout_warns_when_tails_eat_the_gain(model, monkeypatch, capsys):
     shown = capsys.readouterr()
     plan = json.loads(shown.out)
     assert plan["max_total_tokens"] < plan["full_tokens"]
-    assert f"holds {plan['max_total_tokens']} tokens, an uncompressed cache would hold {plan['full_tokens']}" in shown.err
+    assert (
+        f"holds {plan['max_total_tokens']} tokens, an uncompressed cache would hold {plan['full_tokens']}" in shown.err
+    )
     assert "lower --max-running-requests" in shown.err
 
 

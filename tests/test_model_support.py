@@ -1,4 +1,4 @@
-"""Which models are refused: by the launcher before SGLang's own assertions, and by the command line in the same words."""
+"""Which models are refused: by the launcher before SGLang's own assertions, by the command line in the same words."""
 
 from __future__ import annotations
 
@@ -92,13 +92,17 @@ def load_model_config_of(folder, name, architecture, more):
 def test_layout_plans_what_the_server_serves_under_other_names(tmp_path, monkeypatch, capsys):
     """GPT-J's config calls its sizes n_layer, n_head and n_embd."""
     config = transformers.GPTJConfig(
-        architectures=["GPTJForCausalLM"], vocab_size=512, n_positions=2048, n_embd=256, n_layer=3, n_head=4, rotary_dim=16
+        architectures=["GPTJForCausalLM"],
+        vocab_size=512,
+        n_positions=2048,
+        n_embd=256,
+        n_layer=3,
+        n_head=4,
+        rotary_dim=16,
     )
     config.save_pretrained(tmp_path)
     resolved(tmp_path, "--kv-pool", "ragged")
-    monkeypatch.setattr(
-        sys, "argv", ["sgl-ragged", "layout", "--model", str(tmp_path), "--kv-bytes", "1GiB", "--json"]
-    )
+    monkeypatch.setattr(sys, "argv", ["sgl-ragged", "layout", "--model", str(tmp_path), "--kv-bytes", "1GiB", "--json"])
     cli.main()
     kept = json.loads(capsys.readouterr().out)["kept"]
     assert (len(kept), len(kept[0])) == (3, 4)
@@ -110,7 +114,11 @@ def test_layout_plans_what_the_server_serves_under_other_names(tmp_path, monkeyp
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
         ("config.json", {"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
-        ("config.json", {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, False),
+        (
+            "config.json",
+            {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
+            False,
+        ),
     ],
 )
 def test_a_checkpoint_that_asks_for_fp8_is_refused(tmp_path, monkeypatch, where, section, found):
@@ -123,7 +131,9 @@ def test_a_checkpoint_that_asks_for_fp8_is_refused(tmp_path, monkeypatch, where,
     if not found:
         refuse_kv_scheme(model_config, "auto")
         return
-    with pytest.raises(RaggedConfigError, match="LlamaForCausalLM asks for a KV cache in FP8.*--kv-cache-dtype bfloat16"):
+    with pytest.raises(
+        RaggedConfigError, match=r"LlamaForCausalLM asks for a KV cache in FP8.*--kv-cache-dtype bfloat16"
+    ):
         refuse_kv_scheme(model_config, "auto")
 
 

@@ -177,7 +177,9 @@ def test_graphs_are_off_before_memory_is_sized(llama, monkeypatch, flags):
 def test_on_cuda_a_segment_is_a_power_of_two(segment):
     resolution.refuse_segment(segment, "cpu")
     resolution.refuse_segment(256, "cuda")
-    with pytest.raises(RaggedConfigError, match=f"--ragged-segment {segment} is no power of two.*use .* or (64|256|512)"):
+    with pytest.raises(
+        RaggedConfigError, match=f"--ragged-segment {segment} is no power of two.*use .* or (64|256|512)"
+    ):
         resolution.refuse_segment(segment, "cuda")
 
 

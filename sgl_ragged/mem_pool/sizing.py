@@ -141,8 +141,8 @@ def plan_pool(
             raise RaggedConfigError(
                 f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need "
                 f"{plan.tails_bytes} bytes of tails and at least two slabs of {plan.slab_bytes} bytes, together "
-                f"{plan.tails_bytes + 2 * plan.slab_bytes}; give more memory (--kv-bytes, --mem-fraction-static), fewer "
-                f"--max-running-requests or a shorter --ragged-segment"
+                f"{plan.tails_bytes + 2 * plan.slab_bytes}; give more memory (--kv-bytes, --mem-fraction-static), "
+                f"fewer --max-running-requests or a shorter --ragged-segment"
             )
         return replace(plan, num_slots=int(min(num_slots, most_slots or num_slots)))
 

@@ -15,7 +15,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import RaggedOptions
 
 TO_COMMAND_LINE, TO_ENGINE = 78, 79
-"""Exit statuses of a worker that has said why, by who has started it (EX_CONFIG of sysexits.h, and one that is free)."""
+"""Exit statuses of a worker that has said why, by who started it: EX_CONFIG of sysexits.h, and one that is free."""
 
 _OTHERS_WAIT_S = 5.0
 

@@ -15,12 +15,12 @@ from sgl_ragged.plugin.model_support import refuse_kv_scheme, refuse_model
 from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, resolve, seams_for
 
-
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
 
 CAPTURED_KERNELS = ("auto", "triton")
 """What --ragged-kernel may be where CUDA graphs of decode are asked for."""
+
 
 def resolve_with_options(original: Callable[[Any], None], server_args: Any, options: RaggedOptions) -> None:
     """Run SGLang's own resolution with the plugin's settings declared, check what came out, place the heads.

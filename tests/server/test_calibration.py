@@ -81,6 +81,7 @@ def test_calibrate_and_serve_a_qwen3(tmp_path, nursery):
         (("--scorer", "nonsense"), "unknown scorer"),
         (("--data", "/no/such/file"), "cannot read samples"),
         (("-o", "/no/such/folder/p.safetensors"), "does not exist"),
+        (("-o", "/dev"), "-o /dev is a directory; name a file in it"),
     ],
 )
 def test_bad_input_ends_with_one_line(tmp_path, monkeypatch, capsys, flags, words):
