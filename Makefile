@@ -1,7 +1,10 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo report test lint clean
+# The first release of SGLang that is served on; .venv has the last one.
+SGLANG_RELEASE ?= 0.5.22
+
+.PHONY: setup demo report test compat lint clean
 
 setup: .venv/.ready
 
@@ -23,10 +26,19 @@ report: setup
 test: setup
 	$(PYTHON) -m pytest $(ARGS)
 
+compat: .venv-compat/$(SGLANG_RELEASE)
+	.venv-compat/bin/python -m pytest tests/test_plugin.py tests/test_cli.py \
+		tests/server/test_semantics.py tests/server/test_full_ratio.py $(ARGS)
+
+.venv-compat/$(SGLANG_RELEASE): pyproject.toml .uv/bin/uv
+	.uv/bin/uv venv --quiet --clear .venv-compat
+	.uv/bin/uv pip install --quiet --python .venv-compat --compile-bytecode -e '.[dev]' sglang==$(SGLANG_RELEASE)
+	touch $@
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
 clean:
-	rm -rf .venv .uv
+	rm -rf .venv .venv-compat .uv

@@ -30,7 +30,7 @@ def main() -> None:
     layout.set_defaults(run=show_layout)
     split_map_report.add_parser(commands)
     fairkv_report.add_parser(commands)
-    check = commands.add_parser("check", help="whether the installed SGLang has the seams that the plugin needs")
+    check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
     check.set_defaults(run=check_installation)
     options = parser.parse_args()
     try:
@@ -65,11 +65,11 @@ def show_layout(options: argparse.Namespace) -> None:
 
 
 def check_installation(_: argparse.Namespace) -> None:
-    """Print one line if every seam is as expected, raise RaggedConfigError with the list of those that are not."""
-    from sgl_ragged.plugin.seams import RAGGED_SEAMS, check_seams
+    """Print one line if the release is served and its seams are as expected; RaggedConfigError says what is not."""
+    from sgl_ragged.plugin.seams import RAGGED_SEAMS, check_seams, installed_release
 
     check_seams(RAGGED_SEAMS)
-    print(f"all {len(RAGGED_SEAMS)} seams of the installed SGLang are as expected")
+    print(f"SGLang {installed_release()} is served on: all {len(RAGGED_SEAMS)} seams are as expected")
 
 
 if __name__ == "__main__":

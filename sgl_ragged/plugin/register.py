@@ -63,13 +63,11 @@ def _hook(target: str, hook: Callable, hook_type: Any) -> None:
 
 
 def _refuse_unless_hooked() -> None:
-    from sgl_ragged.plugin.seams import resolve
+    from sgl_ragged.plugin.seams import REMEDY, installed_release, resolve
 
     lost = [target for target, original in _hooked if original is None or resolve(target) is original]
     if lost:
-        raise RaggedConfigError(
-            f"sgl_ragged could not hook {', '.join(lost)}: this SGLang is not the release it was made for (0.5.23)"
-        )
+        raise RaggedConfigError(f"could not hook {', '.join(lost)} of SGLang {installed_release()}; {REMEDY}")
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:

@@ -5,16 +5,28 @@ SGLang logs and swallows hook errors. Here a seam that is not as expected, or th
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from packaging.version import Version
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import RaggedOptions
 
 BACKEND = "ragged"
 """Name of the attention backend in SGLang's registry."""
+
+SERVED = ("0.5.22", "0.5.23")
+"""The releases of SGLang that real servers are tested with; pyproject.toml asks for these and their post releases.
+
+Others are refused: that all seams are there does not mean that a server starts. 0.5.20 and 0.5.21 have them, and ask
+platform plugins for pool and allocator classes, which from 0.5.22 on may stay SGLang's own.
+"""
+
+REMEDY = f"install sglang=={SERVED[-1]}, or a release of sgl-ragged made for this one"
 
 
 @dataclass(frozen=True)
@@ -88,9 +100,24 @@ def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
     return RAGGED_SEAMS if options.ragged else KV_BYTES_SEAMS
 
 
+def installed_release() -> str:
+    """Version of the installed SGLang; RaggedConfigError if there is none."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise RaggedConfigError(f"SGLang is not installed; {REMEDY}") from None
+
+
+def is_served(release: str) -> bool:
+    """Whether a version of SGLang is one of SERVED, or a post release of one; what comes before a release is not."""
+    version = Version(release)
+    return version.base_version in SERVED and not version.is_prerelease
+
+
 def check_seams(seams: tuple[Seam, ...]) -> None:
-    """Raise RaggedConfigError with the list of seams that are missing or have other parameters than expected."""
-    wrong = []
+    """Raise RaggedConfigError with what is wrong: the release, seams that are missing or take other parameters."""
+    release = installed_release()
+    wrong = [] if is_served(release) else [f"a server was tested with {' and '.join(SERVED)} alone"]
     for seam in seams:
         function = resolve(seam.target)
         if not callable(function):
@@ -100,10 +127,7 @@ def check_seams(seams: tuple[Seam, ...]) -> None:
         if parameters != seam.parameters:
             wrong.append(f"{seam.target} (takes {', '.join(parameters)})")
     if wrong:
-        raise RaggedConfigError(
-            f"this SGLang does not have the seams that --kv-pool and --kv-bytes need: {'; '.join(wrong)}. "
-            f"Install sglang==0.5.23, or a release of sgl-ragged made for this one"
-        )
+        raise RaggedConfigError(f"SGLang {release} cannot be served on: {'; '.join(wrong)}; {REMEDY}")
 
 
 def install(options: RaggedOptions) -> None:
