@@ -1,8 +1,29 @@
-"""Settings for all tests."""
+"""Settings for all tests; what runs in `make test-all` only; server tests one after the other."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+from tests.examples import load_profile
 
 # The tensors of the unit tests are small: on shared cores more threads only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also what `make test` leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    load_profile(config.getoption("thorough"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("thorough") and not config.getoption("thorough"):
+            item.add_marker(pytest.mark.skip(reason="make test-all"))
+        # One process runs them all: they share the process that servers are forked from, and servers.
+        if item.get_closest_marker("server"):
+            item.add_marker(pytest.mark.xdist_group("servers"))

@@ -131,7 +131,7 @@ def test_what_cannot_be_cut_is_refused_in_one_line(chat):
         make_talk(replace(long, may_be_cut=True), WITH_BOS, form).fitted(2)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(session=sessions(), mode=st.sampled_from(["turns", "requests"]), own=st.booleans())
 def test_a_chat_is_written_by_the_template(session, mode, own):
     assume(mode == "turns" or not own)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from calib.__main__ import main
@@ -17,6 +17,7 @@ from calib.stability import measure_stability
 from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.profile import Profile, load_profile
+from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
     MEASURED = dict(_archive)
@@ -99,7 +100,7 @@ def test_reclaimed_in_closed_form():
 
 
 @pytest.mark.parametrize("name", MEASURED)
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     ratios=st.tuples(st.floats(0.1, 0.9), st.floats(0.1, 0.9)).map(sorted),
     segment=st.sampled_from([128, 256, 512]),

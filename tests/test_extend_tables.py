@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention.extend_tables import extend_tables
+from tests.examples import examples
 
 SEGMENT, BLOCK_M = 32, 16
 CHUNKS = st.lists(st.tuples(st.integers(0, 3 * SEGMENT), st.integers(0, 3 * SEGMENT)), min_size=1, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(chunks=CHUNKS, q_per_kv=st.integers(1, 16))
 def test_every_row_is_in_one_tile_and_every_token_stored_where_it_belongs(chunks, q_per_kv):
     prefixes, lengths = [p for p, _ in chunks], [n for _, n in chunks]

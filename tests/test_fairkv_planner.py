@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sgl_ragged.budgets import fit_kept
@@ -27,6 +27,7 @@ from sgl_ragged.fairkv.permute import equal_parts, least_possible
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import MODES, plan_placement
 from sgl_ragged.fairkv.splitting import split_layer
+from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
     MEASURED = {name: _archive[name] for name in _archive.files if name.endswith("/evictable")}
@@ -159,7 +160,7 @@ def test_permute_equals_brute_force(loads, ranks):
     assert max(np.array(loads)[parts].sum(axis=1)) == best_division(loads, ranks)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.data(), st.sampled_from([(9, 3), (10, 2), (12, 3), (12, 4), (12, 6)]))
 def test_permute_equals_brute_force_on_finer_loads(data, shape):
     heads, ranks = shape
@@ -257,7 +258,7 @@ def test_algorithm_2_by_hand():
     assert paper.scheme_loads(scheme, [6, 2, 2]) == [5, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data(), st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 3), (4, 4)]))
 def test_ours_match_or_beat_the_papers(data, shape):
     heads, ranks = shape
@@ -272,7 +273,7 @@ def test_ours_match_or_beat_the_papers(data, shape):
     assert split <= math.ceil(theirs)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data(), st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 3)]), st.integers(1, 2))
 def test_copy_equals_brute_force(data, shape, extra):
     """All sets of ranks for each head, as many heads a rank as it has places."""

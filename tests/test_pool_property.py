@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
-
+from tests.examples import examples
 from tests.pool_machine import PoolMachine
 
-PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = examples(40, stateful_step_count=30)
 TestPoolMachine = PoolMachine.TestCase

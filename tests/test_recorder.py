@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -27,6 +27,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
+from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
 
 SEGMENT, LAYERS, HEADS, PER_HEAD, DIM = 64, 2, 3, 2, 8
@@ -120,7 +121,7 @@ def test_a_new_request_starts_afresh(tmp_path):
         assert torch.equal(tensor, again[name])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     ratio=st.floats(0.05, 1.0),
     scope=st.sampled_from(("layer", "model")),

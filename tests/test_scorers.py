@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
@@ -26,6 +26,7 @@ from sgl_ragged.scorers import (
     scorer_names,
 )
 from sgl_ragged.scorers.statistics import scorer_statistics
+from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
 
 KEYS = torch.tensor([[3.0, 0.0], [0.0, 4.0], [-5.0, 0.0], [1.0, 0.0]])
@@ -163,7 +164,7 @@ def test_segments_and_heads_are_independent_and_arguments_unchanged(name):
 POISONS = ("nan", "inf", "-inf", "zero", "equal", "huge")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     name=st.sampled_from(sorted(BUILT_IN)),
     where=st.sampled_from(("keys", "values", "queries")),
@@ -279,7 +280,7 @@ def test_a_broken_third_party_scorer_is_refused(tmp_path, monkeypatch, code, wor
 # The choice of what is kept
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     name=st.sampled_from(["keydiff", "key_norm", "value_key_norm", "streaming"]),
     units=st.integers(1, 4),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -29,6 +29,7 @@ from sgl_ragged.split_map import (
     makespan,
     split_counts,
 )
+from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
     MEASURED = dict(_archive)
@@ -144,7 +145,7 @@ def divisions(total: int, heads: int) -> Iterator[tuple[int, ...]]:
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, total)))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.integers(1, 30), st.integers(1, 8))
 def test_exact_needs_as_few_waves_as_any_division_and_has_the_smallest_largest_load(row, resident, batch):
     (counts,) = split_counts(np.array([row]), resident, batch, "exact").tolist()
@@ -202,7 +203,7 @@ def test_exact_needs_one_wave_where_it_holds_many_ctas(kept, batch, more):
         assert (imbalance(kept, counts) <= num_ctas / (num_ctas - heads) + 1e-12).all()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(KEPT, st.integers(1, 60), st.integers(1, 12))
 def test_exact_is_within_its_limit_of_the_least_possible_time(kept, resident, batch):
     counts = split_counts(kept, resident, batch, "exact")
@@ -281,7 +282,7 @@ def test_makespan_by_hand():
     assert makespan(kept, np.array([[1, 3]]), 2, 3).tolist() == [9 / 8]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(KEPT, st.integers(1, 5), st.integers(1, 20), st.sampled_from(METHODS))
 def test_makespan_bounds(kept, batch, slots, method):
     """Between the largest CTA, or all slots equally full, and one CTA more than that (Graham 1969)."""

@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention import torch_ops
+from tests.examples import examples
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
 
 
@@ -65,7 +66,7 @@ def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     assert parts == {1: [1] * 7, 7: [2, 2, 2, 1], 20: [4, 3]}[segments_at_once] * len(KEPT)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     cuts=st.lists(st.integers(1, 4 * SEGMENT + 9), max_size=6),
     mix=st.integers(0, 3),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 
 from sgl_ragged.attention.triton_ops import TritonOps
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from tests.examples import examples
 from tests.kernels.operations import triton_operations
 from tests.pool_machine import ROWS, SLOTS, PoolMachine
 
@@ -15,7 +16,5 @@ class TritonPoolMachine(PoolMachine):
         return triton_operations(store, SLOTS, max_batch=ROWS)
 
 
-TritonPoolMachine.TestCase.settings = settings(
-    max_examples=2, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TritonPoolMachine.TestCase.settings = examples(2, stateful_step_count=8, suppress_health_check=list(HealthCheck))
 TestTritonPoolMachine = TritonPoolMachine.TestCase

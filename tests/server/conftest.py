@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +13,16 @@ from benchmarks.launch import Server
 from benchmarks.warm_start import Nursery
 
 
+class QuietNursery(Nursery):
+    """Its servers leave the cores to others while nobody asks."""
+
+    def serve(self, model: str | Path, *args: str, **more: object) -> contextlib.AbstractContextManager[Server]:
+        return super().serve(model, *args, "--sleep-on-idle", **more)
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
+    with QuietNursery() as nursery:
         yield nursery
 
 
@@ -28,7 +37,7 @@ def character_server(character_model, nursery) -> Iterator[Server]:
     """A ragged server at ratio 0.5 with segments of 64 tokens, for tests of what clients see."""
     flags = [
         *("--dtype", "float32", "--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "64"),
-        *("--kv-bytes", "32MiB", "--max-running-requests", "8", "--sleep-on-idle", "--enable-cache-report"),
+        *("--kv-bytes", "32MiB", "--max-running-requests", "8", "--enable-cache-report"),
         # A random model would fill its answer with spaces that JSON allows.
         *("--tool-call-parser", "glm45", "--constrained-json-disable-any-whitespace"),
     ]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -14,24 +11,23 @@ pytestmark = pytest.mark.server
 GROUPS, PROMPTS, SYSTEM, QUESTION, OUTPUT, SEGMENT = 2, 3, 200, 40, 16, 64
 
 
-def bench(server, model, folder, *flags: object) -> dict:
+def bench(nursery, server, model, folder, *flags: object) -> dict:
     """One run of `python -m sglang.bench_serving`; what it writes to its output file."""
-    command = [
-        *(sys.executable, "-m", "sglang.bench_serving", "--base-url", server.url, "--model", model),
+    arguments = [
+        *("--base-url", server.url, "--model", model),
         *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", GROUPS, "--gsp-prompts-per-group", PROMPTS),
         *("--gsp-system-prompt-len", SYSTEM, "--gsp-question-len", QUESTION, "--gsp-output-len", OUTPUT),
         *("--num-prompts", GROUPS * PROMPTS, "--max-concurrency", 2, "--flush-cache", "--disable-tqdm"),
         *("--output-file", folder / "result.jsonl", "--output-details", "--cache-report", *flags),
     ]
     # It keeps generated prompts in the home folder.
-    env = os.environ | {"HOME": str(folder)}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, env=env)
+    done = nursery.run("sglang.bench_serving", *arguments, env={"HOME": str(folder)})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads((folder / "result.jsonl").read_text().splitlines()[-1])
 
 
-def test_shared_prefixes(character_server, character_model, tmp_path):
-    found = bench(character_server, character_model, tmp_path, "--backend", "sglang")
+def test_shared_prefixes(nursery, character_server, character_model, tmp_path):
+    found = bench(nursery, character_server, character_model, tmp_path, "--backend", "sglang")
     assert found["completed"] == GROUPS * PROMPTS
     assert found["total_output_tokens"] == GROUPS * PROMPTS * OUTPUT
     assert found["server_info"]["ragged"]["segment"] == SEGMENT
@@ -41,9 +37,10 @@ def test_shared_prefixes(character_server, character_model, tmp_path):
     assert cached % SEGMENT == 0
 
 
-def test_multi_turn(character_server, character_model, tmp_path):
+def test_multi_turn(nursery, character_server, character_model, tmp_path):
     turns = 3
-    found = bench(character_server, character_model, tmp_path, "--backend", "sglang-oai-chat", "--gsp-num-turns", turns)
+    flags = ("--backend", "sglang-oai-chat", "--gsp-num-turns", turns)
+    found = bench(nursery, character_server, character_model, tmp_path, *flags)
     assert found["completed"] == GROUPS * PROMPTS * turns
     assert found["total_output_tokens"] == GROUPS * PROMPTS * turns * OUTPUT
     # Each turn after the first finds at least the whole segments of the first one's prompt.

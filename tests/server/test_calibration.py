@@ -20,11 +20,6 @@ pytestmark = pytest.mark.server
 SEGMENT, RATIO = 128, 0.4
 
 
-def calibrate(*args: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "calib", "run", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400)
-
-
 def test_calibrate_and_serve_a_qwen3(tmp_path, nursery):
     model = make_qwen3(tmp_path / "qwen3")
     rng = np.random.default_rng(0)
@@ -33,7 +28,8 @@ def test_calibrate_and_serve_a_qwen3(tmp_path, nursery):
     data.write_text("\n".join(map(json.dumps, samples)))
     flags = ["--model", model, "--dtype", "float32", "--data", data, "--segment", SEGMENT, "--ratio", RATIO]
     flags += ["--scorer", "keydiff", "expected_attention", "-o", tmp_path / "{scorer}.safetensors"]
-    done = calibrate(*flags, "--json")
+    command = [sys.executable, "-m", "calib", "run", *map(str, flags), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = {report["scorer"]: report for report in json.loads(done.stdout)}
     profile = load_profile(tmp_path / "keydiff.safetensors")
@@ -47,10 +43,11 @@ def test_calibrate_and_serve_a_qwen3(tmp_path, nursery):
     # What is missing is recorded again, and comes out the same; the other method needs no engine at all.
     work = tmp_path / "all.safetensors.recordings"
     (work / "sample-00001.safetensors").unlink()
-    again = calibrate(*flags, "--json")
+    again = nursery.run("calib", "run", *flags, "--json")
+    assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout) == list(reports.values())
-    implied = calibrate(*flags, "--method", "implied")
-    assert implied.returncode == 0
+    implied = nursery.run("calib", "run", *flags, "--method", "implied")
+    assert implied.returncode == 0, implied.stderr[-3000:]
     assert load_profile(tmp_path / "keydiff.safetensors").method == "implied"
     profile.save(tmp_path / "profile.safetensors")
 

@@ -23,9 +23,7 @@ SCRIPTS = sorted(path for path in (Path(__file__).parents[2] / "examples").glob(
 @pytest.fixture(scope="module")
 def server(character_model, nursery, tmp_path_factory):
     args = server_args("ragged", "16MiB", 1.0, SEGMENT)
-    with nursery.serve(
-        character_model, *args, "--sleep-on-idle", log=tmp_path_factory.mktemp("log") / "ragged.log"
-    ) as server:
+    with nursery.serve(character_model, *args, log=tmp_path_factory.mktemp("log") / "ragged.log") as server:
         yield server
 
 

@@ -46,7 +46,6 @@ def bytes_per_token(model) -> int:
 def test_full_ratio_equals_token_pool(make, tmp_path, nursery):
     model = make(tmp_path / "model")
     common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4")
-    common = (*common, "--sleep-on-idle")  # both are up at once
     ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", str(PAGE))
     # The same page size: with another one the radix cache would cut the prompt elsewhere.
     starts = (

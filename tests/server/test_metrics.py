@@ -25,7 +25,7 @@ NAMES = {
     *("sealed_segments_total", "seal_seconds_total"),
 }
 LAYERS, HEADS, DIM, ITEM = 2, 4, 32, 4
-COMMON = ("--dtype", "float32", "--kv-bytes", "16MiB", "--enable-metrics", "--sleep-on-idle")
+COMMON = ("--dtype", "float32", "--kv-bytes", "16MiB", "--enable-metrics")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ TRAFFIC = [
 def server(nursery, name: str, log: Path) -> Iterator[Server]:
     """A server with the flags that the benchmark would give it."""
     flags = server_arguments(Pool.parse(name), CLIENTS, KV_BYTES, on_cpu=True)
-    with nursery.serve(MODEL, *flags, "--sleep-on-idle", log=log) as running:
+    with nursery.serve(MODEL, *flags, log=log) as running:
         yield running
 
 
@@ -67,12 +67,9 @@ def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(nurser
 
         again = stack.enter_context(server(nursery, "ragged@0.5", tmp_path / "again.log"))
         served = token.log_text().count("/v1/chat/completions")
-        second = benchmark(*urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={again.url}")
-        try:
-            printed, said = second.communicate(timeout=90)
-        finally:
-            second.kill()
-        assert second.returncode == 0, said
+        urls += ["--url", f"token={token.url}", "--url", f"ragged@0.5={again.url}"]
+        second = nursery.run("benchmarks.multi_turn", *TRAFFIC, *urls, timeout_s=90)
+        assert second.returncode == 0, second.stderr
         assert token.log_text().count("/v1/chat/completions") == served
 
     store = Store.load(folder)
@@ -80,7 +77,7 @@ def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(nurser
     assert [point.rejected for point in store.points] == [None, None]
     for point in store.points:
         check_point(point)
-    document = json.loads(printed)
+    document = json.loads(second.stdout)
     assert [entry["pool"] for entry in document["totals"]] == ["token", "ragged@0.5"]
     assert (folder / "ttft.svg").is_file()
     assert (folder / "rounds.csv").read_text().count("\n") == 1 + 2 * ROUNDS
@@ -141,10 +138,10 @@ def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
 def test_a_server_that_does_not_say_enough_is_one_line(nursery, tmp_path):
     flags = ["--dtype", "float32", "--kv-bytes", KV_BYTES, "--max-running-requests", "3", "--kv-pool", "ragged"]
     with nursery.serve(MODEL, *flags, log=tmp_path / "plain.log") as plain:
-        run = benchmark("--url", f"ragged@0.5={plain.url}", "--output", str(tmp_path / "out"))
-        _, said = run.communicate(timeout=60)
+        address = ["--url", f"ragged@0.5={plain.url}", "--output", tmp_path / "out"]
+        run = nursery.run("benchmarks.multi_turn", *TRAFFIC, *address, timeout_s=60)
     assert run.returncode == 1
-    assert "--enable-metrics" in said.strip().splitlines()[-1]
+    assert "--enable-metrics" in run.stderr.strip().splitlines()[-1]
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from benchmarks.demo import MODEL
-from benchmarks.launch import serve
 from tests.server.client import flush, generate
 
 pytestmark = pytest.mark.server
@@ -70,7 +69,7 @@ class Client:
         self.outcomes["left"] += 1
 
 
-def test_random_requests_on_a_small_pool(tmp_path):
+def test_random_requests_on_a_small_pool(nursery, tmp_path):
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--context-length", str(CONTEXT)),
         *("--kv-pool", "ragged", "--ragged-ratio", "0.3", "--ragged-segment", str(SEGMENT)),
@@ -79,7 +78,7 @@ def test_random_requests_on_a_small_pool(tmp_path):
         *("--schedule-conservativeness", "0.05"),
     ]
     trunk = random.Random(0).choices(VOCABULARY, k=700)
-    with serve(MODEL, *flags, log=tmp_path / "stress.log", env=ENV) as server:
+    with nursery.serve(MODEL, *flags, log=tmp_path / "stress.log", env=ENV) as server:
         clients = [Client(server.url, seed, trunk) for seed in range(CLIENTS)]
         todo = iter(range(REQUESTS))
         lock = threading.Lock()

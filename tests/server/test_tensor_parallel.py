@@ -62,7 +62,7 @@ def models(tmp_path_factory) -> dict[str, Model]:
 def serve(nursery: Nursery, model: Model, tp: int, ratio: float, *more: str, log: Path):
     cores = sorted(os.sched_getaffinity(0))
     flags = [
-        *("--dtype", "float32", "--skip-tokenizer-init", "--sleep-on-idle", "--tp", str(tp)),
+        *("--dtype", "float32", "--skip-tokenizer-init", "--tp", str(tp)),
         *("--kv-pool", "ragged", "--kv-bytes", str(KV_BYTES), "--max-running-requests", str(REQUESTS)),
         *("--ragged-ratio", str(ratio), "--ragged-segment", str(SEGMENT), "--chunked-prefill-size", str(3 * SEGMENT)),
         *("--ragged-profile", str(model.profile) if ratio < 1 else "uniform"),

@@ -1,0 +1,21 @@
+"""How many examples property tests get: a quarter of what they ask for in `make test`, all of it in `make test-all`."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+USUAL, SHARE, LEAST = 100, 4, 5
+
+
+def load_profile(thorough: bool) -> None:
+    """Set how many examples tests get that do not ask for a number; to be called before test modules are imported."""
+    # How long an example takes says nothing on shared cores.
+    settings.register_profile("few", max_examples=USUAL // SHARE, deadline=None)
+    settings.register_profile("thorough", max_examples=USUAL, deadline=None)
+    settings.load_profile("thorough" if thorough else "few")
+
+
+def examples(count: int, **others: object) -> settings:
+    """Settings of a test that asks for `count` examples; of a small count at least LEAST remain."""
+    few = settings.get_current_profile_name() == "few"
+    return settings(max_examples=max(count // SHARE, min(count, LEAST)) if few else count, **others)
