@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,3 +115,29 @@ def test_models_that_do_not_fit(model, monkeypatch, key, words):
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, model)
     assert words in str(ended.value.code)
+
+
+def test_the_page_says_what_was_found():
+    """docs/fairkv.md against benchmarks/results/fairkv.json, which is rounded, too, to four digits."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "fairkv.md").read_text()
+    profiles = json.loads((root / "benchmarks" / "results" / "fairkv.json").read_text())["profiles"]
+
+    def figures(text: str) -> list[float]:
+        return [float(word) for word in re.findall(r"\d\.\d+", text)]
+
+    def columns(figure: str, mode: str, names: list[str]) -> list[list[float]]:
+        return [[profiles[name][ranks]["modes"][mode][figure] for name in names] for ranks in ("2", "4", "8")]
+
+    rows = [("`split`, as planned", "busy", "split"), ("busy, extra weights lost: `split`", "busy_net", "split")]
+    rows += [(f"capacity: `{mode}`", "capacity", mode) for mode in ("permute", "split")]
+    rows += [(f"speed-up: `{mode}`", "speedup", mode) for mode in ("permute", "copy", "split")]
+    for label, figure, mode in rows:
+        shown = figures(re.search(rf"^\| {re.escape(label)} (\|.+)$", page, re.MULTILINE)[1])
+        found = [f(column) for column in columns(figure, mode, list(profiles)) for f in (min, np.median, max)]
+        half = 0.0005 if figure.startswith("busy") else 0.005
+        np.testing.assert_allclose(shown, found, rtol=0, atol=half + 0.0001, err_msg=label)
+    sentence = re.search(r"By bytes, `split` has (.+?) for Llama-3.1-8B at TP2, TP4 and TP8", page, re.DOTALL)[1]
+    llama = [name for name in profiles if name.endswith("llama-3.1-8b-instruct/layer")]
+    found = [f(column) for column in columns("speedup", "split", llama) for f in (min, max)]
+    np.testing.assert_allclose(figures(sentence), found, rtol=0, atol=0.0051)
