@@ -215,6 +215,10 @@ class SplitMap:
             min((b for b in self.counts_by_batch if b >= batch), default=max(self.counts_by_batch))
         ]
 
+    def most_parts(self, max_batch: int) -> int:
+        """Most CTAs of one layer over all batches of up to `max_batch` requests: partial results to make room for."""
+        return max(batch * int(self.for_batch(batch).sum(axis=1).max()) for batch in range(1, max_batch + 1))
+
 
 def batch_buckets(most: int) -> list[int]:
     """Batch sizes to make a map for: every one up to 8, then each an eighth larger than the last, up to `most`.

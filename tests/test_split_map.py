@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,9 @@ from sgl_ragged.grouping import group_largest
 from sgl_ragged.split_map import (
     BALANCE,
     METHODS,
+    SplitMap,
     algorithm1,
+    batch_buckets,
     build_split_map,
     cta_table,
     head_parts,
@@ -314,6 +317,41 @@ def test_batches_with_the_same_counts_share_them():
     found = build_split_map(kept, RESIDENT, [60, 64, 65, 400], "algorithm1")
     assert found.for_batch(60) is found.for_batch(64) is found.for_batch(65)
     assert found.for_batch(400) is not found.for_batch(60)
+
+
+def test_room_for_the_parts_of_any_batch():
+    """Two requests leave twelve parts, three leave six: a larger batch need not leave more."""
+    found = SplitMap(np.array([[64, 16]]), {2: np.array([[4, 2]]), 4: np.array([[1, 1]])}, "exact", 12)
+    assert [found.most_parts(most) for most in (1, 2, 3, 6, 7)] == [6, 12, 12, 12, 14]
+
+
+def test_scratch_is_what_the_page_says():
+    """docs/kernels.md: MiB for partial results in decode and prefill."""
+    page = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text()
+    heading, measured, equal = (
+        re.search(rf"^\| {name} \| (.+) \|$", page, re.MULTILINE)[1].split(" | ")
+        for name in ("`--max-running-requests`", "measured budgets", "equal budgets")
+    )
+    profiles = [
+        fit_kept(shares, 0.3, 256, name.split("/")[2])
+        for name, shares in MEASURED.items()
+        if "llama-3.1-8b" in name and name.endswith("/evictable")
+    ]
+    assert len(profiles) == 8
+
+    def mebibytes(kept: np.ndarray, requests: int) -> float:
+        rows = requests + 1  # row 0 belongs to no request
+        parts = build_split_map(kept, RESIDENT, batch_buckets(rows)).most_parts(rows)
+        return parts * (128 + 1) * 4 * 4 / 2**20
+
+    for requests, between, alone in zip(map(int, heading), measured, equal, strict=True):
+        sizes = [mebibytes(kept, requests) for kept in profiles]
+        assert between == f"{min(sizes):.1f} to {max(sizes):.1f}"
+        assert alone == f"{mebibytes(uniform_kept(32, 8, 0.5, 256), requests):.1f}"
+
+    maps = [build_split_map(kept, 132, range(1, 132 // 16 + 1)).counts_by_batch for kept in profiles]
+    most = max(tiles * counts.sum(axis=1).max() for one in maps for tiles, counts in one.items())
+    assert f"at most {most * 128 * (128 + 1) * 4 / 2**20:.1f} MiB" in page
 
 
 def test_the_map_hands_its_options_on():

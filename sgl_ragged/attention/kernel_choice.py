@@ -78,6 +78,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         max(imbalance(kept, counts).max() for counts in split_map.counts_by_batch.values()),
     )
     operations = TritonOps(store, split_map, max_batch, max_segments, chunk_ctas)
+    logger.info("%d bytes for partial results of decode, outside the KV budget", operations.scratch_bytes)
     operations.warm_up()
     return operations
 

@@ -124,12 +124,11 @@ class TritonOps:
             return
         store, device = self.store, self.store.slabs.device
         self._max_batch = max_batch
-        parts = 0
         for batch in range(1, max_batch + 1):
             counts = self.split_map.for_batch(batch)
             if id(counts) not in self._splits:
                 self._splits[id(counts)] = _layer_splits(counts, store.layout.kept, device)
-            parts = max(parts, batch * int(counts.sum(axis=1).max()))
+        parts = self.split_map.most_parts(max_batch)
         self._rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_batch, dtype=torch.int32, device=device)
         self._places = torch.zeros(max_batch, dtype=torch.int32, device=device)
@@ -137,6 +136,11 @@ class TritonOps:
         self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes for the partial results of decode, allocated for the largest batch."""
+        return self._partial.nbytes + self._lse.nbytes
 
     def warm_up(self) -> None:
         """Compile every kernel before a request waits for it. Writes to row 0 and slot 0, which hold nothing."""
