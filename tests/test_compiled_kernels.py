@@ -6,8 +6,11 @@ What this cannot show is speed, or races.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from benchmarks.kernel_resources import ARCHITECTURES, Build, builds, compile_build
 from sgl_ragged.attention.kernels import decode, extend
@@ -15,15 +18,26 @@ from sgl_ragged.attention.kernels import decode, extend
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-
+DTYPES, HEAD_DIMS = ("fp16", "bf16", "fp32"), (64, 128, 256)
 ATTENTION = (decode.decode_kernel, extend.extend_kernel)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_compile_without_spills_and_pipelined(architecture):
+def cells() -> Iterator[ParameterSet]:
+    """Architecture, dtype and head dimension; by default nine of them, in which any two of the three meet once."""
+    for places in itertools.product(range(3), repeat=3):
+        cell = [choices[place] for choices, place in zip((ARCHITECTURES, DTYPES, HEAD_DIMS), places, strict=True)]
+        yield pytest.param(*cell, marks=[] if sum(places) % 3 == 0 else pytest.mark.thorough)
+    for architecture in ARCHITECTURES:
+        yield pytest.param(architecture, "fp32", 0, marks=[] if architecture == 90 else pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "head_dim"), cells())
+def test_kernels_compile_without_spills_and_pipelined(architecture, dtype, head_dim):
     for build in builds(architecture):
+        if (build.dtype, build.head_dim) != (dtype, head_dim):
+            continue
         # Kernels that only move rows are compiled in every variant for one architecture, and in one for the others.
-        one_variant = (build.dtype, build.head_dim) in (("bf16", 128), ("fp32", 0))
+        one_variant = (dtype, head_dim) in (("bf16", 128), ("fp32", 0))
         if architecture != 90 and build.kernel not in ATTENTION and not one_variant:
             continue
         found = compile_build(build, architecture)
@@ -36,12 +50,26 @@ def test_kernels_compile_without_spills_and_pipelined(architecture):
             assert found.tensor_core or build.constants["PRECISION"] == "ieee", found
 
 
+def test_no_build_is_left_out():
+    found = {(number, build.dtype, build.head_dim) for number in ARCHITECTURES for build in builds(number)}
+    assert found == {tuple(cell.values) for cell in cells()}
+
+
 def one_build(kernel: object) -> Build:
     return next(b for b in builds(90) if b.kernel is kernel and b.dtype == "bf16" and b.head_dim == 128)
 
 
-@pytest.mark.parametrize("q_per_kv", [1, 5, 16])
-@pytest.mark.parametrize("kernel", ATTENTION)
+@pytest.mark.parametrize(
+    ("kernel", "q_per_kv"),
+    [
+        (decode.decode_kernel, 1),
+        (extend.extend_kernel, 5),
+        (decode.decode_kernel, 16),
+        pytest.param(extend.extend_kernel, 1, marks=pytest.mark.thorough),
+        pytest.param(decode.decode_kernel, 5, marks=pytest.mark.thorough),
+        pytest.param(extend.extend_kernel, 16, marks=pytest.mark.thorough),
+    ],
+)
 def test_other_group_sizes_compile_as_well(kernel, q_per_kv):
     build = one_build(kernel)
     build = dataclasses.replace(build, constants=build.constants | {"Q_PER_KV": q_per_kv})
