@@ -24,6 +24,13 @@ SIZES = dict(
 )
 
 
+def make_config(folder: Path) -> Path:
+    """A Llama without weights, for what looks at the configuration alone: 3 layers of 4 KV heads."""
+    sizes = SIZES | dict(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
+    LlamaConfig(architectures=["LlamaForCausalLM"], **sizes).save_pretrained(folder)
+    return folder
+
+
 def make_llama(folder: Path, **more: object) -> Path:
     """A random Llama with 4 KV heads of dimension 64, 2 query heads each; `more` goes to its config."""
     sizes = SIZES | dict(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64) | more

@@ -7,26 +7,17 @@ import sys
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig
 
 from sgl_ragged import cli
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.grouping import group_largest
 from sgl_ragged.split_map import METHODS, imbalance, makespan, split_counts
-from tests.models import SIZES, make_profile
+from tests.models import make_config, make_profile
 
 
 @pytest.fixture
 def model(tmp_path):
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        **SIZES,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-    ).save_pretrained(tmp_path)
-    return tmp_path
+    return make_config(tmp_path)
 
 
 def run(monkeypatch, *args: str) -> None:

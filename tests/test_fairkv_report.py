@@ -9,22 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig
 
 from sgl_ragged import cli
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.planner import MODES, plan_placement
 from sgl_ragged.fairkv.report import busy_limit, compare_modes, evenness
-from tests.models import SIZES, make_profile
+from tests.models import make_config, make_profile
 
 
 @pytest.fixture
 def model(tmp_path):
-    LlamaConfig(
-        **SIZES, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64
-    ).save_pretrained(tmp_path)
-    return tmp_path
+    return make_config(tmp_path)
 
 
 def run(monkeypatch, model, *args: str) -> None:
