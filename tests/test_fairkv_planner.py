@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -384,10 +383,11 @@ def test_busy_rates_of_measured_profiles(name, ranks):
     assert busy(fine) >= 0.995
 
 
-@pytest.mark.parametrize(("heads", "ranks", "limit_s"), [(8, 8, 2.0), (8, 4, 2.0), (64, 8, 20.0), (16, 4, 20.0)])
+@pytest.mark.parametrize(("heads", "ranks"), [(8, 8), (8, 4), (64, 8), (16, 4)])
 @pytest.mark.parametrize("mode", MODES)
-def test_planning_is_quick(heads, ranks, limit_s, mode):
+def test_models_of_eighty_layers_are_planned(heads, ranks, mode):
     kept = fit_kept(np.random.default_rng(0).random((80, heads)) ** 3, 0.3, 256)
-    started = time.perf_counter()
-    plan_placement(kept, ranks, mode)
-    assert time.perf_counter() - started < limit_s
+    plan = plan_placement(kept, ranks, mode)
+    assert {head for rank in plan.heads[0] for head in rank} >= set(range(heads))
+    # Copies share requests in equal parts, which need not be whole tokens.
+    np.testing.assert_allclose(plan.load.sum(axis=1), kept.sum(axis=1))
