@@ -27,8 +27,9 @@ test: setup
 	$(PYTHON) -m pytest $(ARGS)
 
 compat: .venv-compat/$(SGLANG_RELEASE)
-	.venv-compat/bin/python -m pytest tests/test_plugin.py tests/test_cli.py \
-		tests/server/test_semantics.py tests/server/test_full_ratio.py $(ARGS)
+	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py \
+		tests/server/test_semantics.py tests/server/test_full_ratio.py tests/server/test_metrics.py \
+		tests/server/test_tensor_parallel.py $(ARGS)
 
 .venv-compat/$(SGLANG_RELEASE): pyproject.toml .uv/bin/uv
 	.uv/bin/uv venv --quiet --clear .venv-compat

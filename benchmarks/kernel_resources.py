@@ -195,14 +195,31 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run([BINARIES / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def spills(found: list[Resources]) -> str:
+    """Which kernels spill registers with the installed Triton, in one sentence."""
+    spilled = [
+        f"{one.kernel} {one.dtype} {one.head_dim} at {one.architecture / 10} ({one.spilled_bytes} bytes)"
+        for one in found
+        if one.spilled_bytes
+    ]
+    which = f"registers spill: {', '.join(spilled)}" if spilled else "no kernel spills a register"
+    return f"With triton {triton.__version__} {which}."
+
+
 def markdown(found: list[Resources]) -> str:
     """The page in docs/: one row per kernel, dtype and head dimension, architectures side by side."""
     intro = f"""\
 # What the kernels need
 
-Registers per thread / shared memory in KiB per CTA, as the assembler of triton {triton.__version__} reports them for
-compute capability 8.0, 9.0 and 10.0. No kernel spills a register. Compiled, not run: this says nothing about speed. By
-`python -m benchmarks.kernel_resources --output docs/kernel-resources.md`; `tests/test_compiled_kernels.py` guards it.
+Registers per thread / shared memory in KiB per CTA, as Triton's assembler reports them for compute capability 8.0, 9.0
+and 10.0. Compiled, not run: this says nothing about speed.
+
+{spills(found)}
+Another Triton gives other figures and may spill (`docs/kernels.md`, versions): see `spilled_bytes` in what
+`python -m benchmarks.kernel_resources --json` prints with yours.
+
+By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
+`tests/test_compiled_kernels.py` guards it.
 
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight.

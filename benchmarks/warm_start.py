@@ -38,7 +38,14 @@ IMPORTED = (
 
 
 class Nursery:
-    """Context manager around the process that servers are forked from."""
+    """Context manager around the process that servers are forked from.
+
+    Args:
+        env: environment variables on top of this process's, for what is read when SGLang is imported.
+    """
+
+    def __init__(self, env: dict[str, str] | None = None) -> None:
+        self._env = env or {}
 
     def __enter__(self) -> Nursery:
         self._process = subprocess.Popen(
@@ -47,7 +54,7 @@ class Nursery:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=WAITING_THREADS | os.environ,
+            env=WAITING_THREADS | os.environ | self._env,
         )
         return self
 

@@ -15,7 +15,12 @@ def load_profile(thorough: bool) -> None:
     settings.load_profile("thorough" if thorough else "few")
 
 
-def examples(count: int, **others: object) -> settings:
-    """Settings of a test that asks for `count` examples; of a small count at least LEAST remain."""
+def fewer(count: int) -> int:
+    """`count` in `make test-all`, else its share, but of small counts at least LEAST."""
     few = settings.get_current_profile_name() == "few"
-    return settings(max_examples=max(count // SHARE, min(count, LEAST)) if few else count, **others)
+    return max(count // SHARE, min(count, LEAST)) if few else count
+
+
+def examples(count: int, **others: object) -> settings:
+    """Settings of a property test that asks for `count` examples."""
+    return settings(max_examples=fewer(count), **others)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import triton
 from _pytest.mark import ParameterSet
 
-from benchmarks.kernel_resources import ARCHITECTURES, Build, builds, compile_build
+from benchmarks.kernel_resources import ARCHITECTURES, Build, Resources, builds, compile_build, markdown
 from sgl_ragged.attention.kernels import decode, extend
 
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
@@ -93,3 +96,14 @@ def test_the_checks_see_what_they_look_for():
     assert compile_build(huge, 90).spilled_bytes > 0
     one_stage = dataclasses.replace(build, constants=build.constants | {"STAGES": 1})
     assert compile_build(one_stage, 90).async_depth == 0
+
+
+def test_the_page_names_the_triton_that_does_not_spill():
+    """What holds for one compiler is not claimed for others, nor written where it does not hold."""
+    fine = Resources("extend", 90, "fp32", 128, 231, 76 << 10, 0, 9, 1, 2, "HMMA", "32x16")
+    assert f"With triton {triton.__version__} no kernel spills a register." in markdown([fine])
+    spilled = markdown([fine, dataclasses.replace(fine, spilled_bytes=72, architecture=80)])
+    assert f"With triton {triton.__version__} registers spill: extend fp32 128 at 8.0 (72 bytes)." in spilled
+    assert "no kernel spills a register" not in spilled
+    page = (Path(__file__).parent.parent / "docs" / "kernel-resources.md").read_text()
+    assert re.search(r"With triton \d+\.\d+\.\d+ no kernel spills a register\.", page)

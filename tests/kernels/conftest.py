@@ -4,12 +4,23 @@
 """
 
 import os
+from importlib.metadata import version
 from types import FunctionType, SimpleNamespace
 
+import pytest
 import triton.language
+from packaging.version import Version
 from triton.runtime import interpreter
 
-collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore_glob = [] if INTERPRETED else ["test_*.py"]
+
+
+def refuse_versions(triton: str, numpy: str) -> None:
+    """End the run, in one line, where Triton's interpreter cannot work: before 3.7 it takes int() of whole arrays."""
+    if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
+        reason = f"the interpreter of triton {triton} fails with numpy {numpy}: install numpy<2.4, or triton>=3.7"
+        pytest.exit(reason, returncode=pytest.ExitCode.USAGE_ERROR)
 
 
 def _patch_once(patch_language=interpreter._patch_lang):
@@ -28,7 +39,8 @@ def _patch_once(patch_language=interpreter._patch_lang):
     return patch
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if INTERPRETED:
+    refuse_versions(version("triton"), version("numpy"))
     interpreter._patch_lang = _patch_once()
     # Checks for overflow are computed, but only asserted in debug mode.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -1,4 +1,4 @@
-"""500 random requests from 16 clients on a pool too small for them; SGLang's memory checks stay on."""
+"""Hundreds of random requests from 16 clients on a pool too small for them; SGLang's memory checks stay on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from benchmarks.demo import MODEL
+from tests.examples import fewer
 from tests.server.client import flush, generate
 
 pytestmark = pytest.mark.server
 
-CLIENTS, REQUESTS, CONTEXT, SEGMENT = 16, 500, 1200, 64
+CLIENTS, REQUESTS, CONTEXT, SEGMENT = 16, fewer(500), 1200, 64
 VOCABULARY = range(10, 300)
 # SGLang's own accounting after every batch, not only when idle.
 ENV = {
