@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # The first release of SGLang that is served on; .venv has the last one.
 SGLANG_RELEASE ?= 0.5.22
 
-.PHONY: setup demo report test compat lint clean
+.PHONY: setup demo report test test-all compat lint clean
 
 setup: .venv/.ready
 
@@ -23,8 +23,13 @@ demo: setup
 report: setup
 	$(PYTHON) -m benchmarks.report $(ARGS)
 
+# Two processes: one has all tests with servers, which share the process that servers are forked from.
 test: setup
-	$(PYTHON) -m pytest $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadgroup $(ARGS)
+
+# Every example of the property tests, and the variants that seldom break on their own.
+test-all: setup
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --thorough $(ARGS)
 
 compat: .venv-compat/$(SGLANG_RELEASE)
 	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py \
