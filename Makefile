@@ -25,11 +25,11 @@ report: setup
 
 # Two processes: one has all tests with servers, which share the process that servers are forked from.
 test: setup
-	$(PYTHON) -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)
 
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
-	$(PYTHON) -m pytest -n 2 --dist loadgroup --thorough $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadscope --thorough $(ARGS)
 
 compat: .venv-compat/$(SGLANG_RELEASE)
 	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,11 +21,19 @@ def pytest_configure(config: pytest.Config) -> None:
     load_profile(config.getoption("thorough"))
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("thorough") and not config.getoption("thorough"):
             item.add_marker(pytest.mark.skip(reason="make test-all"))
-        # One process runs them all: they share the process that servers are forked from, and servers.
-        if item.get_closest_marker("server"):
-            item.add_marker(pytest.mark.xdist_group("servers"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One process runs all server tests: they share the process that servers are forked from, and servers."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ServersTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "servers" if nodeid.startswith("tests/server/") else nodeid
+
+    return ServersTogether(config, log)

@@ -83,12 +83,12 @@ def virtual_tokens(model: Model, placement: Placement) -> int:
 @pytest.mark.parametrize(
     ("name", "tp", "mode", "ratio"),
     [
-        ("llama", 2, "none", RATIO),
+        pytest.param("llama", 2, "none", RATIO, marks=pytest.mark.thorough),
         ("llama", 2, "permute", RATIO),
-        ("llama", 2, "permute", 1.0),
-        ("llama", 2, "split", RATIO),
+        pytest.param("llama", 2, "permute", 1.0, marks=pytest.mark.thorough),
+        pytest.param("llama", 2, "split", RATIO, marks=pytest.mark.thorough),
         ("llama", 4, "split", RATIO),
-        ("qwen3", 2, "split", RATIO),
+        pytest.param("qwen3", 2, "split", RATIO, marks=pytest.mark.thorough),
         # More ranks than heads: every head is on two ranks.
         ("qwen3", 4, "none", RATIO),
     ],
