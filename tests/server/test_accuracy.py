@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -174,8 +175,10 @@ def kill_the_ragged_server(log: Path) -> None:
         text = log.read_text() if log.is_file() else ""
         if "ragged KV pool" in text and "POST /generate" in text:
             for child in psutil.Process().children(recursive=True):
-                # A server leads a session of its own; servers of other tests may be up, and write elsewhere.
-                if os.getsid(child.pid) == child.pid and str(log) in {file.path for file in child.open_files()}:
-                    child.kill()
-                    return
+                # A server leads a session of its own; servers of other tests may be up, and write elsewhere. Some of
+                # these processes end while they are looked at.
+                with contextlib.suppress(psutil.Error, OSError):
+                    if os.getsid(child.pid) == child.pid and str(log) in {file.path for file in child.open_files()}:
+                        child.kill()
+                        return
         time.sleep(0.02)
