@@ -160,6 +160,10 @@ def _run_server(args: list[str]) -> None:
 
 
 def _run_module(module: str, args: list[str], status: Path) -> None:
+    import torch
+
+    # A program may compute before it starts servers, and OpenMP's threads do not survive the fork that a server is.
+    torch.set_num_threads(1)
     sys.argv[1:] = args
     code = 0
     try:
