@@ -23,7 +23,7 @@ demo: setup
 report: setup
 	$(PYTHON) -m benchmarks.report $(ARGS)
 
-# Two processes: one has all tests with servers, which share the process that servers are forked from.
+# Two processes; tests with servers stay together, since they share the process that servers are forked from (tests/conftest.py).
 test: setup
 	$(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)
 
