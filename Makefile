@@ -23,9 +23,10 @@ demo: setup
 report: setup
 	$(PYTHON) -m benchmarks.report $(ARGS)
 
-# Two processes; tests with servers stay together, since they share the process that servers are forked from (tests/conftest.py).
+# Two processes; tests with servers stay together, since they share the process that servers are forked from. Both cores
+# are taken then, so everything has one thread.
 test: setup
-	$(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)
 
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
