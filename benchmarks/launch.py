@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -40,10 +41,16 @@ class Server:
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A TCP port on 127.0.0.1 that was free a moment ago.
+
+    Systems give connections ports from 32768 up (Linux) or 49152 up: below these, none of a neighbour's connections
+    takes the port in the seconds until the server listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 WAITING_THREADS = {"GOMP_SPINCOUNT": "10000"}

@@ -1,7 +1,7 @@
 """Start many SGLang servers, and programs that import it, each in seconds: forks of a process that has imported it.
 
 A server spends most of its start on imports, three processes times thousands of files. The nursery process imports
-once; a server is then SGLang's own `run_server` in a fork of it, and its workers are forks in turn instead of fresh
+once; a server is then SGLang's own launcher in a fork of it, and its workers are forks in turn instead of fresh
 interpreters. On CPUs only: a CUDA context does not survive a fork.
 """
 
@@ -19,21 +19,21 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from benchmarks.launch import WAITING_THREADS, Server, free_port, stop, wait_until_healthy
+from benchmarks.launch import LAUNCH_SERVER, WAITING_THREADS, Server, free_port, stop, wait_until_healthy
 
 IMPORTED = (
-    "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.registry",
+    "sglang.srt.plugins",
+    "sglang.srt.server_args",
 )
 
 
@@ -62,11 +62,18 @@ class Nursery:
         stop(self._process)
 
     @contextlib.contextmanager
-    def serve(self, model: str | Path, *args: str, log: Path, env: dict[str, str] | None = None) -> Iterator[Server]:
+    def serve(
+        self,
+        model: str | Path,
+        *args: str,
+        log: Path,
+        launcher: Sequence[str] = LAUNCH_SERVER,
+        env: dict[str, str] | None = None,
+    ) -> Iterator[Server]:
         """Like `benchmarks.launch.serve`."""
         port = free_port()
         fixed = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
-        process = self._fork({"args": [*fixed, *args], "log": str(log), "errors": str(log), "env": env or {}})
+        process = self._fork([*launcher, *fixed, *args], log, log, env)
         server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
         try:
             wait_until_healthy(server, 120)
@@ -75,26 +82,34 @@ class Nursery:
             stop(server.process)
 
     def run(
-        self, module: str, *args: object, env: dict[str, str] | None = None, timeout_s: float = 300
+        self, command: Sequence[str], *, timeout: float, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a module that ends by itself as `python -m module args` does; what it printed, and its status.
+        """Like `subprocess.run` with captured text, of `python -m module args` or a script in Python.
 
         Raises:
-            psutil.TimeoutExpired: it takes longer than `timeout_s` seconds; it is gone then.
+            psutil.TimeoutExpired: it takes longer than `timeout` seconds; it is gone then.
         """
-        command = [module, *map(str, args)]
         with tempfile.TemporaryDirectory() as folder:
-            log, errors, status = (Path(folder, name) for name in ("log", "errors", "status"))
-            files = {"log": str(log), "errors": str(errors), "status": str(status)}
-            process = self._fork({"module": module, "args": command[1:], "env": env or {}, **files})
+            output, errors, status = (Path(folder, name) for name in ("output", "errors", "status"))
+            process = self._fork(command, output, errors, env, status)
             try:
-                process.wait(timeout=timeout_s)
+                process.wait(timeout=timeout)
             finally:
                 stop(process)
             code = int(status.read_text()) if status.is_file() else -1
-            return subprocess.CompletedProcess(command, code, log.read_text(), errors.read_text())
+            return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
 
-    def _fork(self, order: dict[str, Any]) -> psutil.Process:
+    def _fork(
+        self,
+        command: Sequence[str],
+        output: Path,
+        errors: Path,
+        env: dict[str, str] | None,
+        status: Path | None = None,
+    ) -> psutil.Process:
+        order = {"command": command, "output": str(output), "errors": str(errors), "env": env or {}}
+        if status is not None:
+            order["status"] = str(status)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
@@ -127,15 +142,14 @@ def _main() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND
-            output, errors = (os.open(order[name], flags) for name in ("log", "errors"))
+            output, errors = (os.open(order[name], flags) for name in ("output", "errors"))
             nothing = os.open(os.devnull, os.O_RDONLY)
             for source, target in ((nothing, 0), (output, 1), (errors, 2)):
                 os.dup2(source, target)
             os.environ.update(order["env"])
-            if "module" in order:
-                _run_module(order["module"], order["args"], Path(order["status"]))
-            else:
-                _run_server(order["args"])
+            status = _execute(order["command"], program="status" in order)
+            if "status" in order:
+                Path(order["status"]).write_text(str(status))
             return
     finally:
         # Whoever asked for the servers may be gone without having stopped them.
@@ -145,37 +159,34 @@ def _main() -> None:
                     stop(server)
 
 
-def _run_server(args: list[str]) -> None:
-    import sglang.launch_server
+def _execute(command: list[str], program: bool) -> int:
+    """Do what the command of a server or of a program would in a process of its own; its exit status."""
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
 
     # The scheduler reads these when it is imported, which was before the order.
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
-    load_plugins()
-    sglang.launch_server.run_server(prepare_server_args(args))
+    if program:
+        import torch
 
-
-def _run_module(module: str, args: list[str], status: Path) -> None:
-    import torch
-
-    # A program may compute before it starts servers, and OpenMP's threads do not survive the fork that a server is.
-    torch.set_num_threads(1)
-    sys.argv[1:] = args
-    code = 0
+        # It may compute before it starts servers, and the threads of OpenMP do not survive the fork that a server is.
+        torch.set_num_threads(1)
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        sys.argv = command[1:] if command[0] == sys.executable else command
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
-        code = 1
-    status.write_text(str(code))
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

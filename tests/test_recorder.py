@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -113,7 +114,8 @@ def test_moments_of_the_queries(tmp_path):
 
 
 def test_a_new_request_starts_afresh(tmp_path):
-    recorder = Recorder(str(tmp_path), ("keydiff",))
+    """Also in a worker process, to which the recorder is pickled."""
+    recorder = pickle.loads(pickle.dumps(Recorder(str(tmp_path), ("keydiff",))))
     first = record(recorder, content(seed=3), [])
     record(recorder, content(seed=4), [SEGMENT])
     again = record(recorder, content(seed=3), [])

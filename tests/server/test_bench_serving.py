@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -13,15 +14,15 @@ GROUPS, PROMPTS, SYSTEM, QUESTION, OUTPUT, SEGMENT = 2, 3, 200, 40, 16, 64
 
 def bench(nursery, server, model, folder, *flags: object) -> dict:
     """One run of `python -m sglang.bench_serving`; what it writes to its output file."""
-    arguments = [
-        *("--base-url", server.url, "--model", model),
+    command = [
+        *(sys.executable, "-m", "sglang.bench_serving", "--base-url", server.url, "--model", model),
         *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", GROUPS, "--gsp-prompts-per-group", PROMPTS),
         *("--gsp-system-prompt-len", SYSTEM, "--gsp-question-len", QUESTION, "--gsp-output-len", OUTPUT),
         *("--num-prompts", GROUPS * PROMPTS, "--max-concurrency", 2, "--flush-cache", "--disable-tqdm"),
         *("--output-file", folder / "result.jsonl", "--output-details", "--cache-report", *flags),
     ]
     # It keeps generated prompts in the home folder.
-    done = nursery.run("sglang.bench_serving", *arguments, env={"HOME": str(folder)})
+    done = nursery.run(list(map(str, command)), timeout=300, env={"HOME": str(folder)})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads((folder / "result.jsonl").read_text().splitlines()[-1])
 

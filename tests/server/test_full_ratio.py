@@ -42,7 +42,7 @@ def bytes_per_token(model) -> int:
     return config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
 
 
-@pytest.mark.parametrize("make", [make_llama, make_qwen3])
+@pytest.mark.parametrize("make", [make_llama, pytest.param(make_qwen3, marks=pytest.mark.thorough)])
 def test_full_ratio_equals_token_pool(make, tmp_path, nursery):
     model = make(tmp_path / "model")
     common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4")

@@ -28,6 +28,7 @@ TRAFFIC = [
     *("--clients", str(CLIENTS), "--rounds", str(ROUNDS), "--request-length", "150", "--output-length", "6"),
     *("--kv-bytes", KV_BYTES, "--repeats", "1", "--poll-every", "0.2", "--json"),
 ]
+BENCHMARK = (sys.executable, "-m", "benchmarks.multi_turn", *TRAFFIC)
 
 
 @contextlib.contextmanager
@@ -38,18 +39,14 @@ def server(nursery, name: str, log: Path) -> Iterator[Server]:
         yield running
 
 
-def benchmark(*arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "benchmarks.multi_turn", *TRAFFIC, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(nursery, tmp_path):
     folder = tmp_path / "out"
     with contextlib.ExitStack() as stack:
         token = stack.enter_context(server(nursery, "token", tmp_path / "token.log"))
         ragged = stack.enter_context(server(nursery, "ragged@0.5", tmp_path / "ragged.log"))
         urls = ["--output", str(folder), "--request-rate", "3", "--min-load", "0"]
-        first = benchmark(*urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={ragged.url}")
+        command = [*BENCHMARK, *urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={ragged.url}"]
+        first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             # The first of them are the warm-up's, one for each client.
             wait_for(lambda: ragged.log_text().count("/v1/chat/completions") > CLIENTS + 1, first)
@@ -67,8 +64,8 @@ def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(nurser
 
         again = stack.enter_context(server(nursery, "ragged@0.5", tmp_path / "again.log"))
         served = token.log_text().count("/v1/chat/completions")
-        urls += ["--url", f"token={token.url}", "--url", f"ragged@0.5={again.url}"]
-        second = nursery.run("benchmarks.multi_turn", *TRAFFIC, *urls, timeout_s=90)
+        command = [*BENCHMARK, *urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={again.url}"]
+        second = nursery.run(command, timeout=90)
         assert second.returncode == 0, second.stderr
         assert token.log_text().count("/v1/chat/completions") == served
 
@@ -103,17 +100,9 @@ def check_point(point) -> None:
     assert 0 < max(sample.kv_bytes for sample in point.samples) <= point.kv_bytes
 
 
+@pytest.mark.thorough
 def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.multi_turn",
-        *TRAFFIC,
-        "--shape",
-        "documents",
-        "--shared-length",
-        "300",
-    ]
+    command = [*BENCHMARK, "--shape", "documents", "--shared-length", "300"]
     command += ["--pools", "ragged@0.3", "--request-rate", "inf", "--min-load", "0", "--output", str(tmp_path / "out")]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     family: dict[int, psutil.Process] = {}
@@ -138,8 +127,8 @@ def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
 def test_a_server_that_does_not_say_enough_is_one_line(nursery, tmp_path):
     flags = ["--dtype", "float32", "--kv-bytes", KV_BYTES, "--max-running-requests", "3", "--kv-pool", "ragged"]
     with nursery.serve(MODEL, *flags, log=tmp_path / "plain.log") as plain:
-        address = ["--url", f"ragged@0.5={plain.url}", "--output", tmp_path / "out"]
-        run = nursery.run("benchmarks.multi_turn", *TRAFFIC, *address, timeout_s=60)
+        address = ["--url", f"ragged@0.5={plain.url}", "--output", str(tmp_path / "out")]
+        run = nursery.run([*BENCHMARK, *address], timeout=60)
     assert run.returncode == 1
     assert "--enable-metrics" in run.stderr.strip().splitlines()[-1]
 
