@@ -79,6 +79,7 @@ def test_correctness_sees_what_is_wrong(trial, where, failing, wrong):
     assert failed == failing or (failing == {"seal"} and failing <= failed)
 
 
+@pytest.mark.thorough
 def test_decode_reports_every_variant(context):
     rows = finish(decode.run(context, [DecodeCase(MODEL, 256, 2)], ratios=(0.5, 1.0)))
     (row,) = rows
@@ -89,6 +90,7 @@ def test_decode_reports_every_variant(context):
     assert row["ours"][-1]["bytes_over_full"] == 1.0
 
 
+@pytest.mark.thorough
 def test_flashinfer_that_does_not_work_is_a_finding(context):
     context.flashinfer = object()
     model = dataclasses.replace(MODEL, layers=(2,))
@@ -119,6 +121,7 @@ class Paged:
         return output.transpose(1, 2).reshape(queries.shape)
 
 
+@pytest.mark.thorough
 def test_flashinfer_is_timed_where_it_works(context, monkeypatch):
     """Against stand-ins for its documented contract: what they are handed is right, as their outputs agree."""
     names = ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper")
@@ -156,12 +159,14 @@ def test_cases_beyond_the_time_are_skipped(context):
     assert context.skipped == [{"case": "Llama-3.1-8B, 256, batch 2", "reason": "no time left"}]
 
 
+@pytest.mark.thorough
 def test_extend(context):
     (row,) = finish(extend.run(context, [ExtendCase(MODEL, 64, 64, requests=2)], ratios=(0.5,)))
     assert [entry["name"] for entry in row["ours"]] == ["ours 0.5", "ours 0.5, with append and seal"]
     assert all(entry["tflop_per_s"] > 0 for entry in row["ours"])
 
 
+@pytest.mark.thorough
 def test_seal(context):
     model = dataclasses.replace(MODEL, layers=(2,))
     case = SealCase(model, 64, ("keydiff", "key_norm"), pending=(1,))
@@ -171,6 +176,7 @@ def test_seal(context):
     assert rows[0]["percent_of_prefill"] > 0
 
 
+@pytest.mark.thorough
 def test_append(context):
     rows = finish(append.run(context, AppendCase(MODEL, (1, 2))))
     assert [row["case"] for row in rows] == [

@@ -14,13 +14,13 @@ from tests.server.client import generate
 
 pytestmark = pytest.mark.server
 
-LENGTHS = (1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 255, 256, 257, 383, 511, 512, 700, 1025, 2047, 3000)
+LENGTHS = (1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 255, 256, 257, 383, 511, 512, 700, 1025, 2047)
 NEW = 8
 PAGE = 128
 
 
 def conversations(server):
-    """20 first turns of all lengths, and a second turn on a few of them, that extends the first answer."""
+    """19 first turns of all lengths, and a second turn on a few of them, that extends the first answer."""
     rng = np.random.default_rng(1)
     first = [rng.integers(3, 512, length).tolist() for length in LENGTHS]
     follow = rng.integers(3, 512, 150).tolist()

@@ -15,7 +15,7 @@ from tests.server.client import flush, generate
 
 pytestmark = pytest.mark.server
 
-CLIENTS, REQUESTS, CONTEXT, SEGMENT = 16, fewer(500), 1200, 64
+CLIENTS, REQUESTS, CONTEXT, SEGMENT = 16, fewer(320), 1200, 64
 VOCABULARY = range(10, 300)
 # SGLang's own accounting after every batch, not only when idle.
 ENV = {
