@@ -59,7 +59,7 @@ def server_args(pool: str, kv_bytes: str, ratio: float, requests: int) -> list[s
     """Arguments of the server under test; the two pools differ in --kv-pool and --ragged-ratio alone."""
     args = ["--dtype", "float32", "--kv-bytes", kv_bytes, "--max-running-requests", str(requests)]
     args += ["--enable-cache-report", "--kv-pool", pool]
-    return args + (["--ragged-ratio", str(ratio)] if pool == "ragged" else [])
+    return args + (["--ragged-ratio", str(ratio), "--ragged-profile", "uniform"] if pool == "ragged" else [])
 
 
 def answer_turn(client: OpenAI, messages: list[dict], right: str, turn: int) -> tuple[str, TurnResult]:

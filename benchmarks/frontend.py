@@ -88,7 +88,8 @@ def server_args(pool: str, kv_bytes: str, ratio: float, segment: int) -> list[st
     args = ["--dtype", "float32", "--kv-bytes", kv_bytes, "--max-running-requests", "4", "--kv-pool", pool]
     # A random model would fill its answer with spaces that JSON allows.
     args += ["--constrained-json-disable-any-whitespace"]
-    return args + (["--ragged-ratio", str(ratio), "--ragged-segment", str(segment)] if pool == "ragged" else [])
+    ragged = ["--ragged-ratio", str(ratio), "--ragged-segment", str(segment), "--ragged-profile", "uniform"]
+    return args + (ragged if pool == "ragged" else [])
 
 
 def show(outcomes: dict[str, list[Outcome]], title: str, console: Console) -> None:

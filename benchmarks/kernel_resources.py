@@ -76,7 +76,7 @@ def builds(architecture: int) -> Iterator[Build]:
             if dtype != "fp16":
                 yield from _storage_builds(dtype, dim)
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
-    types = {"scores_ptr": "*fp32", "starts_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
+    types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
 
 

@@ -69,6 +69,7 @@ class Nursery:
         log: Path,
         launcher: Sequence[str] = LAUNCH_SERVER,
         env: dict[str, str] | None = None,
+        ready_within_s: float = 120,
     ) -> Iterator[Server]:
         """Like `benchmarks.launch.serve`."""
         port = free_port()
@@ -76,7 +77,7 @@ class Nursery:
         process = self._fork([*launcher, *fixed, *args], log, log, env)
         server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
         try:
-            wait_until_healthy(server, 120)
+            wait_until_healthy(server, ready_within_s)
             yield server
         finally:
             stop(server.process)
@@ -161,17 +162,19 @@ def _main() -> None:
 
 def _execute(command: list[str], program: bool) -> int:
     """Do what the command of a server or of a program would in a process of its own; its exit status."""
+    import torch
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler
 
     # The scheduler reads these when it is imported, which was before the order.
     scheduler.TEST_RETRACT = envs.SGLANG_TEST_RETRACT.get()
     scheduler.TEST_RETRACT_INTERVAL = envs.SGLANG_TEST_RETRACT_INTERVAL.get()
-    if program:
-        import torch
-
-        # It may compute before it starts servers, and the threads of OpenMP do not survive the fork that a server is.
-        torch.set_num_threads(1)
+    # A program may compute before it starts servers, and a launcher before it starts workers; the threads of OpenMP do
+    # not survive the forks that these are.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if not program:
+        os.register_at_fork(after_in_child=lambda: torch.set_num_threads(threads))
     try:
         sys.argv = command[1:] if command[0] == sys.executable else command
         if sys.argv[0] == "-m":

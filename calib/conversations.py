@@ -1,7 +1,6 @@
 """Built-in sample conversations: synthetic English chats of three tasks that make a model look far back.
 
-They are composed from word lists by a seed, so that calibration needs no download and gives the same twice. Samples
-of the real workload are better; `--data` takes them.
+They are composed from word lists by a seed.
 """
 
 from __future__ import annotations
@@ -10,59 +9,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from calib.facts import COLOURS, NAMES, PLACES, THINGS, pick
+
 Message = dict[str, str]
 
-_NAMES = [
-    "Ada",
-    "Bruno",
-    "Chen",
-    "Dora",
-    "Emil",
-    "Farah",
-    "Goran",
-    "Hana",
-    "Igor",
-    "Jana",
-    "Kofi",
-    "Lena",
-    "Milo",
-    "Nora",
-    "Omar",
-    "Petra",
-    "Quinn",
-    "Rosa",
-    "Sven",
-    "Tara",
-]
-_THINGS = [
-    "bicycle",
-    "garden",
-    "kitchen",
-    "laptop",
-    "piano",
-    "camera",
-    "kayak",
-    "bookshelf",
-    "lantern",
-    "printer",
-    "tent",
-    "violin",
-]
-_PLACES = [
-    "Lisbon",
-    "Oslo",
-    "Kyoto",
-    "Nairobi",
-    "Quito",
-    "Prague",
-    "Hobart",
-    "Tunis",
-    "Riga",
-    "Lima",
-    "Cork",
-    "Utrecht",
-]
-_COLOURS = ["amber", "blue", "crimson", "green", "indigo", "ivory", "olive", "silver", "teal", "violet"]
 _DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 _VERBS = ["bought", "sold", "repaired", "painted", "lent", "borrowed", "cleaned", "packed"]
 _CHAT = (
@@ -78,60 +28,49 @@ _CHAT = (
 _FUNCTIONS = ["parse", "merge", "rotate", "filter", "encode", "count", "split", "normalise", "lookup", "schedule"]
 
 
-def built_in_conversations(count: int, seed: int) -> Iterator[tuple[str, tuple[Message, ...]]]:
-    """`count` pairs of task ('recall', 'records' or 'code', in turns) and messages, about 2,000 tokens each."""
-    writers = (("recall", _recall), ("records", _records), ("code", _code))
-    for number in range(count):
-        task, write = writers[number % len(writers)]
-        yield task, tuple(write(np.random.default_rng([seed, number])))
-
-
-def _say(user: str, assistant: str) -> list[Message]:
+def say(user: str, assistant: str) -> list[Message]:
+    """A question and its answer."""
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def _pick(rng: np.random.Generator, words: tuple[str, ...] | list[str]) -> str:
-    return words[int(rng.integers(len(words)))]
-
-
 def _small_talk(rng: np.random.Generator, sentences: int) -> str:
-    return " ".join(_pick(rng, _CHAT) for _ in range(sentences))
+    return " ".join(pick(rng, _CHAT) for _ in range(sentences))
 
 
-def _recall(rng: np.random.Generator) -> Iterator[Message]:
+def recall(rng: np.random.Generator) -> Iterator[Message]:
     """Personal facts in early turns among small talk; later turns ask for them."""
     facts = []
-    for name in rng.permutation(_NAMES)[:14]:
-        thing, place, colour, day = (_pick(rng, words) for words in (_THINGS, _PLACES, _COLOURS, _DAYS))
+    for name in rng.permutation(NAMES)[:14]:
+        thing, place, colour, day = (pick(rng, words) for words in (THINGS, PLACES, COLOURS, _DAYS))
         facts.append((str(name), thing, place, colour, day))
-        stated = f"{name} {_pick(rng, _VERBS)} a {colour} {thing} in {place} on {day}."
+        stated = f"{name} {pick(rng, _VERBS)} a {colour} {thing} in {place} on {day}."
         talk = f"{_small_talk(rng, 3)} {stated} {_small_talk(rng, 3)}"
-        yield from _say(talk, f"Noted: {name}, a {colour} {thing}, {place}, {day}.")
+        yield from say(talk, f"Noted: {name}, a {colour} {thing}, {place}, {day}.")
     for name, thing, place, colour, day in (facts[i] for i in rng.permutation(len(facts))):
-        yield from _say(f"What did I say about {name}?", f"{name}: a {colour} {thing} in {place}, on {day}.")
+        yield from say(f"What did I say about {name}?", f"{name}: a {colour} {thing} in {place}, on {day}.")
 
 
-def _records(rng: np.random.Generator) -> Iterator[Message]:
+def records(rng: np.random.Generator) -> Iterator[Message]:
     """A long table of records, then look-ups and a summary of parts of it."""
     codes = rng.permutation(9000)[:90] + 1000
-    rows = [(f"item-{c}", _pick(rng, _COLOURS), _pick(rng, _PLACES), int(rng.integers(10, 990))) for c in codes]
-    lines = [f"{code}: colour {colour}, store {place}, stock {stock}" for code, colour, place, stock in rows]
-    yield from _say("Here is the inventory.\n" + "\n".join(lines), "I have read all ninety records.")
+    rows = [(f"item-{c}", pick(rng, COLOURS), pick(rng, PLACES), int(rng.integers(10, 990))) for c in codes]
+    lines = [f"{item}: colour {colour}, store {place}, stock {stock}" for item, colour, place, stock in rows]
+    yield from say("Here is the inventory.\n" + "\n".join(lines), "I have read all ninety records.")
     for index in rng.permutation(len(rows))[:24]:
-        code, colour, place, stock = rows[int(index)]
-        yield from _say(f"Where is {code} and how many are left?", f"{code} is in {place}, {colour}; {stock} left.")
-    place = _pick(rng, _PLACES)
-    there = [code for code, _, where, _ in rows if where == place]
-    yield from _say(f"List everything that is stored in {place}.", ", ".join(there) or "Nothing is stored there.")
+        item, colour, place, stock = rows[int(index)]
+        yield from say(f"Where is {item} and how many are left?", f"{item} is in {place}, {colour}; {stock} left.")
+    place = pick(rng, PLACES)
+    there = [item for item, _, where, _ in rows if where == place]
+    yield from say(f"List everything that is stored in {place}.", ", ".join(there) or "Nothing is stored there.")
 
 
-def _code(rng: np.random.Generator) -> Iterator[Message]:
+def code(rng: np.random.Generator) -> Iterator[Message]:
     """Small functions in a file, then requests to show some of them again word for word."""
     functions = []
     for number, name in enumerate(rng.permutation(_FUNCTIONS)):
         for variant in range(2):
             a, b = (int(x) for x in rng.integers(2, 99, 2))
-            title = f"{name}_{_pick(rng, _THINGS)}_{number}{variant}"
+            title = f"{name}_{pick(rng, THINGS)}_{number}{variant}"
             functions.append(
                 (
                     title,
@@ -141,7 +80,7 @@ def _code(rng: np.random.Generator) -> Iterator[Message]:
                 )
             )
     listing = "\n\n".join(body for _, body in functions)
-    yield from _say(f"This is my module:\n\n{listing}", "I have read the module.")
+    yield from say(f"This is my module:\n\n{listing}", "I have read the module.")
     for index in rng.permutation(len(functions))[:10]:
         title, body = functions[int(index)]
-        yield from _say(f"Show me {title} again.", body)
+        yield from say(f"Show me {title} again.", body)

@@ -29,6 +29,7 @@ def derive_profile(
     fit: str,
     head_dim: int,
     statistics: Mapping[str, torch.Tensor],
+    held_out: np.ndarray | None = None,
 ) -> Profile:
     """The profile of one scorer.
 
@@ -42,6 +43,7 @@ def derive_profile(
         tasks: one per sample.
         queries: "all" or "answers", whose attention the curves cover; method coverage only.
         statistics: tensors [layers, heads, ...] that go into the profile if the scorer needs them.
+        held_out: of a scorer that was trained, as in `Profile`.
     """
     if method == "implied":
         counts = [implied_counts(r[f"{scorer}.scores"], ratio, scope).numpy() / settings.segment for r in recordings]
@@ -61,7 +63,8 @@ def derive_profile(
         sigma=sigma.astype(np.float32),
         coverage=None if coverage is None else coverage.astype(np.float32),
         shares=shares.astype(np.float32),
-        statistics=MappingProxyType({name: tensor.float().numpy() for name, tensor in statistics.items()}),
+        held_out=held_out,
+        statistics=MappingProxyType({name: tensor.numpy() for name, tensor in statistics.items()}),
         tasks=tuple(tasks),
         model_id=settings.model.rstrip("/").split("/")[-1],
         model_fingerprint=settings.model_fingerprint,

@@ -16,7 +16,7 @@ from rich.table import Table
 from calib.reclaimed import ORDERS, Reclaimed, measure_reclaimed
 from calib.stability import STEADY, Stability, measure_stability
 from sgl_ragged.budgets import check_ratio, check_segment, profile_kept
-from sgl_ragged.profile import Profile, load_profile
+from sgl_ragged.profile import HELD_OUT, Profile, load_profile
 
 _SHOWN = (
     *("model_id", "model_fingerprint", "head_dim", "scorer", "method", "scope", "ratio", "segment", "samples"),
@@ -44,13 +44,15 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Report:
-    """All that `inspect` shows. `kept`: int64 [layers, heads], tokens per segment as served."""
+    """All that `inspect` shows. `kept`: int64 [layers, heads], tokens per segment as served. `held_out`: means over
+    layers of `Profile.held_out`."""
 
     profile: dict[str, Any]
     budgets: Budgets
     stability: Stability | None
     reclaimed: tuple[Reclaimed, ...]
     kept: np.ndarray
+    held_out: dict[str, float] | None = None
 
     def as_json(self) -> str:
         """The report as one JSON object."""
@@ -104,7 +106,14 @@ def make_report(profile: Profile, ratio: float | None = None, segment: int | Non
         stability=measure_stability(profile),
         reclaimed=measure_reclaimed(profile, kept, segment),
         kept=kept,
+        held_out=_held_out(profile),
     )
+
+
+def _held_out(profile: Profile) -> dict[str, float] | None:
+    if profile.held_out is None:
+        return None
+    return dict(zip(HELD_OUT, profile.held_out.astype(np.float64).mean(axis=0).tolist(), strict=True))
 
 
 def _describe(profile: Profile) -> dict[str, Any]:
@@ -161,6 +170,12 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
     if report.stability is not None:
         print_stability(report.stability, console)
+
+    if report.held_out is not None:
+        trained = _table("training, means over layers", "")
+        for name, value in report.held_out.items():
+            trained.add_row(name, f"{value:.3f}")
+        console.print(trained)
 
     title = "reclaimed share of the KV cache"
     groups = _table("heads per group", "as calibrated", "as served", title=title)

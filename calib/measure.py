@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from calib.recorder import ANSWERS, STATISTICS, Recorder, recording_file
+from calib.query_moments import seen_from_the_end
+from calib.recorder import ANSWERS, HIDDEN_STATES, MOMENTS, ROPE, STATISTICS, Recorder, recording_file
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import get_scorer
+
+BASELINE = "keydiff"
+"""The scorer without training that trained ones are reported beside."""
 
 STATISTICS_FILE = "statistics.safetensors"
 _SETTINGS_FILE = "settings.json"
@@ -35,6 +39,7 @@ class Settings:
     dtype: str
     scorer_weights: str | None
     tp: int = 1
+    engine_args: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(
@@ -65,18 +70,37 @@ def measure(
     for _ in range(len(samples) - len(missing)):
         advance()
     if missing:
-        recorder = Recorder(str(folder), settings.scorers, str(statistics) if statistics else None)
+        recorder = Recorder(
+            str(folder),
+            recorded_scorers(settings.scorers),
+            str(statistics) if statistics else None,
+            reads_hidden_states=any(get_scorer(name).trained for name in settings.scorers),
+        )
         with _Engine(settings, recorder, kv_bytes) as engine:
             for number in missing:
-                _save(engine.record(samples[number]), names[number])
+                recording = engine.record(samples[number])
+                if HIDDEN_STATES in recording:
+                    _save({HIDDEN_STATES: recording.pop(HIDDEN_STATES)}, hidden_states_file(folder, number))
+                _save(recording, names[number])
                 advance()
     return [load_file(name) for name in names]
+
+
+def hidden_states_file(folder: Path, number: int) -> Path:
+    """Where `measure` leaves HIDDEN_STATES of a sample, if a scorer is trained on them."""
+    return folder / f"sample-{number:05d}.hidden-states.safetensors"
 
 
 def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.Tensor]:
     """What `measure` left in the folder for scorers that need statistics, empty if none does."""
     path = folder / STATISTICS_FILE
     return load_file(path) if any(_calibrated_statistics(name) for name in settings.scorers) else {}
+
+
+def recorded_scorers(scorers: Sequence[str]) -> tuple[str, ...]:
+    """Scorers whose scores are recorded: those that are not trained first, and one to report these beside."""
+    plain = [name for name in scorers if not get_scorer(name).trained]
+    return tuple(dict.fromkeys(plain if len(plain) == len(scorers) else [*plain, BASELINE]))
 
 
 def passes(scorers: Sequence[str]) -> int:
@@ -87,7 +111,7 @@ def passes(scorers: Sequence[str]) -> int:
 def _calibrated_statistics(scorer: str) -> bool:
     """Whether the scorer needs statistics that calibration makes; raises if it needs others."""
     found = get_scorer(scorer)
-    if not found.statistics or found.reads_hidden_states:
+    if not found.statistics or found.reads_hidden_states or found.trained:
         return False
     unknown = set(found.statistics) - set(STATISTICS)
     if unknown:
@@ -100,22 +124,27 @@ def _calibrated_statistics(scorer: str) -> bool:
 def _measure_statistics(
     settings: Settings, samples: Sequence[TokenizedSample], target: Path, kv_bytes: int, advance: Callable[[], None]
 ) -> None:
-    """Mean and covariance of the queries over all samples. Sums so far and how many samples they hold are kept."""
+    """Mean and covariance of the queries over all samples, seen from a segment's end.
+
+    Sums so far and how many samples they hold are kept.
+    """
     sums_file = target.with_name("query-moments.safetensors")
     sums = load_file(sums_file) if _readable(sums_file) else {}
     done = int(sums["samples"]) if sums else 0
     for _ in range(done):
         advance()
     if done < len(samples):
-        with _Engine(settings, Recorder(str(target.parent), ()), kv_bytes) as engine:
+        with _Engine(settings, Recorder(str(target.parent), (), moments=True), kv_bytes) as engine:
             for sample in samples[done:]:
                 moments = engine.record(sample) | {"samples": torch.tensor(1)}
-                sums = {name: value + sums[name] for name, value in moments.items()} if sums else moments
+                sums = {n: v if n in ROPE or not sums else v + sums[n] for n, v in moments.items()}
                 _save(sums, sums_file)
                 advance()
     mean = sums["query_mean"] / sums["count"]
     covariance = sums["query_covariance"] / sums["count"] - mean[..., :, None] * mean[..., None, :]
-    save_file({"query_mean": mean.float(), "query_covariance": covariance.float()}, str(target))
+    averaged = seen_from_the_end(mean, covariance, sums["rope_frequencies"][0, 0])
+    found = {name: moment.float().contiguous() for name, moment in zip(MOMENTS, averaged, strict=True)}
+    save_file(found | {name: sums[name] for name in ROPE}, str(target))
 
 
 class _Engine:
@@ -123,7 +152,8 @@ class _Engine:
 
     def __init__(self, settings: Settings, recorder: Recorder, kv_bytes: int) -> None:
         self.folder, self.tp = Path(recorder.folder), settings.tp
-        gated = [name for name in settings.scorers if get_scorer(name).reads_hidden_states]
+        found = map(get_scorer, settings.scorers)
+        gated = [scorer.name for scorer in found if scorer.reads_hidden_states and not scorer.trained]
         self.arguments: dict[str, Any] = dict(
             model_path=settings.model,
             dtype=settings.dtype,
@@ -142,6 +172,7 @@ class _Engine:
             disable_radix_cache=True,
             max_running_requests=1,
             tp_size=settings.tp,
+            **settings.engine_args,
         )
 
     def __enter__(self) -> _Engine:
@@ -174,9 +205,10 @@ def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
     """One recording of all heads from those of the tensor-parallel ranks, in rank order."""
     if len(recordings) == 1:
         return recordings[0]
+    whole = ("tokens", "count", HIDDEN_STATES, *ROPE)
     axis = {name: 2 if name.endswith(".scores") else 1 for name in recordings[0]}
     return {
-        name: tensor if tensor.ndim == 0 else torch.cat([r[name] for r in recordings], dim=axis[name])
+        name: tensor if name in whole else torch.cat([r[name] for r in recordings], dim=axis[name])
         for name, tensor in recordings[0].items()
     }
 

@@ -7,12 +7,13 @@ can serve can be recorded, and scores are computed on the keys, values and queri
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from calib.query_moments import Rope, before_rope, rope_of
 from sgl_ragged.attention.batch import ExtendBatch, ExtendRequest
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
@@ -20,21 +21,32 @@ from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
 ANSWERS = "answers.json"
 """Beside the recording: [[start, stop], ..], the tokens of the current sample that the model would generate."""
 
-STATISTICS = ("query_mean", "query_covariance")
-"""Statistics that can be calibrated: moments of the queries after RoPE."""
+MOMENTS = ("query_mean", "query_covariance")
+"""Sums over queries before RoPE."""
+
+ROPE = ("rope_frequencies", "rope_order")
+"""How the model rotates (`query_moments.Rope`), for every layer."""
+
+STATISTICS = (*MOMENTS, *ROPE)
+"""Statistics that can be calibrated."""
+
+HIDDEN_STATES = "hidden_states"
+"""Name of the tensor of hidden states, which is far larger than the others."""
 
 
 @dataclass(frozen=True)
 class Recorder:
     """Writes `recording_file` after every chunk, for the sequence so far; one request at a time.
 
-    With `scorers` it holds, of the n finished segments of S tokens that later tokens follow,
-        X.scores: float32 [n, layers, heads, S], for each scorer X;
+    It holds, of the n finished segments of S tokens that later tokens follow,
+        X.scores: float32 [n, layers, heads, S], for each X of `scorers`;
         peaks.all: float32 [layers, heads, n * S], the largest attention that a query of a later segment pays to the
             token, over the group's query heads;
         peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any.
-    Without scorers it holds sums over all queries for `statistics`: query_mean [layers, heads, q_per_kv, d],
-    query_covariance [.., d, d] (second moments, uncentred) and count.
+    With `reads_hidden_states` that of rank 0 also holds HIDDEN_STATES: float16 [layers, n * S, hidden size], what
+    entered the attention layers.
+    With `moments` it holds, instead of all that, sums over all queries before RoPE: query_mean [layers, heads,
+    q_per_kv, d], query_covariance [.., d, d] (second moments, uncentred) and count; and ROPE [layers, 1, ..].
 
     Heads are those of one tensor-parallel rank. `statistics`: safetensors file with what the scorers need, of the
     whole model, or None.
@@ -44,11 +56,23 @@ class Recorder:
     scorers: tuple[str, ...]
     statistics: str | None = None
     rank: int = 0
+    moments: bool = False
+    reads_hidden_states: bool = False
     _state: _Sequence = field(default_factory=lambda: _Sequence(), compare=False, repr=False)
+
+    @property
+    def keeps_hidden_states(self) -> bool:
+        """They are the same on all ranks: the first keeps them."""
+        return self.reads_hidden_states and self.rank == 0
 
     def for_rank(self, rank: int) -> Recorder:
         """The recorder of one tensor-parallel rank."""
-        return Recorder(self.folder, self.scorers, self.statistics, rank)
+        return replace(self, rank=rank, _state=_Sequence())
+
+    def prepare(self, model: torch.nn.Module, store: SlabStore) -> None:
+        """Before anything is recorded: look at how the model rotates, if that is needed."""
+        if self.moments:
+            self._state.rope = rope_of(model, store.layout.head_dim)
 
     def extend(
         self,
@@ -59,6 +83,7 @@ class Recorder:
         values: torch.Tensor,
         batch: ExtendBatch,
         sides: torch.Tensor | None,
+        hidden_states: torch.Tensor | None,
     ) -> None:
         """Record one layer of a chunk; writes the file after the last layer."""
         (request,) = batch.requests
@@ -66,15 +91,18 @@ class Recorder:
             self._state.reset(store, self, _answer_queries(Path(self.folder) / ANSWERS))
         if request.length == 0:
             return
-        if self.scorers:
-            self._state.observe(store, layer, queries, keys, values, request, sides)
+        if self.moments:
+            self._state.add_moments(layer, queries, request.prefix)
         else:
-            self._state.add_moments(layer, queries)
+            self._state.observe(store, layer, queries, keys, values, request, sides)
+            if self.keeps_hidden_states:
+                assert hidden_states is not None, "the backend hands them to observers that read them"
+                self._state.hidden_states[layer].append(hidden_states[: request.length].half().cpu())
         if layer == store.layout.num_layers - 1:
             self._write()
 
     def _write(self) -> None:
-        tensors = self._state.results() if self.scorers else self._state.moments()
+        tensors = self._state.moments() if self.moments else self._state.results()
         target = recording_file(self.folder, self.rank)
         partial = target.with_suffix(".partial")
         save_file(tensors, str(partial))
@@ -94,7 +122,9 @@ def _answer_queries(path: Path) -> torch.Tensor:
 
 
 class _Sequence:
-    """What is known of the current sequence."""
+    """What is known of the current sequence, and of how the model rotates."""
+
+    rope: Rope
 
     def reset(self, store: SlabStore, recorder: Recorder, answer_queries: torch.Tensor) -> None:
         layers = store.layout.num_layers
@@ -104,12 +134,16 @@ class _Sequence:
         first = recorder.rank * store.layout.num_heads
         heads = slice(first, first + store.layout.num_heads)
         device = store.slabs.device
-        self.statistics = [{name: t[i, heads].to(device) for name, t in given.items()} for i in range(layers)]
+        self.statistics = [
+            {name: (t[i] if name in ROPE else t[i, heads]).to(device) for name, t in given.items()}
+            for i in range(layers)
+        ]
         self.answer_queries = answer_queries.to(device)
         self.kinds = ("all", "answers") if len(answer_queries) else ("all",)
         self.peaks: list[torch.Tensor] = [torch.empty(0)] * layers
         # Per scorer and layer, scores [segments, heads, S] of the finished segments, chunk by chunk.
         self.scores: dict[str, list[list[torch.Tensor]]] = {n: [[] for _ in range(layers)] for n in self.scorers}
+        self.hidden_states: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self.sums: list[list[torch.Tensor]] = [[] for _ in range(layers)]
 
     def observe(
@@ -132,6 +166,7 @@ class _Sequence:
         if finished == 0:
             return
         tokens = slice(0, finished * self.segment)
+        numbers = torch.arange(finished, device=keys.device) + request.prefix // self.segment
 
         def segments(x: torch.Tensor) -> torch.Tensor:
             # [tokens, heads, ..] -> [segments, heads, S, ..]
@@ -142,7 +177,7 @@ class _Sequence:
             statistics = store.statistics[layer] if scorer.reads_hidden_states else self.statistics[layer]
             asked = segments(queries)[:, :, self.segment - window :].transpose(2, 3) if window else None
             gates = segments(sides)[..., 0] if scorer.reads_hidden_states and sides is not None else None
-            data = SegmentData(segments(keys), segments(values), asked, gates, store.scales[layer], statistics)
+            data = SegmentData(segments(keys), segments(values), asked, gates, store.scales[layer], statistics, numbers)
             self.scores[name][layer].append(scorer.score(data))
 
     def _add_peaks(
@@ -186,10 +221,12 @@ class _Sequence:
         for name, layers in self.scores.items():
             scores = torch.stack([torch.cat(parts)[:count] for parts in layers], dim=1)
             tensors[f"{name}.scores"] = scores.float().cpu().contiguous()
+        if self.hidden_states[0]:
+            tensors[HIDDEN_STATES] = torch.stack([torch.cat(p)[: count * self.segment] for p in self.hidden_states])
         return tensors
 
-    def add_moments(self, layer: int, queries: torch.Tensor) -> None:
-        sample = queries.double().permute(1, 2, 0, 3)
+    def add_moments(self, layer: int, queries: torch.Tensor, first: int) -> None:
+        sample = before_rope(queries, first, self.rope).permute(1, 2, 0, 3)
         moments = [sample.sum(dim=2), sample.transpose(2, 3) @ sample]
         before = self.sums[layer] or [torch.zeros_like(m) for m in moments]
         self.sums[layer] = [a + b for a, b in zip(before, moments, strict=True)]
@@ -197,5 +234,9 @@ class _Sequence:
             self.length += len(queries)
 
     def moments(self) -> dict[str, torch.Tensor]:
-        total = {name: torch.stack([s[i] for s in self.sums]).cpu() for i, name in enumerate(STATISTICS)}
-        return total | {"count": torch.tensor(self.length)}
+        total = {name: torch.stack([s[i] for s in self.sums]).cpu() for i, name in enumerate(MOMENTS)}
+        of_layers = (
+            tensor.float().expand(len(self.sums), 1, -1).contiguous()
+            for tensor in (self.rope.frequencies, self.rope.order)
+        )
+        return total | dict(zip(ROPE, of_layers, strict=True)) | {"count": torch.tensor(self.length)}

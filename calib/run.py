@@ -11,7 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from calib.built_in import SAMPLES
 from calib.derive import derive_profile
+from calib.gate import train_gates
 from calib.inspect import print_stability
 from calib.measure import Settings, calibrated_statistics, measure, passes
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
@@ -49,9 +51,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--alpha", type=float, help="safety margin of method implied, in standard deviations [2]")
     parser.add_argument("--fit", choices=FITS, default="exact", help="scale to the ratio, or Eq. 5 as written [exact]")
     parser.add_argument("--segment", type=int, default=256, help="tokens per segment; serve with the same [256]")
-    parser.add_argument("--samples", type=int, default=50, help="how many samples [50]")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help=f"how many samples [{SAMPLES}]")
     parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help=".jsonl or text [built in]")
     parser.add_argument("--max-tokens", type=int, default=8192, help="samples are cut to this length [8192]")
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's engine"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the built-in conversations [0]")
     parser.add_argument("--dtype", default="auto", help="as for the server [auto]")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, as for the server [1]")
@@ -87,6 +92,7 @@ def run(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         scorer_weights=options.scorer_weights,
         tp=options.tp,
+        engine_args=options.engine_args,
     )
     work = options.work or Path(options.output.replace("{scorer}", "all") + ".recordings")
     console = Console(stderr=True)
@@ -95,8 +101,14 @@ def run(options: argparse.Namespace) -> None:
         task = progress.add_task("samples through SGLang", total=len(samples) * passes(options.scorer))
         kv_bytes = _kv_bytes(geometry, options.segment, samples)
         recordings = measure(settings, samples, work, kv_bytes, lambda: progress.advance(task))
+        statistics, held_out = calibrated_statistics(settings, work), None
+        if any(get_scorer(scorer).trained for scorer in options.scorer):
+            task = progress.add_task("training gates, layers", total=geometry.num_layers)
+            trained, held_out = train_gates(
+                settings, recordings, work, queries, options.ratio, lambda: progress.advance(task)
+            )
+            statistics |= trained
     scope = options.scope or DEFAULT_SCOPE[options.method]
-    statistics = calibrated_statistics(settings, work)
     reports = []
     for scorer in options.scorer:
         profile = derive_profile(
@@ -112,6 +124,7 @@ def run(options: argparse.Namespace) -> None:
             fit=options.fit,
             head_dim=geometry.head_dim,
             statistics={name: statistics[name] for name in get_scorer(scorer).statistics if name in statistics},
+            held_out=held_out if get_scorer(scorer).trained else None,
         )
         path = Path(options.output.replace("{scorer}", scorer))
         profile.save(path)
@@ -168,7 +181,8 @@ def _check(options: argparse.Namespace) -> None:
             "with several scorers the name in -o must contain {scorer}, such as {scorer}.safetensors"
         )
     for scorer in options.scorer:
-        if get_scorer(scorer).reads_hidden_states and options.scorer_weights is None:
+        found = get_scorer(scorer)
+        if found.reads_hidden_states and not found.trained and options.scorer_weights is None:
             raise RaggedConfigError(f"scorer {scorer!r} needs trained gates: pass --scorer-weights FILE")
     parent = Path(options.output).parent
     if not parent.is_dir():

@@ -1,4 +1,4 @@
-"""Sample contexts: from JSON lines, from text files, or the built-in conversations; and their tokens."""
+"""Sample contexts: from JSON lines, from text files, or built in; and their tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.conversations import built_in_conversations
+from calib.built_in import built_in_samples
 from sgl_ragged.errors import RaggedConfigError
 
 
@@ -37,7 +37,7 @@ class TokenizedSample:
 
 
 def read_samples(paths: Sequence[Path], count: int, seed: int) -> list[Sample]:
-    """The first `count` samples of the files in order, or `count` built-in conversations if there are no files.
+    """The first `count` samples of the files in order, or `count` built-in samples if there are no files.
 
     A .jsonl file holds an object per line with `input_ids`, `messages` or `text`, and optionally `task`; beside
     `input_ids` also `answers`, a list of [start, stop]. Any other file is one text, its task the name of its folder.
@@ -46,7 +46,10 @@ def read_samples(paths: Sequence[Path], count: int, seed: int) -> list[Sample]:
         RaggedConfigError: a file is missing, empty or malformed; the message names the line.
     """
     if not paths:
-        return [Sample(task=task, messages=talk) for task, talk in built_in_conversations(count, seed)]
+        return [
+            Sample(task=task, text=made) if isinstance(made, str) else Sample(task=task, messages=made)
+            for task, made in built_in_samples(count, seed)
+        ]
     samples: list[Sample] = []
     for path in paths:
         try:

@@ -86,7 +86,7 @@ def fit_kept(weights: np.ndarray, ratio: float, segment: int, scope: str = "mode
 
     Returns:
         int64 [num_layers, num_heads]: multiples of UNIT in [GUARD, S]; per scope, the sum is within one unit of
-        ratio * S * heads, unless the guard of every head alone is more than that.
+        ratio * S * heads, of all layers together within one unit, too, unless the guards alone are more than that.
     """
     check_segment(segment)
     top = segment // UNIT
@@ -126,17 +126,37 @@ def _hand_out(gains: np.ndarray, ratio: float, segment: int, scope: str) -> np.n
         gains: float [num_layers, num_heads, S / UNIT - 1], what unit 2, 3, .. of each head brings; never rising.
     """
     check_ratio(ratio)
-    if scope == "layer" and gains.shape[0] > 1:
-        return np.concatenate([_hand_out(row[None], ratio, segment, scope) for row in gains])
+    if scope == "layer":
+        layers = zip(gains, _layer_units(gains.shape[0], gains.shape[1], ratio, segment), strict=True)
+        return np.concatenate([_give(row[None], units) for row, units in layers])
+    return _give(gains, round(ratio * (segment // UNIT) * gains.shape[0] * gains.shape[1]))
+
+
+def _layer_units(num_layers: int, num_heads: int, ratio: float, segment: int) -> list[int]:
+    """Units of each layer, the two integers around its share, mixed so that the model meets the ratio, too.
+
+    Layers round up one after the other as the share's fraction grows, so none loses a unit when the ratio does.
+    """
+    share = round(ratio * (segment // UNIT) * num_heads, 9)
+    fraction = share - int(share)
+    return [int(share) + bool(fraction > (place + 0.5) / num_layers) for place in _spread(num_layers)]
+
+
+def _give(gains: np.ndarray, units: int) -> np.ndarray:
+    """Tokens per head, int64 [num_layers, num_heads], when the heads of `gains` share this many units."""
     heads = gains.shape[0] * gains.shape[1]
-    to_hand_out = max(round(ratio * (segment // UNIT) * heads) - heads, 0)
     flat = gains.reshape(heads, -1)
-    # Any first m of the heads in the order of a golden-ratio sequence lie evenly among all of them.
-    spread = np.argsort((np.arange(heads) * (5**0.5 - 1) / 2) % 1.0)
-    place = np.empty_like(spread)
-    place[spread] = np.arange(heads)
     number = np.broadcast_to(np.arange(flat.shape[1]), flat.shape)
-    order = np.lexsort((np.broadcast_to(place[:, None], flat.shape).ravel(), number.ravel(), -flat.ravel()))
-    winners = order[:to_hand_out] // flat.shape[1]
-    units = 1 + np.bincount(winners, minlength=heads)
-    return (units * UNIT).reshape(gains.shape[:2])
+    place = np.broadcast_to(_spread(heads)[:, None], flat.shape)
+    order = np.lexsort((place.ravel(), number.ravel(), -flat.ravel()))
+    winners = order[: max(units - heads, 0)] // flat.shape[1]
+    kept = 1 + np.bincount(winners, minlength=heads)
+    return (kept * UNIT).reshape(gains.shape[:2])
+
+
+def _spread(count: int) -> np.ndarray:
+    """A place for each of `count` things in a row: those with the first m places lie evenly among all of them."""
+    order = np.argsort((np.arange(count) * (5**0.5 - 1) / 2) % 1.0)
+    places = np.empty_like(order)
+    places[order] = np.arange(count)
+    return places

@@ -28,6 +28,10 @@ METHODS = ("implied", "coverage")
 SCOPES = ("layer", "model")
 FITS = ("exact", "paper")
 
+HELD_OUT = ("loss, trained on", "loss, held out", "coverage", "coverage of keydiff", "best coverage")
+"""Columns of `Profile.held_out`: the training's error in variances of its target, and the share of peak attention that
+the best `ratio` of each segment's tokens cover on held-out samples, by the scorer, by keydiff, at best."""
+
 STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""
 
@@ -39,8 +43,9 @@ class Profile:
     Arrays are float32. `mu` and `sigma` [L, H]: share of a segment that each head needs, mean and standard deviation
     (TANGRAM Eq. 5). `coverage` [L, H, S / 16]: mean peak attention of later queries that the head's best 16, 32, .. S
     tokens of a segment receive; method `coverage` only, from the `queries` that were looked at ("all" or "answers").
-    `shares` [N, L, H]: the share of each sample, with its task in
-    `tasks`. `statistics`: tensors [L, H, ...] that the scorer needs at run time.
+    `shares` [N, L, H]: the share of each sample, with its task in `tasks`. `held_out` [L, 5]: how well a scorer that
+    was trained does on samples that it was not trained on, HELD_OUT. `statistics`: tensors [L, H, ...] that the scorer
+    needs at run time, [L, 1, ...] where heads share them; float16 ones stay so.
 
     `ratio` is the kept share that mu was measured at; `scope` says whether it holds in each layer or over the model.
     `fit` and `alpha` say how mu and sigma become budgets (see `budgets.profile_kept`).
@@ -66,6 +71,7 @@ class Profile:
     tasks: tuple[str, ...] = ()
     coverage: np.ndarray | None = None
     shares: np.ndarray | None = None
+    held_out: np.ndarray | None = None
     statistics: MappingProxyType[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
@@ -91,9 +97,11 @@ class Profile:
             raise RaggedConfigError(f"profile: coverage {self.coverage.shape} must be [layers, heads, units]")
         if self.shares is not None and self.shares.shape != (len(self.tasks), *self.mu.shape):
             raise RaggedConfigError(f"profile: shares {self.shares.shape} do not fit {len(self.tasks)} tasks")
+        if self.held_out is not None and self.held_out.shape != (self.num_layers, len(HELD_OUT)):
+            raise RaggedConfigError(f"profile: held_out {self.held_out.shape} must be [layers, {len(HELD_OUT)}]")
         for name, array in self.statistics.items():
-            if array.shape[:2] != self.mu.shape:
-                raise RaggedConfigError(f"profile: statistic {name} {array.shape} must be [layers, heads, ...]")
+            if array.shape[:2] not in (self.mu.shape, (self.num_layers, 1)):
+                raise RaggedConfigError(f"profile: statistic {name} {array.shape} must be [layers, heads or 1, ...]")
 
     @property
     def num_layers(self) -> int:
@@ -112,9 +120,13 @@ class Profile:
         return state.hexdigest()[:16]
 
     def _tensors(self) -> dict[str, np.ndarray]:
-        named = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares")}
+        named = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares", "held_out")}
         named |= {STATISTIC + name: array for name, array in self.statistics.items()}
-        return {n: np.ascontiguousarray(a, dtype=np.float32) for n, a in named.items() if a is not None}
+        return {
+            name: np.ascontiguousarray(array, dtype=np.float16 if array.dtype == np.float16 else np.float32)
+            for name, array in named.items()
+            if array is not None
+        }
 
     def _metadata(self) -> dict[str, str]:
         values = {name: getattr(self, name) for name in _METADATA}
@@ -141,7 +153,7 @@ class Profile:
             )
 
 
-_TENSOR_FIELDS = ("mu", "sigma", "coverage", "shares", "statistics")
+_TENSOR_FIELDS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics")
 _METADATA = {f.name: str(f.type) for f in fields(Profile) if f.name not in _TENSOR_FIELDS}
 _READERS: dict[str, Any] = {"str": str, "int": int, "float": float, "tuple[str, ...]": lambda t: tuple(json.loads(t))}
 
@@ -178,6 +190,7 @@ def load_profile(path: str | Path) -> Profile:
             sigma=tensors["sigma"],
             coverage=tensors.get("coverage"),
             shares=tensors.get("shares"),
+            held_out=tensors.get("held_out"),
             statistics=MappingProxyType(statistics),
             **{name: _READERS[kind](metadata[name]) for name, kind in _METADATA.items()},
         )

@@ -20,7 +20,8 @@ SINKS, GUARD = 4, 16
 class Tokens:
     """What one head knows of consecutive tokens, in float64: keys and values [T, d], queries [q_per_kv, T, d].
 
-    `gates` [T] are token scores; `statistics` the head's query mean [q_per_kv, d] and covariance [q_per_kv, d, d].
+    `start` is the position of the first of them. `gates` [T] are token scores; `statistics` the head's query mean
+    [q_per_kv, d], covariance [q_per_kv, d, d], rotary frequencies [d / 2] and the order of dimensions [d].
     """
 
     keys: np.ndarray
@@ -28,7 +29,8 @@ class Tokens:
     queries: np.ndarray | None = None
     scale: float = 1.0
     gates: np.ndarray | None = None
-    statistics: tuple[np.ndarray, np.ndarray] | None = None
+    statistics: tuple[np.ndarray, ...] | None = None
+    start: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -36,6 +38,7 @@ class Tokens:
     def part(self, start: int, stop: int) -> Tokens:
         return replace(
             self,
+            start=self.start + start,
             keys=self.keys[start:stop],
             values=self.values[start:stop],
             queries=None if self.queries is None else self.queries[:, start:stop],
@@ -80,10 +83,17 @@ def scores(scorer: str, tokens: Tokens) -> np.ndarray:
         pooled = [seen[max(i - 2, 0) : min(i + 3, before)].mean() for i in range(before)]
         return np.concatenate([pooled, seen[before:]])
     if scorer == "expected_attention":
-        mean, covariance = tokens.statistics
+        mean, covariance, frequencies, order = tokens.statistics
+        half, keys = len(frequencies), keys[:, order.astype(int)]
+        pairs = keys[:, :half] + 1j * keys[:, half : 2 * half]
+        pairs = pairs * np.exp(-1j * frequencies * (tokens.start + length))
+        keys = np.concatenate([pairs.real, pairs.imag, keys[:, 2 * half :]], axis=1)
         logits = tokens.scale * mean @ keys.T
         logits = logits + tokens.scale**2 / 2 * np.einsum("sd,qde,se->qs", keys, covariance, keys)
-        return softmax(logits).mean(0) * np.sqrt((values**2).sum(-1))
+        weights = np.zeros(logits.shape)
+        sinks = SINKS if tokens.start == 0 else 0
+        weights[:, sinks:] = softmax(logits[:, sinks:])
+        return weights.mean(0) * np.sqrt((values**2).sum(-1))
     if scorer == "fastkvzip":
         return tokens.gates
     raise ValueError(scorer)
@@ -117,7 +127,7 @@ def visible(scorer: str, tokens: Tokens, count: int, segment: int) -> np.ndarray
 class Oracle:
     """A model whose attention heads keep `kept[layer, head]` tokens of every finished segment.
 
-    `statistics`: query mean [layers, heads, q_per_kv, d] and covariance [layers, heads, q_per_kv, d, d].
+    `statistics`: of every layer and head, what `Tokens` has of one: [layers, heads or 1, ...].
     """
 
     def __init__(
@@ -126,7 +136,7 @@ class Oracle:
         kept: np.ndarray,
         segment: int,
         scorer: str,
-        statistics: tuple[np.ndarray, np.ndarray] | None = None,
+        statistics: tuple[np.ndarray, ...] | None = None,
     ) -> None:
         self.kept, self.segment, self.scorer, self.statistics = kept, segment, scorer, statistics
         AttentionInterface.register(NAME, self._attention)
@@ -142,7 +152,8 @@ class Oracle:
                 values=value[0, head].double().numpy(),
                 queries=query[0, group].double().numpy(),
                 scale=scaling,
-                statistics=self.statistics and tuple(s[module.layer_idx, head] for s in self.statistics),
+                statistics=self.statistics
+                and tuple(s[module.layer_idx, min(head, s.shape[1] - 1)] for s in self.statistics),
             )
             mask = visible(self.scorer, tokens, int(self.kept[module.layer_idx, head]), self.segment)
             blocked = torch.from_numpy(~mask)

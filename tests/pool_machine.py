@@ -193,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
                 PendingSeals(
                     rows=torch.tensor([request.row for request in full]),
                     slots=torch.tensor([request.pages[-1] for request in full]),
-                    starts=torch.tensor([len(request.tokens) == SEGMENT for request in full]),
+                    numbers=torch.tensor([len(request.tokens) // SEGMENT - 1 for request in full]),
                 )
             )
         content = torch.cat([kv(r.tokens[-1:], len(r.tokens) - 1) for r in self.running])

@@ -52,11 +52,13 @@ class Sequence:
         return output
 
 
-def statistics(heads: int, per_head: int, dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each head, a query mean [q_per_kv, d] and covariance [q_per_kv, d, d]."""
+def statistics(heads: int, per_head: int, dim: int) -> list[tuple[np.ndarray, ...]]:
+    """For each head, what `Tokens.statistics` holds; all but two dimensions are rotated."""
     rng = np.random.default_rng(11)
     roots = rng.normal(size=(heads, per_head, dim, dim)) / dim**0.5
-    return list(zip(rng.normal(size=(heads, per_head, dim)), roots @ roots.swapaxes(-1, -2), strict=True))
+    rope = (10.0 ** -np.arange(dim // 2 - 1), rng.permutation(dim))
+    moments = zip(rng.normal(size=(heads, per_head, dim)), roots @ roots.swapaxes(-1, -2), strict=True)
+    return [(*own, *rope) for own in moments]
 
 
 class Rig:
@@ -84,9 +86,10 @@ class Rig:
         if placement is not None:
             total = np.take_along_axis(kept, heads, axis=1)
             layout = SlabLayout(placement.kept[:, rank], dim, SEGMENT, total=total, first=placement.first[:, rank])
-        mean, covariance = (
+        mean, covariance, frequencies, order = (
             torch.tensor(np.stack(x)).float() for x in zip(*statistics(kept.shape[1], per_head, dim), strict=True)
         )
+        rope = {"rope_frequencies": frequencies[:1], "rope_order": order[:1]}
         count = requests * segments
         self.store = SlabStore(
             layout,
@@ -96,7 +99,7 @@ class Rig:
             dtype,
             "cpu",
             q_per_kv=per_head,
-            statistics=[{"query_mean": mean[row], "query_covariance": covariance[row]} for row in self.heads],
+            statistics=[{"query_mean": mean[row], "query_covariance": covariance[row], **rope} for row in self.heads],
         )
         self.store.scales = [0.5] * len(kept)
         self.operations = make_operations(self.store, segments)
@@ -137,7 +140,7 @@ class Rig:
                 PendingSeals(
                     rows=torch.tensor([row for row, _ in full]),
                     slots=torch.tensor([int(self.table[row, p]) // SEGMENT for row, p in full]),
-                    starts=torch.tensor([p < SEGMENT for _, p in full]),
+                    numbers=torch.tensor([p // SEGMENT for _, p in full]),
                 )
             )
         ends = [position + 1 for position in positions]

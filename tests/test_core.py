@@ -136,6 +136,15 @@ def test_coverage_budgets_meet_the_ratio_and_grow_with_it(gains, one, other, sco
         rows = kept.sum(axis=1) if scope == "layer" else kept.sum()[None]
         size = kept.shape[1] if scope == "layer" else kept.size
         assert (np.abs(rows - max(ratio * 128, GUARD) * size) <= UNIT).all()
+        assert abs(kept.sum() - max(ratio * 128, GUARD) * kept.size) <= UNIT
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.2, 0.1])
+def test_layers_of_two_heads_meet_the_ratio_together(ratio):
+    """Each alone is off by up to half a unit, all of them together are not."""
+    kept = fit_kept(np.ones((28, 2)), ratio, 256, "layer")
+    assert kept.mean() / 256 == pytest.approx(ratio, abs=UNIT / 256 / 28)
+    assert np.ptp(kept.sum(axis=1)) <= UNIT
 
 
 @given(

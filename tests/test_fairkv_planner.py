@@ -378,7 +378,8 @@ def test_busy_rates_of_measured_profiles(name, ranks):
     limit = kept.sum() / ranks / (16 * -(-kept.sum(axis=1) // (16 * ranks))).sum()
     assert busy(split) == pytest.approx(limit)
     if scope == "layer":
-        assert busy(split) >= {2: 0.99, 4: 0.95, 8: 0.95}[ranks] - 1e-9
+        # Layers of an odd number of units leave one over.
+        assert busy(split) >= {2: 0.989, 4: 0.95, 8: 0.95}[ranks] - 1e-9
     fine = plan_placement(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
     assert busy(fine) >= 0.995
 

@@ -18,7 +18,7 @@ from sgl_ragged.plugin.placing import describe_placement
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
 
-RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "128", "--ragged-ratio", "0.3")
+RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "128", "--ragged-ratio", "0.3", "--ragged-profile", "uniform")
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,14 @@ def test_calibration_keeps_the_model_order(llama):
     from sgl_ragged.plugin import register
 
     register.extend_engine()
-    common = dict(model_path=str(llama), device="cpu", tp_size=2, kv_pool="ragged", ragged_observer=object())
+    common = dict(
+        model_path=str(llama),
+        device="cpu",
+        tp_size=2,
+        kv_pool="ragged",
+        ragged_observer=object(),
+        ragged_profile="uniform",
+    )
     args = Engine.server_args_class(**common)
     args.resolve_once()
     assert getattr(args, ATTRIBUTE).fairkv == "none"

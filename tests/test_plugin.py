@@ -34,7 +34,8 @@ def qwen3(tmp_path_factory):
 
 def resolved(model, *flags: str) -> ServerArgs:
     """Arguments as the launcher resolves them; exits as the launcher does."""
-    args = prepare_server_args(["--model-path", str(model), "--device", "cpu", *flags])
+    equal = () if "ragged" not in flags or "--ragged-profile" in flags else ("--ragged-profile", "uniform")
+    args = prepare_server_args(["--model-path", str(model), "--device", "cpu", *flags, *equal])
     args.resolve_once()
     return args
 
@@ -108,7 +109,7 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-ratio", "1.01"), "outside (0, 1]"),
         (("--ragged-ratio", "nan"), "outside (0, 1]"),
         (("--ragged-segment", "250"), "multiple of 16"),
-        (("--ragged-scorer", "best"), "known: expected_attention, fastkvzip, h2o, key_norm, keydiff"),
+        (("--ragged-scorer", "best"), "known: expected_attention, fastkvzip, gate, h2o, key_norm, keydiff"),
         (("--ragged-scorer", "fastkvzip"), "pass --ragged-scorer-weights FILE"),
         (("--ragged-scorer", "expected_attention"), "python -m calib run --scorer expected_attention"),
         (("--ragged-scorer-weights", "gates.safetensors"), "'keydiff' has no weights"),
@@ -227,7 +228,8 @@ def test_profile_of_another_model_is_refused(llama, qwen3, tmp_path):
     make_profile(qwen3, path)
     assert "pass a profile of this model" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
     make_profile(llama, path, scorer="key_norm")
-    assert "--ragged-scorer is 'keydiff'" in refusal(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
+    given = ("--kv-pool", "ragged", "--ragged-profile", str(path))
+    assert "--ragged-scorer is 'keydiff'" in refusal(llama, *given, "--ragged-scorer", "keydiff")
     make_profile(llama, path)
     resolved(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
 

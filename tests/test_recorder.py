@@ -19,7 +19,8 @@ from calib.coverage import coverage_curves
 from calib.derive import derive_profile
 from calib.implied import implied_counts
 from calib.measure import Settings, join_ranks, measure
-from calib.recorder import ANSWERS, Recorder, recording_file
+from calib.query_moments import before_rope, rope_of
+from calib.recorder import ANSWERS, HIDDEN_STATES, Recorder, recording_file
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention import torch_ops
 from sgl_ragged.attention.batch import extend_batch
@@ -43,8 +44,10 @@ def content(seed: int) -> list[torch.Tensor]:
     return [2 * torch.randn(shape, generator=generator) for shape in shapes]
 
 
-def record(recorder: Recorder, tensors: list[torch.Tensor], chunks: list[int]) -> dict[str, torch.Tensor]:
-    """Feed a sequence to a store at rho = 1 in chunks, as the backend does."""
+def record(
+    recorder: Recorder, tensors: list[torch.Tensor], chunks: list[int], hidden: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Feed a sequence to a store at rho = 1 in chunks, as the backend does; `hidden` is [layers, tokens, size]."""
     layout = SlabLayout(np.full((LAYERS, HEADS), SEGMENT), DIM, SEGMENT)
     store = SlabStore(layout, get_scorer("streaming"), 8, 2, torch.float32, "cpu", q_per_kv=PER_HEAD)
     table = torch.zeros(2, 8 * SEGMENT, dtype=torch.int32)
@@ -56,7 +59,8 @@ def record(recorder: Recorder, tensors: list[torch.Tensor], chunks: list[int]) -
         for layer in range(LAYERS):
             part = [tensor[start:end, layer] for tensor in tensors]
             torch_ops.extend(store, layer, *part, batch)
-            recorder.extend(store, layer, *part, batch, None)
+            entered = None if hidden is None else hidden[layer, start:end]
+            recorder.extend(store, layer, *part, batch, None, entered)
         start = end
     return load_file(recording_file(recorder.folder, 0))
 
@@ -66,7 +70,12 @@ def statistics(tmp_path_factory):
     path = tmp_path_factory.mktemp("statistics") / "s.safetensors"
     mean = torch.randn(LAYERS, HEADS, PER_HEAD, DIM, generator=torch.Generator().manual_seed(1))
     covariance = torch.eye(DIM).expand(LAYERS, HEADS, PER_HEAD, DIM, DIM) / 4
-    save_file({"query_mean": mean, "query_covariance": covariance.contiguous()}, str(path))
+    rope = {
+        "rope_frequencies": torch.ones(LAYERS, 1, DIM // 2) / 7,
+        "rope_order": torch.arange(DIM).expand(LAYERS, 1, -1),
+    }
+    moments = {"query_mean": mean, "query_covariance": covariance}
+    save_file({name: tensor.contiguous() for name, tensor in (moments | rope).items()}, str(path))
     return path
 
 
@@ -90,7 +99,8 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
         logits[:, np.triu(np.ones((LENGTH, LENGTH), dtype=bool), 1)] = -np.inf
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         weights = (weights / weights.sum(-1, keepdims=True)).max(axis=0)
-        head_statistics = tuple(given_statistics[n][layer, head].double().numpy() for n in given_statistics)[::-1]
+        own = [given_statistics[name][layer] for name in get_scorer("expected_attention").statistics]
+        head_statistics = tuple(t[head if len(t) > 1 else 0].double().numpy() for t in own)
         tokens = Tokens(keys, values, queries, DIM**-0.5, statistics=head_statistics)
         for segment in range(LENGTH // SEGMENT):
             start, stop = segment * SEGMENT, (segment + 1) * SEGMENT
@@ -106,11 +116,33 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
 
 def test_moments_of_the_queries(tmp_path):
     queries, *rest = content(seed=2)
-    found = record(Recorder(str(tmp_path), ()), [queries, *rest], [SEGMENT])
-    flat = queries[:, 1, 2, 0].double()
+    recorder = Recorder(str(tmp_path), (), moments=True)
+    model, angles = torch.nn.Module(), torch.arange(1.0, DIM // 2 + 1) / 9
+    model.cos_sin_cache = torch.cat([angles.cos(), angles.sin()]).expand(2, DIM)
+    model.rotary_dim, model.is_neox_style = DIM, True
+    recorder.prepare(model, SimpleNamespace(layout=SimpleNamespace(head_dim=DIM)))
+    found = record(recorder, [queries, *rest], [SEGMENT])
+    rope = rope_of(model, DIM)
+    flat = before_rope(queries[:, 1, 2, :1], 0, rope)[:, 0]
     assert int(found["count"]) == LENGTH
     torch.testing.assert_close(found["query_mean"][1, 2, 0], flat.sum(0))
     torch.testing.assert_close(found["query_covariance"][1, 2, 0], flat.T @ flat)
+    torch.testing.assert_close(found["rope_frequencies"], angles.expand(LAYERS, 1, -1))
+
+
+def test_hidden_states_of_segments_that_somebody_looks_back_at(tmp_path):
+    hidden = torch.randn(LAYERS, LENGTH, 5)
+    recorder = Recorder(str(tmp_path), (), reads_hidden_states=True)
+    found = record(recorder, content(seed=2), [SEGMENT, 2 * SEGMENT], hidden)
+    kept = (LENGTH - 1) // SEGMENT * SEGMENT
+    assert torch.equal(found[HIDDEN_STATES], hidden[:, :kept].half())
+    assert found["peaks.all"].shape == (LAYERS, HEADS, kept)
+    # They are the same on all ranks.
+    assert not recorder.for_rank(1).keeps_hidden_states
+    ranks = [found, {name: tensor for name, tensor in found.items() if name != HIDDEN_STATES}]
+    joined = join_ranks(ranks)
+    assert torch.equal(joined[HIDDEN_STATES], found[HIDDEN_STATES])
+    assert joined["peaks.all"].shape == (LAYERS, 2 * HEADS, kept)
 
 
 def test_a_new_request_starts_afresh(tmp_path):
@@ -267,11 +299,18 @@ def test_the_answers_of_a_chat_are_what_the_assistant_says():
     assert cut.answers == (sample.answers[0], (sample.answers[1][0], sample.answers[1][0] + 1))
 
 
-def test_built_in_conversations_are_deterministic_and_of_several_tasks():
-    first, again = (read_samples([], 6, seed) for seed in (5, 5))
-    assert first == again != read_samples([], 6, 6)
-    assert [sample.task for sample in first[:3]] == ["recall", "records", "code"]
-    assert all(len(" ".join(m["content"] for m in sample.messages)) > 4000 for sample in first)
+def test_built_in_samples_are_deterministic_and_of_several_tasks():
+    first, again = (read_samples([], 24, seed) for seed in (5, 5))
+    assert first == again != read_samples([], 24, 6)
+    assert {sample.task for sample in first} == {"facts", "text", "repeat", "functions", "recall", "records", "code"}
+    for sample in first:
+        assert 3500 < len(sample.text or " ".join(m["content"] for m in sample.messages)) < 10000
+        if sample.task == "facts":
+            # What is asked for was stated before.
+            asked = [(i, m["content"]) for i, m in enumerate(sample.messages) if i % 2 == 0 and len(m["content"]) < 90]
+            for place, question in asked:
+                fact = sample.messages[place + 1]["content"].rstrip(".").split()[-1].strip('"')
+                assert fact.lower() in " ".join(m["content"] for m in sample.messages[:place]).lower(), question
 
 
 # Resuming

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from calib.query_moments import FUTURE, before_rope, rope_of, seen_from_the_end
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import (
     ALL_QUERIES,
@@ -92,10 +93,65 @@ def test_snapkv_pools_what_the_window_sees(peak, expected):
     [(math.log(2), 0.0, [4 / 13, 16 / 13, 1 / 13]), (0.0, 2 * math.log(2), [1 / 19, 4 / 19, 16 / 19])],
 )
 def test_expected_attention_of_gaussian_queries(mean, variance, expected):
+    """Nothing is rotated; in a sequence's first segment the sinks are left out."""
     statistics = {"query_mean": torch.tensor([[[mean]]]), "query_covariance": torch.tensor([[[[variance]]]])}
+    statistics |= {"rope_frequencies": torch.zeros(1, 0), "rope_order": torch.zeros(1, 1)}
     keys, values = torch.tensor([[0.0], [1.0], [-2.0]]), torch.tensor([[1.0], [-2.0], [1.0]])
-    scores = get_scorer("expected_attention").score(one_head(keys, values, statistics=statistics))[0, 0]
-    torch.testing.assert_close(scores, torch.tensor(expected))
+    later = one_head(keys, values, statistics=statistics, numbers=torch.tensor([1]))
+    torch.testing.assert_close(get_scorer("expected_attention").score(later)[0, 0], torch.tensor(expected))
+    sinks = torch.full((4, 1), 9.0)
+    first = one_head(
+        torch.cat([sinks, keys]), torch.cat([sinks, values]), statistics=statistics, numbers=torch.tensor([0])
+    )
+    scores = get_scorer("expected_attention").score(first)[0, 0]
+    torch.testing.assert_close(scores, torch.tensor([0.0] * 4 + expected))
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_expected_attention_is_that_of_queries_behind_the_segment(neox):
+    """Without spread, the logit is the mean over the next positions of the mean query, rotated to each of them."""
+    size, rotated, length, number = 10, 8, 16, 3
+    frequencies = 10.0 ** -torch.arange(rotated // 2, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    query, values = torch.randn(size, generator=generator).double(), torch.ones(length, 1)
+    plain = torch.randn(length, size, generator=generator).double()
+
+    def rotate(row: torch.Tensor, position: int) -> torch.Tensor:
+        turned = row.clone()
+        for pair, frequency in enumerate(frequencies):
+            a, b = (pair, pair + rotated // 2) if neox else (2 * pair, 2 * pair + 1)
+            cos, sin = math.cos(position * frequency), math.sin(position * frequency)
+            turned[a], turned[b] = row[a] * cos - row[b] * sin, row[a] * sin + row[b] * cos
+        return turned
+
+    start, end = number * length, (number + 1) * length
+    keys = torch.stack([rotate(row, start + place) for place, row in enumerate(plain)])
+    later = torch.stack([rotate(query, end + step) for step in range(FUTURE)])
+    want = (keys @ later.T).mean(dim=1).softmax(dim=0)
+
+    table = torch.cat([frequencies.cos(), frequencies.sin()])[None].repeat(2, 1)
+    rotary = torch.nn.Module()
+    rotary.cos_sin_cache, rotary.rotary_dim, rotary.is_neox_style = table, rotated, neox
+    rope = rope_of(rotary, size)
+    seen = torch.stack([rotate(query, position) for position in (5, 6)])
+    before = before_rope(seen[:, None], 5, rope)[:, 0]
+    torch.testing.assert_close(before[0], before[1])
+    mean, covariance = seen_from_the_end(before[:1], torch.zeros(1, size, size).double(), rope.frequencies)
+    statistics = {"query_mean": mean[None].float(), "query_covariance": covariance[None].float()}
+    statistics |= {"rope_frequencies": rope.frequencies[None].float(), "rope_order": rope.order[None].float()}
+    data = one_head(keys.float(), values, statistics=statistics, numbers=torch.tensor([number]))
+    found = get_scorer("expected_attention").score(data)[0, 0]
+    torch.testing.assert_close(found, want.float(), atol=1e-5, rtol=1e-3)
+
+
+def test_models_that_rotate_in_several_ways_are_refused():
+    model = torch.nn.ModuleList(torch.nn.Module() for _ in range(2))
+    for number, module in enumerate(model):
+        angle = torch.tensor([[1.0 + number]])
+        module.cos_sin_cache, module.rotary_dim = torch.cat([angle.cos(), angle.sin()], dim=1).repeat(2, 1), 2
+        module.is_neox_style = True
+    with pytest.raises(RaggedConfigError, match="one rotary embedding for all layers, and the model has 2"):
+        rope_of(model, 2)
 
 
 def test_fastkvzip_gate():
@@ -118,6 +174,26 @@ def test_fastkvzip_gate():
     torch.testing.assert_close(scorer.score(data)[0, 0], torch.tensor([0.5, 0.5]))
 
 
+def test_gate():
+    """Two hidden units, one of them shut; two heads that share them."""
+    gate = {
+        "input_mean": torch.tensor([[1.0, 0.0]]),
+        "input_scale": torch.tensor([[2.0, 1.0]]),
+        "hidden": torch.tensor([[[1.0, 0.0], [0.0, 0.0]]]),
+        "hidden_bias": torch.tensor([[0.0, -1e4]]),
+        "skip": torch.tensor([[0.0, 1.0], [0.5, 0.0]]),
+        "output": torch.tensor([[1.0, 9.0], [-2.0, 9.0]]),
+    }
+    scorer = get_scorer("gate")
+    assert set(gate) == set(scorer.statistics)
+    # z = (4, 5): the open unit gives gelu(4).
+    unit = 4 * 0.5 * (1 + math.erf(4 / math.sqrt(2)))
+    scores = scorer.token_scores(torch.tensor([[3.0, 5.0]]), gate)
+    torch.testing.assert_close(scores, torch.tensor([[5 + unit, 2 - 2 * unit]]))
+    data = one_head(torch.zeros(1, 1), token_scores=scores[:, :1].T[None])
+    torch.testing.assert_close(scorer.score(data)[0, 0], scores[0, :1])
+
+
 def random_segments(name: str, segments: int, heads: int, seed: int, length: int = 32) -> SegmentData:
     """Random segments with everything that the scorer needs; 2 query heads per head, d = 8."""
     generator = torch.Generator().manual_seed(seed)
@@ -131,9 +207,15 @@ def random_segments(name: str, segments: int, heads: int, seed: int, length: int
         keys=rand(segments, heads, length, 8),
         values=rand(segments, heads, length, 8),
         queries=rand(segments, heads, 2, window, 8) if window else None,
-        token_scores=rand(segments, heads, length).sigmoid() if name == "fastkvzip" else None,
+        token_scores=rand(segments, heads, length).sigmoid() if get_scorer(name).reads_hidden_states else None,
         scale=8**-0.5,
-        statistics={"query_mean": rand(heads, 2, 8), "query_covariance": root @ root.mT},
+        statistics={
+            "query_mean": rand(heads, 2, 8),
+            "query_covariance": root @ root.mT,
+            "rope_frequencies": rand(1, 3),
+            "rope_order": torch.arange(8.0)[None],
+        },
+        numbers=torch.arange(segments),
     )
 
 
@@ -145,7 +227,8 @@ def pick(data: SegmentData, segment: int, head: int) -> SegmentData:
         queries=None if data.queries is None else data.queries[one],
         token_scores=None if data.token_scores is None else data.token_scores[one],
         scale=data.scale,
-        statistics={name: tensor[one[1]] for name, tensor in data.statistics.items()},
+        statistics={n: t if len(t) == 1 else t[one[1]] for n, t in data.statistics.items()},
+        numbers=data.numbers[one[0]],
     )
 
 
@@ -196,7 +279,7 @@ def test_equal_tokens_keep_the_earliest(name):
 
 
 def test_unknown_scorer_lists_the_known():
-    with pytest.raises(RaggedConfigError, match="expected_attention, fastkvzip, h2o, key_norm, keydiff, snapkv"):
+    with pytest.raises(RaggedConfigError, match="expected_attention, fastkvzip, gate, h2o, key_norm, keydiff, snapkv"):
         get_scorer("nonsense")
 
 
@@ -209,6 +292,7 @@ def test_what_scorers_say_they_need(name):
         "tova": (1, 24),
         "h2o": (64, 24),
         "fastkvzip": (64, 1),
+        "gate": (64, 1),
     }.get(name, (0, 0))
     assert (scorer.queries == ALL_QUERIES) == (name == "h2o")
 
@@ -232,10 +316,14 @@ def test_statistics_are_refused_with_the_reason(tmp_path):
     save_file({"query_mean": torch.ones(2, 4, 1, 8)}, str(path))
     with pytest.raises(RaggedConfigError, match="lacks query_covariance"):
         scorer_statistics(expected, None, path, 2, 4)
-    save_file({"query_mean": torch.ones(3, 4, 1, 8), "query_covariance": torch.ones(2, 4, 1, 8, 8)}, str(path))
+    rope = {"rope_frequencies": torch.ones(2, 1, 4), "rope_order": torch.ones(2, 1, 8)}
+    moments = {"query_mean": torch.ones(3, 4, 1, 8), "query_covariance": torch.ones(2, 4, 1, 8, 8)}
+    save_file(moments | rope, str(path))
     with pytest.raises(RaggedConfigError, match=r"must be \[2 layers, 4 heads"):
         scorer_statistics(expected, None, path, 2, 4)
-    save_file({n: torch.full((2, 4, 1), torch.nan) for n in expected.statistics}, str(path))
+    save_file(
+        {n: torch.full((2, 1 if n.startswith("rope") else 4, 1), torch.nan) for n in expected.statistics}, str(path)
+    )
     with pytest.raises(RaggedConfigError, match="non-finite"):
         scorer_statistics(expected, None, path, 2, 4)
 

@@ -125,7 +125,7 @@ class Trial:
                 PendingSeals(
                     rows=torch.tensor([row for row, _ in full], device=device),
                     slots=torch.tensor(slots, device=device),
-                    starts=torch.tensor([p < segment for _, p in full], device=device),
+                    numbers=torch.tensor([p // segment for _, p in full], device=device),
                 )
             )
 

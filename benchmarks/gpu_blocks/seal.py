@@ -47,7 +47,7 @@ def _chunk_rows(context: Context, case: SealCase, prefix: int, hidden: int, feed
     keys, values = torch.randn((2, *shape), device=context.device).to(context.dtype)
     firsts = torch.arange(0, case.chunk, model.segment, dtype=torch.int32, device=context.device)
     slots = chunks.table[1, prefix :: model.segment][: case.segments] // model.segment
-    source, starts = seal.Source.of_chunk(keys, values, firsts), torch.zeros_like(firsts)
+    source, numbers = seal.Source.of_chunk(keys, values, firsts), torch.ones_like(firsts)
     by_layer = [
         (
             torch.tensor(row, dtype=torch.int32, device=context.device),
@@ -61,7 +61,7 @@ def _chunk_rows(context: Context, case: SealCase, prefix: int, hidden: int, feed
         def call() -> None:
             for counts, key_blocks, most in by_layer:
                 scores = seal.score(source, scorer, model.segment, model.head_dim)
-                positions = seal.choose(scores, starts, counts)
+                positions = seal.choose(scores, numbers, counts)
                 seal.gather(source, store.slabs, slots, positions, counts, key_blocks, most, model.head_dim)
 
         return call
@@ -127,7 +127,7 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
             pending = PendingSeals(
                 rows=rows,
                 slots=(stage.table[1 : count + 1, 0] // model.segment).long(),
-                starts=torch.ones(count, dtype=torch.bool, device=context.device),
+                numbers=torch.zeros(count, dtype=torch.int64, device=context.device),
             )
 
             def call(operations=operations, pending=pending) -> None:

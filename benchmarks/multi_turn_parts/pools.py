@@ -102,7 +102,8 @@ def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) 
     if on_cpu:
         args += ["--dtype", "float32"]
     if pool.ratio is not None:
-        return [*args, "--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio)]
+        # Equal budgets unless further flags say otherwise: whose speed is measured need not be calibrated first.
+        return [*args, "--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), "--ragged-profile", "uniform"]
     return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ())]
 
 
@@ -127,12 +128,14 @@ class Started:
             self._nursery.__exit__()
 
     @contextlib.contextmanager
-    def target(self, pool: Pool, requests: int, log: Path, added: Sequence[str] = ()) -> Iterator[Target]:
+    def target(
+        self, pool: Pool, requests: int, log: Path, added: Sequence[str] = (), ready_within_s: float = 300
+    ) -> Iterator[Target]:
         """`added`: flags of this server alone."""
         start = self._nursery.serve if self._nursery else serve
         args = server_arguments(pool, requests, self._kv_bytes, on_cpu=self._nursery is not None)
         further = [*self._common, *(self._ragged if pool.ratio is not None else ()), *added]
-        with start(self._model, *args, *further, log=log) as server:
+        with start(self._model, *args, *further, log=log, ready_within_s=ready_within_s) as server:
             yield Target(server.url, server)
 
 

@@ -22,8 +22,15 @@ from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
 class Observer(Protocol):
     """Looks at what prefill stores and attends; `calib.recorder` is one."""
 
+    reads_hidden_states: bool
+    """Whether `extend` is to be given what enters the attention layers."""
+
     def for_rank(self, rank: int) -> Observer:
         """The observer of one tensor-parallel rank."""
+        ...
+
+    def prepare(self, model: torch.nn.Module, store: SlabStore) -> None:
+        """Called once, when model and store are there."""
         ...
 
     def extend(
@@ -35,8 +42,12 @@ class Observer(Protocol):
         values: torch.Tensor,
         batch: ExtendBatch,
         sides: torch.Tensor | None,
+        hidden_states: torch.Tensor | None,
     ) -> None:
-        """Called after `Operations.extend` with its arguments; must not change them."""
+        """Called after `Operations.extend` with its arguments; must not change them.
+
+        `hidden_states`: [tokens, hidden size], what entered the attention layer; None unless `reads_hidden_states`.
+        """
         ...
 
 
@@ -66,10 +77,13 @@ class RaggedAttnBackend(AttentionBackend):
         self.store = pool.store
         self.store.scales = [layer.scaling for layer in layers]
         self.observer = observer
+        if observer is not None:
+            observer.prepare(model_runner.model, self.store)
         self.exchange = exchange
         self._observed: ExtendBatch | None = None
         self._token_scores: dict[int, torch.Tensor] = {}
-        if self.store.scorer.reads_hidden_states:
+        self._hidden_states: dict[int, torch.Tensor] = {}
+        if self.store.scorer.reads_hidden_states or (observer is not None and observer.reads_hidden_states):
             self._read_hidden_states(model_runner.model, pool.start_layer)
         self.segment = pool.page_size
         self.first_layer = pool.start_layer
@@ -130,13 +144,13 @@ class RaggedAttnBackend(AttentionBackend):
         if not full:
             return
         device = self.req_to_token.device
-        which, last, starts = (
+        which, last, numbers = (
             torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-            for values in (full, [lengths[i] - 1 for i in full], [lengths[i] == self.segment for i in full])
+            for values in (full, [lengths[i] - 1 for i in full], [lengths[i] // self.segment - 1 for i in full])
         )
         rows = forward_batch.req_pool_indices[which].to(torch.int64)
         slots = self.req_to_token[rows, last].to(torch.int64) // self.segment
-        self.store.defer_seals(PendingSeals(rows=rows, slots=slots, starts=starts.bool()))
+        self.store.defer_seals(PendingSeals(rows=rows, slots=slots, numbers=numbers))
 
     def forward_extend(
         self,
@@ -158,7 +172,8 @@ class RaggedAttnBackend(AttentionBackend):
         output = self._attend(self.operations.extend, number, queries, keys, values, sides)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
-            self.observer.extend(self.store, number, queries, keys, values, self._observed, sides)
+            hidden_states = self._hidden_states.pop(layer.layer_id, None)
+            self.observer.extend(self.store, number, queries, keys, values, self._observed, sides, hidden_states)
         return output.flatten(1)
 
     def forward_decode(
@@ -207,7 +222,7 @@ class RaggedAttnBackend(AttentionBackend):
         return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), sides
 
     def _read_hidden_states(self, model: torch.nn.Module, first_layer: int) -> None:
-        """Score every token from what enters its attention layer, before the layer runs."""
+        """Before an attention layer runs, score its tokens from what enters it, or keep that for the observer."""
         for parent in model.modules():
             for child in parent.children():
                 if isinstance(child, RadixAttention):
@@ -220,13 +235,16 @@ class RaggedAttnBackend(AttentionBackend):
         signature = inspect.signature(parent.forward)
         if "hidden_states" not in signature.parameters:
             raise RaggedConfigError(
-                f"{type(parent).__name__} takes no hidden_states, so scorer {self.store.scorer.name!r} cannot read "
-                f"them; use another --ragged-scorer"
+                f"{type(parent).__name__} takes no hidden_states, so no scorer can read them; use another than "
+                f"fastkvzip and gate"
             )
 
         def hook(_module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             hidden_states = signature.bind(*args, **kwargs).arguments["hidden_states"]
-            self._token_scores[layer_id] = self.store.scorer.token_scores(hidden_states, statistics)
+            if self.store.scorer.reads_hidden_states:
+                self._token_scores[layer_id] = self.store.scorer.token_scores(hidden_states, statistics)
+            if self.observer is not None and self.observer.reads_hidden_states:
+                self._hidden_states[layer_id] = hidden_states
 
         return hook
 

@@ -103,7 +103,7 @@ def seal_pending(store: SlabStore) -> None:
     for layer in range(store.layout.num_layers):
         tails = store.tails[pending.rows, layer]
         sides = store.sides[pending.rows, layer, :, : store.side_places] if store.has_sides else None
-        store.seal(layer, pending.slots, pending.starts, tails[:, 0], tails[:, 1], sides)
+        store.seal(layer, pending.slots, pending.numbers, tails[:, 0], tails[:, 1], sides)
 
 
 def extend(
@@ -173,7 +173,7 @@ def _store_chunk(
         store.seal(
             layer,
             request.slots[first:],
-            numbers == 0,
+            numbers,
             own_keys[:, : finished * segment].reshape(shape).transpose(0, 1),
             own_values[:, : finished * segment].reshape(shape).transpose(0, 1),
             sealed_sides,

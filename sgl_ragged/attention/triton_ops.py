@@ -46,7 +46,7 @@ class LayerSplit:
 
 @dataclass(frozen=True)
 class TritonExtendBatch:
-    """`ExtendTables` on the device, columns apart; slots and starts of what is to be sealed.
+    """`ExtendTables` on the device, columns apart; slots and numbers of what is to be sealed.
 
     splits: how each layer's heads are divided. scratch: for the parts, as `kernels.extend.extend` takes it.
     """
@@ -64,11 +64,11 @@ class TritonExtendBatch:
 
 @dataclass(frozen=True)
 class _Seals:
-    """Segments to be sealed: rows of their tails or first tokens in the batch, slots, 1 where a sequence starts."""
+    """Segments to be sealed: rows of their tails or first tokens in the batch, slots, numbers in their sequences."""
 
     firsts: torch.Tensor
     slots: torch.Tensor
-    starts: torch.Tensor
+    numbers: torch.Tensor
 
 
 class TritonOps:
@@ -160,7 +160,7 @@ class TritonOps:
             lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
             batch = self.describe_extend(table, row, [0], [length])
             self.extend(layer, queries, keys, keys, batch, sides, lse)
-            store.defer_seals(PendingSeals(row, row, torch.ones_like(row, dtype=torch.bool)))
+            store.defer_seals(PendingSeals(row, row, torch.zeros_like(row)))
             self.seal_pending()
             step = self.describe_decode(table, row, lengths, lengths.cpu())
             first = None if sides is None else sides[:1]
@@ -197,13 +197,10 @@ class TritonOps:
             *tables.rest_copies.T,
             *tail_seals.T,
             *chunk_seals.T,
-            tail_seals[:, 1] == 0,
-            chunk_seals[:, 1] == 0,
         ]
         tile_table, *columns = to_device(host, req_to_token.device)
         open_copies, rest_copies = tuple(columns[:3]), tuple(columns[3:6])
-        (tail_request, tail_segment, chunk_request, chunk_segment, first_token,
-         tail_starts, chunk_starts) = columns[6:]  # fmt: skip
+        tail_request, tail_segment, chunk_request, chunk_segment, first_token = columns[6:]
         rows = rows.to(torch.int64)
         firsts = req_to_token[:, : tables.most_sealed * segment : segment].index_select(0, rows)
         slots = firsts.div_(segment, rounding_mode="floor")
@@ -216,8 +213,8 @@ class TritonOps:
             scratch=scratch,
             open_copies=open_copies,
             rest_copies=rest_copies,
-            from_tails=_Seals(rows[tail_request], slots[tail_request, tail_segment], tail_starts),
-            from_chunk=_Seals(first_token, slots[chunk_request, chunk_segment], chunk_starts),
+            from_tails=_Seals(rows[tail_request], slots[tail_request, tail_segment], tail_segment),
+            from_chunk=_Seals(first_token, slots[chunk_request, chunk_segment], chunk_segment),
         )
 
     def _divide_chunks(
@@ -345,7 +342,7 @@ class TritonOps:
         """All layers and segments together: three launches for a scorer that has a kernel."""
         pending = self.store.take_pending()
         if pending is not None:
-            seals = _Seals(pending.rows, pending.slots, pending.starts.to(torch.int32))
+            seals = _Seals(pending.rows, pending.slots, pending.numbers.to(torch.int32))
             self._seal(None, seal.Source.of_tails(self.store.tails, pending.rows, None), seals, None)
 
     def _append(
@@ -387,7 +384,7 @@ class TritonOps:
             every = [self._torch_scores(number, source, seals, sides) for number in numbers]
             scores = torch.cat(every, dim=1).float().contiguous()
         total = self._every_total if layer is None else self._total[layer]
-        positions = seal.choose(scores, seals.starts, total)
+        positions = seal.choose(scores, seals.numbers, total)
         if store.layout.shared:
             first = self._every_first if layer is None else self._first[layer]
             stored = first[:, None] + torch.arange(segment, device=first.device)
@@ -418,7 +415,7 @@ class TritonOps:
             if sides is not None:
                 last = tokens[:, store.layout.segment - store.side_places :]
                 own_sides = sides[last].transpose(1, 2).to(store.sides.dtype)
-        return store.scorer.score(store.segment_data(layer, keys, values, own_sides))
+        return store.scorer.score(store.segment_data(layer, seals.numbers, keys, values, own_sides))
 
 
 def _opens(bands: tuple[Band, ...], device: torch.device) -> torch.Tensor | None:

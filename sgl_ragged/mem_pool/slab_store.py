@@ -17,12 +17,12 @@ class PendingSeals:
     """Segments that decode has filled and that must be sealed before anything can read or overwrite them.
 
     rows, slots: int64 [segments], the tails they lie in and the slabs they go to.
-    starts: bool [segments], whether the segment starts its sequence.
+    numbers: int64 [segments], their numbers in their sequences, from 0.
     """
 
     rows: torch.Tensor
     slots: torch.Tensor
-    starts: torch.Tensor
+    numbers: torch.Tensor
 
 
 def _side_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
@@ -131,7 +131,7 @@ class SlabStore:
         self,
         layer: int,
         slots: torch.Tensor,
-        starts: torch.Tensor,
+        numbers: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         sides: torch.Tensor | None = None,
@@ -140,18 +140,18 @@ class SlabStore:
 
         Args:
             slots: int64 [segments].
-            starts: bool [segments], whether the segment starts its sequence.
+            numbers: int64 [segments], the segments' numbers in their sequences, from 0.
             keys, values: [segments, heads, S, head_dim], keys after RoPE.
             sides: [segments, heads, side places, elements], if the scorer needs them.
         """
         with self.seal_meter.sealing(len(slots)):
-            self._seal(layer, slots, starts, keys, values, sides)
+            self._seal(layer, slots, numbers, keys, values, sides)
 
     def _seal(
         self,
         layer: int,
         slots: torch.Tensor,
-        starts: torch.Tensor,
+        numbers: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         sides: torch.Tensor | None,
@@ -167,8 +167,8 @@ class SlabStore:
             stored = slice(band.first, band.first + band.kept)
             if band.total < segment:
                 if order is None:
-                    scores = self.scorer.score(self.segment_data(layer, keys, values, sides))
-                    order = rank_positions(scores, starts)
+                    scores = self.scorer.score(self.segment_data(layer, numbers, keys, values, sides))
+                    order = rank_positions(scores, numbers == 0)
                 kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
                 rows = kept[..., None].expand(*kept.shape, self.layout.head_dim)
                 band_keys, band_values = band_keys.gather(2, rows), band_values.gather(2, rows)
@@ -177,7 +177,12 @@ class SlabStore:
             view[slots] = torch.stack([band_keys, band_values], dim=2).to(view.dtype)
 
     def segment_data(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None
+        self,
+        layer: int,
+        numbers: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sides: torch.Tensor | None,
     ) -> SegmentData:
         """Finished segments as the scorer sees them; arguments as in `seal`."""
         queries = token_scores = None
@@ -185,7 +190,7 @@ class SlabStore:
             token_scores = sides[..., 0]
         elif sides is not None:
             queries = sides.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
-        return SegmentData(keys, values, queries, token_scores, self.scales[layer], self.statistics[layer])
+        return SegmentData(keys, values, queries, token_scores, self.scales[layer], self.statistics[layer], numbers)
 
     def write_tail(self, layer: int, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Make `keys`, `values` ([heads, length, head_dim], length < S) the row's open segment; clears the rest."""
@@ -227,5 +232,5 @@ class SlabStore:
         if not self._pending:
             return None
         pending, self._pending = self._pending, []
-        parts = ([getattr(p, name) for p in pending] for name in ("rows", "slots", "starts"))
+        parts = ([getattr(p, name) for p in pending] for name in ("rows", "slots", "numbers"))
         return PendingSeals(*(torch.cat(part) for part in parts))

@@ -13,6 +13,7 @@ from sgl_ragged.grouping import group_largest
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.served_budgets import ServedBudgets
+from sgl_ragged.scorers import get_scorer
 
 
 def model_geometry(model_config: Any) -> ModelGeometry:
@@ -61,9 +62,9 @@ def rank_layout(options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, t
 def rank_statistics(
     options: RaggedOptions, geometry: ModelGeometry, tp_rank: int, tp_size: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Per layer, the scorer's tensors [heads of the rank, ...] on the CPU."""
-    heads = rank_heads(options, geometry, tp_rank, tp_size)
+    """Per layer, the scorer's tensors [heads of the rank, ...] on the CPU, [1, ...] those that heads share."""
+    heads, shared = rank_heads(options, geometry, tp_rank, tp_size), get_scorer(options.scorer).shared_statistics
     return [
-        {name: torch.from_numpy(array[heads[layer]]) for name, array in tensors.items()}
+        {name: torch.from_numpy(array if name in shared else array[heads[layer]]) for name, array in tensors.items()}
         for layer, tensors in enumerate(served_budgets(options).statistics)
     ]

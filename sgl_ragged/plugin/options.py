@@ -24,7 +24,7 @@ FAIRKV_MODES = ("none", "permute", "split")
 DEFAULTS: dict[str, Any] = {
     "ragged_ratio": 0.5,
     "ragged_segment": 256,
-    "ragged_scorer": "keydiff",
+    "ragged_scorer": None,
     "ragged_scorer_weights": None,
     "ragged_profile": "auto",
     "ragged_heads_per_group": 1,
@@ -32,6 +32,12 @@ DEFAULTS: dict[str, Any] = {
     "ragged_fairkv": None,
 }
 """Defaults of the flags that only mean something with --kv-pool ragged."""
+
+CALIBRATED_SCORER = "gate"
+"""The scorer of models that are calibrated at their first start (docs/quality.md)."""
+
+OTHER_SCORER = "keydiff"
+"""The scorer where there is nothing but budgets: bundled profiles, and equal ones."""
 
 FLAGS = ("kv_pool", "kv_bytes", *DEFAULTS)
 
@@ -43,7 +49,8 @@ OBSERVER = "ragged_observer"
 class RaggedOptions:
     """Checked options. `kv_bytes` is the KV budget per rank in bytes, None for SGLang's own profiling.
 
-    `profile` is "auto", "uniform" or a path. `observer` is pickled along to the workers
+    `profile` is "auto", "uniform" or a path, `scorer` a name or "" for what the profile was made with; the launcher
+    settles both (`calibrating.settle_profile`). `observer` is pickled along to the workers
     (`attention.backend.RaggedAttnBackend`). `fairkv` is None until the launcher has settled it; it then adds
     `geometry`, the model as its checkpoint has it, `budgets`, what it has read from files: workers open none of them,
     and `placement`, None where heads are where SGLang puts them.
@@ -113,13 +120,14 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
     if kv_pool == "ragged":
         from sgl_ragged.scorers import get_scorer
 
-        get_scorer(values["ragged_scorer"])
+        if values["ragged_scorer"] is not None:
+            get_scorer(values["ragged_scorer"])
     return RaggedOptions(
         kv_pool=kv_pool,
         kv_bytes=kv_bytes,
         ratio=float(values["ragged_ratio"]),
         segment=int(values["ragged_segment"]),
-        scorer=values["ragged_scorer"],
+        scorer=values["ragged_scorer"] or "",
         scorer_weights=values["ragged_scorer_weights"],
         profile=str(values["ragged_profile"]),
         heads_per_group=int(values["ragged_heads_per_group"]),

@@ -17,6 +17,7 @@ from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import (
     ATTRIBUTE,
+    CALIBRATED_SCORER,
     DEFAULTS,
     FAIRKV_MODES,
     FLAGS,
@@ -88,13 +89,15 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
         f"[{DEFAULTS['ragged_segment']}]",
     )
     group.add_argument(
-        "--ragged-scorer", metavar="NAME", help=f"What ranks the tokens of a segment. [{DEFAULTS['ragged_scorer']}]"
+        "--ragged-scorer",
+        metavar="NAME",
+        help=f"What ranks the tokens of a segment. [the profile's; {CALIBRATED_SCORER} where one is calibrated]",
     )
     group.add_argument("--ragged-scorer-weights", metavar="FILE", help="Gate weights of scorers that have them.")
     group.add_argument(
         "--ragged-profile",
         metavar="auto|uniform|FILE",
-        help="Calibrated head budgets; auto: the bundled ones of this model, else uniform. "
+        help="Calibrated head budgets; auto: bundled, or calibrated once, before the server starts. "
         f"[{DEFAULTS['ragged_profile']}]",
     )
     group.add_argument(

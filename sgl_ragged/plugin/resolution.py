@@ -64,14 +64,17 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"SGLang set {name} to {found!r} for this model or flag combination, --kv-pool ragged needs {wanted!r}"
             )
     model_config = model_config_of(server_args)
+    from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
     from sgl_ragged.plugin.model_layout import model_geometry
     from sgl_ragged.plugin.placing import model_overrides, place_heads, refuse_ranks, require_places
     from sgl_ragged.plugin.served_budgets import read_budgets
 
     geometry = model_geometry(model_config)
+    options = settle_profile(options, view, geometry)
     refuse_ranks(options, view.tp_size, geometry)
     if kernel != "torch":
         check_shape(geometry.head_dim, geometry.q_per_kv)
+    calibrate_if_missing(options, view, geometry)
     options = dataclasses.replace(options, geometry=geometry, budgets=read_budgets(options, geometry))
     options = place_heads(options, view, model_config, geometry, kernel)
     setattr(server_args, ATTRIBUTE, options)

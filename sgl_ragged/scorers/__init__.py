@@ -8,6 +8,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers.base import ALL_QUERIES, Scorer, SegmentData
 from sgl_ragged.scorers.expected_attention import ExpectedAttention
 from sgl_ragged.scorers.fastkvzip import FastKVzip
+from sgl_ragged.scorers.gate import Gate
 from sgl_ragged.scorers.h2o import H2O
 from sgl_ragged.scorers.key_norm import KeyNorm
 from sgl_ragged.scorers.keydiff import KeyDiff
@@ -33,6 +34,7 @@ __all__ = [
 _CLASSES: tuple[type[Scorer], ...] = (
     ExpectedAttention,
     FastKVzip,
+    Gate,
     H2O,
     KeyDiff,
     KeyNorm,

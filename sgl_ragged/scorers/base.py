@@ -22,7 +22,9 @@ class SegmentData:
         None unless the scorer asks for queries.
     token_scores: float32 [segments, heads, S], what `Scorer.token_scores` gave; None unless the scorer has them.
     scale: what attention multiplies logits by.
-    statistics: this layer's tensors [heads, ...], by the names in `Scorer.statistics`.
+    statistics: this layer's tensors [heads, ...], or [1, ...] where all heads share them, by the names in
+        `Scorer.statistics`.
+    numbers: integers [segments], the segments' numbers in their sequences, from 0: a function of the prefix alone.
     """
 
     keys: torch.Tensor
@@ -31,6 +33,7 @@ class SegmentData:
     token_scores: torch.Tensor | None = None
     scale: float = 1.0
     statistics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    numbers: torch.Tensor | None = None
 
 
 class Scorer(ABC):
@@ -48,6 +51,12 @@ class Scorer(ABC):
 
     statistics: tuple[str, ...] = ()
     """Names of the tensors [layers, heads, ...] that `score` needs, from the profile or the gates file."""
+
+    shared_statistics: tuple[str, ...] = ()
+    """Those of `statistics` that all heads of a layer share, [layers, 1, ...]."""
+
+    trained: bool = False
+    """Whether calibration trains the statistics."""
 
     reads_hidden_states: bool = False
     """Whether `token_scores` is to be called with the input of every attention layer."""

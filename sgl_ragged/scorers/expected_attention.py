@@ -1,9 +1,10 @@
-"""Expected attention: what queries like those of the calibration are expected to look at."""
+"""Expected attention: what the queries behind the segment are expected to look at."""
 
 from __future__ import annotations
 
 import torch
 
+from sgl_ragged.budgets import SINKS
 from sgl_ragged.scorers.base import Scorer, SegmentData
 
 
@@ -11,21 +12,47 @@ class ExpectedAttention(Scorer):
     """Expected attention weight of each token under Gaussian queries, times the norm of its value.
 
     With queries ~ N(mean, covariance) and c = scale, E[exp(c q.k)] = exp(c mean.k + c^2 k'covariance k / 2),
-    normalised over the segment, mean over the group's query heads.
+    normalised over the segment, mean over the group's query heads. The sinks, which are kept anyway, stay outside.
+
+    Queries are those of the positions that follow the segment: calibration takes their moments before RoPE and averages
+    the rotations over the next positions (`calib.query_moments`), seen from the segment's end. So keys are turned back
+    by that position here, in the model's rotary frequencies: `rope_frequencies` [1, r / 2] in radians per position,
+    `rope_order` [1, d], the dimensions with the first and the second ones of rotated pairs in front.
 
     Source: Devoto, Jeblick, Jegou, "Expected Attention: KV Cache Compression by Estimating Attention from Future
-    Queries Distribution" (2025). The paper estimates the queries' distribution from the prompt and averages RoPE over
-    the next positions. Here it comes from the profile and is taken after RoPE, over all positions of the calibration
-    samples: no queries are needed at run time, and contexts should not be much longer than those samples.
+    Queries Distribution" (2025). There the moments come from the prompt, here from the profile.
     """
 
     name = "expected_attention"
-    statistics = ("query_mean", "query_covariance")
+    statistics = ("query_mean", "query_covariance", "rope_frequencies", "rope_order")
+    shared_statistics = ("rope_frequencies", "rope_order")
 
     def score(self, segment: SegmentData) -> torch.Tensor:
-        mean, covariance = (segment.statistics[name].float() for name in self.statistics)
-        keys = segment.keys.float()[:, :, None]
+        assert segment.numbers is not None, "the position of the segment is known where it is sealed"
+        length = segment.keys.shape[2]
+        mean, covariance = segment.statistics["query_mean"].float(), segment.statistics["query_covariance"].float()
+        keys = segment.keys.float()[..., segment.statistics["rope_order"][0].long()]
+        ends = (segment.numbers + 1) * length
+        keys = turn(keys, -ends[:, None, None], segment.statistics["rope_frequencies"][0])[:, :, None]
         linear = (keys @ mean[..., None])[..., 0]
         quadratic = ((keys @ covariance) * keys).sum(dim=-1)
         logits = segment.scale * linear + segment.scale**2 / 2 * quadratic
-        return logits.softmax(dim=-1).mean(dim=2) * segment.values.float().norm(dim=-1)
+        sinks = (segment.numbers == 0)[:, None] & (torch.arange(length, device=keys.device) < SINKS)
+        weights = logits.masked_fill(sinks[:, None, None], -torch.inf).softmax(dim=-1).mean(dim=2)
+        return weights * segment.values.float().norm(dim=-1)
+
+
+def turn(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Rotate rows as RoPE does, by positions that may be negative.
+
+    Args:
+        rows: [..., d]; the first r / 2 dimensions are the first ones of pairs, the next r / 2 the second ones.
+        positions: like `rows` but for the last axis, broadcastable.
+        frequencies: [r / 2] radians per position.
+    """
+    half = frequencies.shape[0]
+    # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
+    angles = positions[..., None].double() * frequencies.double()
+    cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
+    first, second, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

@@ -17,7 +17,7 @@ from sgl_ragged.scorers.base import Scorer
 def scorer_statistics(
     scorer: Scorer, profile: Profile | None, weights: str | Path | None, num_layers: int, num_heads: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Per layer, the tensors [heads, ...] in `scorer.statistics`, of the whole model.
+    """Per layer, the tensors [heads, ...] in `scorer.statistics`, of the whole model; [1, ...] those that heads share.
 
     Args:
         weights: safetensors file with one tensor [num_layers, num_heads, ...] for each name, which may be another
@@ -26,17 +26,12 @@ def scorer_statistics(
     Raises:
         RaggedConfigError: something is missing, of the wrong shape or not finite, or a file is given for nothing.
     """
+    check_weights(scorer, weights)
     if not scorer.statistics:
-        if weights is not None:
-            raise RaggedConfigError(f"scorer {scorer.name!r} has no weights: drop --ragged-scorer-weights")
         return [{} for _ in range(num_layers)]
     names = ", ".join(scorer.statistics)
     if weights is not None:
         source, tensors = f"weights file {weights}", _read(weights)
-    elif scorer.reads_hidden_states:
-        raise RaggedConfigError(
-            f"scorer {scorer.name!r} needs trained gates ({names}): pass --ragged-scorer-weights FILE (docs/scorers.md)"
-        )
     elif profile is None:
         raise RaggedConfigError(
             f"scorer {scorer.name!r} needs statistics of this model ({names}) from a profile: make one with "
@@ -50,13 +45,25 @@ def scorer_statistics(
     if missing:
         raise RaggedConfigError(f"{source} lacks {', '.join(missing)}, which scorer {scorer.name!r} needs")
     for name in scorer.statistics:
-        if tensors[name].shape[:2] != (num_layers, num_heads):
+        heads = 1 if name in scorer.shared_statistics else num_heads
+        if tensors[name].shape[:2] != (num_layers, heads):
             raise RaggedConfigError(
-                f"{source}: {name} {tuple(tensors[name].shape)} must be [{num_layers} layers, {num_heads} heads, ...]"
+                f"{source}: {name} {tuple(tensors[name].shape)} must be [{num_layers} layers, {heads} heads, ...]"
             )
         if not np.isfinite(tensors[name].float().numpy()).all():
             raise RaggedConfigError(f"{source}: {name} has non-finite entries")
     return [{name: tensors[name][layer].float() for name in scorer.statistics} for layer in range(num_layers)]
+
+
+def check_weights(scorer: Scorer, weights: str | Path | None) -> None:
+    """Raise RaggedConfigError for a weights file that nothing is read from, and where only a file can bring weights."""
+    if not scorer.statistics and weights is not None:
+        raise RaggedConfigError(f"scorer {scorer.name!r} has no weights: drop --ragged-scorer-weights")
+    if scorer.reads_hidden_states and not scorer.trained and weights is None:
+        raise RaggedConfigError(
+            f"scorer {scorer.name!r} needs trained gates ({', '.join(scorer.statistics)}): pass "
+            f"--ragged-scorer-weights FILE (docs/scorers.md)"
+        )
 
 
 def _read(path: str | Path) -> Mapping[str, torch.Tensor]:

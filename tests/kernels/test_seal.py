@@ -51,10 +51,10 @@ def test_choice_is_that_of_the_torch_selection(segment):
     scores[1, 1, 1::5] = torch.finfo(torch.float32).max
     scores[2, 2, ::4] = -torch.inf
     scores[3] = torch.nan
-    starts = torch.tensor([1, 0, 1, 0], dtype=torch.int32)
+    numbers = torch.tensor([0, 1, 0, 7], dtype=torch.int32)
     kept = kept_counts(segment)
-    positions = seal.choose(scores, starts, kept)
-    order = rank_positions(scores, starts.bool())
+    positions = seal.choose(scores, numbers, kept)
+    order = rank_positions(scores, numbers == 0)
     for head, count in enumerate(kept.tolist()):
         want = keep_positions(order[:, head : head + 1], count)[:, 0]
         assert (positions[:, head, :count] == want).all(), head
@@ -69,7 +69,7 @@ def test_gather_writes_the_chosen_rows_and_nothing_else(dtype):
     rows, slots = torch.tensor([2, 1]), torch.tensor([4, 1])
     counts = torch.tensor(kept.ravel(), dtype=torch.int32)
     scores = torch.rand(2, 2 * HEADS, segment, generator=generator(3))
-    positions = seal.choose(scores, torch.zeros(2, dtype=torch.int32), counts)
+    positions = seal.choose(scores, torch.ones(2, dtype=torch.int32), counts)
     blocks = torch.tensor(layout.key_offset.ravel() // 16)
     seal.gather(seal.Source.of_tails(tails, rows, None), slabs, slots, positions, counts, blocks, 48, DIM)
     want = torch.full_like(slabs, 7.0)

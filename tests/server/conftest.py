@@ -14,9 +14,12 @@ from benchmarks.warm_start import Nursery
 
 
 class QuietNursery(Nursery):
-    """Its servers leave the cores to others while nobody asks."""
+    """Its servers leave the cores to others while nobody asks, and have equal budgets unless a test says otherwise:
+    calibration takes minutes."""
 
     def serve(self, model: str | Path, *args: str, **more: object) -> contextlib.AbstractContextManager[Server]:
+        if "ragged" in args and "--ragged-profile" not in args:
+            args = (*args, "--ragged-profile", "uniform")
         return super().serve(model, *args, "--sleep-on-idle", **more)
 
 

@@ -15,6 +15,7 @@ from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.grouping import group_largest
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.scorers.expected_attention import ExpectedAttention
 from tests.models import make_profile
 from tests.oracle import Oracle
 from tests.server.client import flush, generate
@@ -39,7 +40,15 @@ def weights(scorer: str) -> dict[str, torch.Tensor]:
 
     if scorer == "expected_attention":
         root = rand(PER_HEAD, DIM, DIM) / DIM**0.5
-        return {"query_mean": rand(PER_HEAD, DIM), "query_covariance": root @ root.mT}
+        frequencies = 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+        rope = (frequencies.expand(LAYERS, 1, -1), torch.arange(float(DIM)).expand(LAYERS, 1, -1))
+        moments = (rand(PER_HEAD, DIM), root @ root.mT)
+        return {n: t.contiguous() for n, t in zip(ExpectedAttention.statistics, (*moments, *rope), strict=True)}
+    if scorer == "gate":
+        shapes = dict(input_mean=(HIDDEN,), input_scale=(HIDDEN,), hidden=(6, HIDDEN), hidden_bias=(6,))
+        own = dict(skip=(HIDDEN,), output=(6,))
+        shared = {name: torch.randn(LAYERS, 1, *shape, generator=generator) for name, shape in shapes.items()}
+        return shared | {name: rand(*shape) for name, shape in own.items()}
     if scorer == "fastkvzip":
         shapes = dict(q_proj=(PER_HEAD, 4, HIDDEN), q_bias=(PER_HEAD, 4), k_proj=(4, HIDDEN), sink_keys=(3, 4))
         shapes |= dict(bias=(PER_HEAD,), q_norm=(4,), k_norm=(4,))
@@ -51,8 +60,8 @@ def weights(scorer: str) -> dict[str, torch.Tensor]:
     "scorer",
     [
         # By default one of each kind: with queries beside the tail, with statistics, with hidden states.
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("snapkv", "tova")),
-        *("h2o", "expected_attention", "fastkvzip"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("snapkv", "tova", "fastkvzip")),
+        *("h2o", "expected_attention", "gate"),
     ],
 )
 def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
@@ -77,7 +86,7 @@ def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
         assert cold.cached == 0
         assert warm.tokens == cold.tokens
         np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
-    if scorer == "fastkvzip":
+    if get_scorer(scorer).reads_hidden_states:
         return  # the oracle does not see hidden states
     statistics = tuple(t.double().numpy() for t in tensors.values()) or None
     kept = profile_kept(profile, RATIO, SEGMENT)

@@ -125,7 +125,7 @@ def score_kernel(
 @triton.jit
 def choose_kernel(
     scores_ptr,
-    starts_ptr,
+    numbers_ptr,
     kept_ptr,
     positions_ptr,
     SEGMENT: tl.constexpr,
@@ -135,7 +135,7 @@ def choose_kernel(
     segment = tl.program_id(0)
     head = tl.program_id(1)
     at = (segment * tl.num_programs(1) + head) * SEGMENT
-    starts_sequence = tl.load(starts_ptr + segment) != 0
+    starts_sequence = tl.load(numbers_ptr + segment) == 0
     kept = tl.load(kept_ptr + head)
 
     # A token's rank is the number of tokens that go before it. What is kept whatever its score has a class above all
@@ -243,12 +243,12 @@ def score(source: Source, scorer: str, segment: int, head_dim: int) -> torch.Ten
     return scores
 
 
-def choose(scores: torch.Tensor, starts: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def choose(scores: torch.Tensor, numbers: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """Positions that each head keeps, as `scorers.rank_positions` and `keep_positions` choose them.
 
     Args:
         scores: float32 [segments, heads, S], contiguous.
-        starts: int32 [segments], 1 where the segment starts its sequence and so holds the sinks, else 0.
+        numbers: int32 [segments], the segments' numbers in their sequences: the first, 0, holds the sinks.
         kept: int32 [heads].
 
     Returns:
@@ -259,7 +259,7 @@ def choose(scores: torch.Tensor, starts: torch.Tensor, kept: torch.Tensor) -> to
     padded = triton.next_power_of_2(segment)
     choose_kernel[(segments, heads)](
         scores,
-        starts,
+        numbers,
         kept,
         positions,
         SEGMENT=segment,

@@ -1,0 +1,79 @@
+"""The model's last matrix: from the hidden states that a server returns to next-token distributions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+NAMES = ("lm_head.weight", "model.embed_tokens.weight")
+"""Of the matrix in a checkpoint; without a matrix of its own, a model uses that of its embeddings."""
+
+BLOCK = 128
+"""Positions whose distributions are held at a time."""
+
+
+class HeadMissing(RuntimeError):
+    """The checkpoint has no such matrix under a known name; the message is one line."""
+
+
+def load_head(model: Path) -> torch.Tensor:
+    """float32 [vocabulary, hidden size]. Raises HeadMissing."""
+    index = model / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text())["weight_map"]
+    else:
+        with safe_open(str(model / "model.safetensors"), framework="pt") as file:
+            files = dict.fromkeys(file.keys(), "model.safetensors")
+    for name in NAMES:
+        if name in files:
+            with safe_open(str(model / files[name]), framework="pt") as file:
+                return file.get_tensor(name).float()
+    raise HeadMissing(f"{model} has none of {', '.join(NAMES)}: its distributions cannot be computed")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of one text, at every position but the last: float32 [tokens - 1] each.
+
+    nll: minus the log-probability of the token that follows; reference_nll: the same by the reference.
+    kl: Kullback-Leibler divergence of the reference's next-token distribution from this one, in nats.
+    agrees: 1 where both have the same most likely token, else 0.
+    """
+
+    nll: torch.Tensor
+    reference_nll: torch.Tensor
+    kl: torch.Tensor
+    agrees: torch.Tensor
+
+
+def compare(head: torch.Tensor, reference: torch.Tensor, found: torch.Tensor, ids: torch.Tensor) -> Difference:
+    """Compare two runs over the same tokens.
+
+    Args:
+        head: [vocabulary, hidden size].
+        reference, found: [tokens, hidden size], what enters the head.
+        ids: int64 [tokens].
+    """
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for start in _blocks(len(ids) - 1):
+        stop = min(start + BLOCK, len(ids) - 1)
+        want, have = ((states[start:stop].float() @ head.T).log_softmax(dim=-1) for states in (reference, found))
+        following = ids[start + 1 : stop + 1, None]
+        parts.append(
+            (
+                -have.gather(1, following)[:, 0],
+                -want.gather(1, following)[:, 0],
+                (want.exp() * (want - have)).sum(dim=-1),
+                (want.argmax(dim=-1) == have.argmax(dim=-1)).float(),
+            )
+        )
+    return Difference(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _blocks(count: int) -> Iterator[int]:
+    return iter(range(0, count, BLOCK))

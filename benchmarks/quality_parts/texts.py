@@ -1,0 +1,63 @@
+"""Real text of six sources, from packages that are installed wherever this benchmark runs; nothing is downloaded.
+
+None of it is in the built-in calibration samples (`calib.built_in`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SOURCES = {
+    "prose": ("apache-tvm-ffi", "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt", "Newton, Opticks"),
+    "licence": ("scipy", "dist-info/LICENSE.txt", "licences, the GPL among them"),
+    "python": ("transformers", "transformers/generation/stopping_criteria.py", "Python source"),
+    "manual": ("torch", "torch/functional.py", "reference documentation in docstrings"),
+    "readme": ("openai", "METADATA", "description of a package in Markdown"),
+    "c++": ("torch", "torch/include/c10/util/intrusive_ptr.h", "C++ source"),
+}
+"""Name: distribution, end of the file's path, what it is."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a piece of a source."""
+
+    source: str
+    ids: tuple[int, ...]
+
+
+class TextMissing(RuntimeError):
+    """A source is not installed, or is shorter than what is wanted of it; the message is one line."""
+
+
+def read(source: str) -> str:
+    """A whole source. Raises TextMissing."""
+    distribution, ending, _ = SOURCES[source]
+    try:
+        files = metadata.files(distribution) or []
+    except metadata.PackageNotFoundError:
+        raise TextMissing(f"the text {source!r} is in the package {distribution}, which is not installed") from None
+    for file in files:
+        if str(file).endswith(ending):
+            return Path(str(file.locate())).read_text(errors="replace")
+    raise TextMissing(f"the package {distribution} has no file {ending}, which holds the text {source!r}")
+
+
+def pieces(tokenizer: Any, length: int, count: int = 1) -> list[Text]:
+    """`count` pieces of `length` tokens of every source, evenly over it. Raises TextMissing."""
+    found = []
+    for source in SOURCES:
+        ids = tokenizer.encode(read(source), add_special_tokens=False)
+        first = tokenizer.bos_token_id if getattr(tokenizer, "add_bos_token", False) else None
+        own = length - (first is not None)
+        room = len(ids) - own
+        if room < 0:
+            raise TextMissing(f"the text {source!r} has {len(ids)} tokens, {own} are wanted")
+        for number in range(count):
+            start = room * (2 * number + 1) // (2 * count)
+            piece = ids[start : start + own]
+            found.append(Text(source, (*([first] if first is not None else []), *piece)))
+    return found

@@ -1,0 +1,35 @@
+"""Gate: a small network, trained during calibration, foresees how much attention a token will receive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.functional import gelu
+
+from sgl_ragged.scorers.base import Scorer, SegmentData
+
+
+class Gate(Scorer):
+    """From the hidden state x that enters attention: score = skip z + output gelu(hidden z + bias), z = (x - m) * s.
+
+    One network per layer with one output per head; `calib.gate` trains it to foresee the logarithm of the largest
+    attention that later segments pay to the token. Gates read from hidden states are in Kim, Han, Yun, "Fast KVzip"
+    (2026), and KVzap (linear and MLP surrogates of KVzip's scores); KVpop (2026) takes future attention as the target.
+    """
+
+    name = "gate"
+    statistics = ("input_mean", "input_scale", "hidden", "hidden_bias", "skip", "output")
+    shared_statistics = ("input_mean", "input_scale", "hidden", "hidden_bias")
+    reads_hidden_states = True
+    trained = True
+
+    def token_scores(self, hidden_states: torch.Tensor, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        mean, scale, hidden, bias = (statistics[name][0].float() for name in self.shared_statistics)
+        inputs = (hidden_states.float() - mean) * scale
+        features = gelu(inputs @ hidden.T + bias)
+        return inputs @ statistics["skip"].float().T + features @ statistics["output"].float().T
+
+    def score(self, segment: SegmentData) -> torch.Tensor:
+        assert segment.token_scores is not None, "tokens are scored before their segment is sealed"
+        return segment.token_scores.float()
