@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # The first release of SGLang that is served on; .venv has the last one.
 SGLANG_RELEASE ?= 0.5.22
 
-.PHONY: setup demo report test test-all compat lint clean
+.PHONY: setup demo report test test-all compat peers lint clean
 
 setup: .venv/.ready
 
@@ -42,10 +42,18 @@ compat: .venv-compat/$(SGLANG_RELEASE)
 	.uv/bin/uv pip install --quiet --python .venv-compat --compile-bytecode -e '.[dev]' sglang==$(SGLANG_RELEASE)
 	touch $@
 
+# Methods of kvpress for `python -m benchmarks.quality --peers .venv-peers/bin/python`; it needs another transformers.
+peers: .venv-peers/.ready
+
+.venv-peers/.ready: .uv/bin/uv
+	.uv/bin/uv venv --quiet --clear .venv-peers
+	.uv/bin/uv pip install --quiet --python .venv-peers 'kvpress==0.5.5'
+	touch $@
+
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
 clean:
-	rm -rf .venv .venv-compat .uv
+	rm -rf .venv .venv-compat .venv-peers .uv

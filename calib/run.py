@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--model", required=True, help="model path, as for the server")
     parser.add_argument(
-        "--scorer", nargs="+", default=["keydiff"], metavar="NAME", help=f"{', '.join(scorer_names())} [keydiff]"
+        "--scorer", nargs="+", default=["gate"], metavar="NAME", help=f"{', '.join(scorer_names())} [gate]"
     )
     parser.add_argument("--scorer-weights", metavar="FILE", help="gate weights of scorers that have them")
     parser.add_argument("--ratio", type=float, default=0.3, help="kept / full KV bytes to calibrate at [0.3]")
