@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.profile import load_profile
+from sgl_ragged.profile import HELD_OUT, load_profile
 from tests.models import make_qwen3
 from tests.oracle import Oracle
-from tests.server.client import generate
+from tests.server.client import flush, generate
 
 pytestmark = pytest.mark.server
 
@@ -27,7 +27,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     samples = [{"task": "ab"[n % 2], "input_ids": rng.integers(3, 512, 400 + 60 * n).tolist()} for n in range(4)]
     data.write_text("\n".join(map(json.dumps, samples)))
     flags = ["--model", model, "--dtype", "float32", "--data", data, "--segment", SEGMENT, "--ratio", RATIO]
-    flags += ["--scorer", "keydiff", "expected_attention", "-o", tmp_path / "{scorer}.safetensors"]
+    flags += ["--scorer", "keydiff", "expected_attention", "gate", "-o", tmp_path / "{scorer}.safetensors"]
     command = [sys.executable, "-m", "calib", "run", *map(str, flags)]
     if request.config.getoption("thorough"):
         done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=400)
@@ -42,6 +42,14 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     assert profile.tasks == ("a", "b", "a", "b")
     expected = load_profile(tmp_path / "expected_attention.safetensors")
     assert expected.statistics["query_covariance"].shape == (2, 2, 3, 128, 128)
+    assert expected.statistics["rope_frequencies"].shape == (2, 1, 64)
+    gate = load_profile(tmp_path / "gate.safetensors")
+    assert gate.statistics["skip"].dtype == np.float16
+    # Attention at random cannot be foreseen, but the best choice covers most.
+    columns = dict(zip(HELD_OUT, gate.held_out.T, strict=True))
+    assert (columns["best coverage"] >= columns["coverage"]).all()
+    assert (columns["best coverage"] >= columns["coverage of keydiff"]).all()
+    gate.save(tmp_path / "trained.safetensors")
 
     # What is missing is recorded again, and comes out the same; the other method needs no engine at all.
     work = tmp_path / "all.safetensors.recordings"
@@ -61,6 +69,17 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
         prompt = rng.integers(3, 512, 500).tolist()
         answer = generate(server, prompt, 30, logprobs_from=0)
         assert f"digest {profile.digest()}" in server.log_text()
+    # A profile brings its scorer; what was found in the cache answers as what is computed anew.
+    serving[-1] = str(tmp_path / "trained.safetensors")
+    with nursery.serve(model, *serving, log=tmp_path / "gate.log") as server:
+        assert "scorer gate" in server.log_text()
+        turn = prompt + generate(server, prompt, 20).tokens
+        warm = generate(server, turn, 10)
+        flush(server)
+        cold = generate(server, turn, 10)
+    assert warm.cached > cold.cached == 0
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
     kept = profile_kept(profile, RATIO, SEGMENT)
     want = Oracle(str(model), kept, SEGMENT, "keydiff").logprobs(prompt + answer.tokens)
     np.testing.assert_allclose(np.concatenate([answer.input_logprobs, answer.output_logprobs]), want, atol=1e-3)

@@ -14,7 +14,7 @@ from tests.server.client import generate
 
 pytestmark = pytest.mark.server
 
-LENGTHS = (1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 255, 256, 257, 383, 511, 512, 700, 1025, 2047)
+LENGTHS = (1, 2, 15, 16, 17, 63, 100, 127, 128, 129, 255, 256, 257, 383, 511, 512, 700, 1025, 1600)
 NEW = 8
 PAGE = 128
 

@@ -6,11 +6,17 @@ import subprocess
 import sys
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from benchmarks import real_model
+from benchmarks.quality_parts.head import compare, load_head
+from benchmarks.quality_parts.served import hidden_states
+from benchmarks.quality_parts.texts import Text
 from benchmarks.real_model import ROOT, NotFetched, ensure
 from benchmarks.warm_start import Nursery
+from tests.server.client import flush, generate
 
 
 @pytest.fixture(scope="session")
@@ -27,9 +33,17 @@ def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tm
     flags = ("--dtype", "float32", "--kv-pool", "ragged", "--ragged-segment", "64", "--kv-bytes", "64MiB")
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": "m", "messages": [question], "temperature": 0, "max_tokens": 12}
-    with nursery.serve(smollm2, *flags, "--max-running-requests", "2", log=tmp_path / "log") as server:
+    more = ("--max-running-requests", "2", "--enable-return-hidden-states")
+    with nursery.serve(smollm2, *flags, *more, log=tmp_path / "log") as server:
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()
+        text = Text("", tuple(range(300, 380)))
+        states = hidden_states(server.url, text)
+        flush(server)
+        scored = generate(server, list(text.ids), 1, logprobs_from=0)
     assert answer["choices"][0]["message"]["content"].startswith("The capital of France is Paris.")
+    # What `benchmarks.quality` makes of hidden states is what the server itself says.
+    found = compare(load_head(smollm2), states, states, torch.tensor(text.ids))
+    np.testing.assert_allclose(-found.nll.numpy(), scored.input_logprobs, atol=1e-3)
 
 
 def test_what_was_not_pinned_is_not_used(tmp_path, monkeypatch):

@@ -1,0 +1,163 @@
+"""Parts of benchmarks.quality that need no server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from benchmarks.multi_turn_parts.errors import SettingsError
+from benchmarks.quality_parts import facts, head, peering, plot, table, texts
+from benchmarks.quality_parts.configuration import Configuration, configurations
+from benchmarks.quality_parts.measured import Measured, Tasks
+from benchmarks.quality_parts.store import Results
+
+
+class Words:
+    """A tokenizer of words and single spaces; ids in order of appearance."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [self.known.setdefault(part, len(self.known)) for part in re.findall(r"\s|\S+", text)]
+
+    def decode(self, ids: list[int]) -> str:
+        words = list(self.known)
+        return "".join(words[i] for i in ids)
+
+    def apply_chat_template(self, messages: list[dict], **_: object) -> str:
+        return f"<user> {messages[0]['content']} <assistant> "
+
+
+def test_two_distributions_by_hand():
+    """Over two tokens, reference (1/2, 1/2) and (3/4, 1/4): KL = log(2 / sqrt 3)."""
+    matrix = torch.eye(2)
+    reference = torch.zeros(3, 2)
+    found = torch.tensor([[math.log(3.0), 0.0]] * 3)
+    difference = head.compare(matrix, reference, found, torch.tensor([0, 0, 1]))
+    torch.testing.assert_close(difference.kl, torch.full((2,), math.log(2) - math.log(3) / 2))
+    torch.testing.assert_close(difference.nll, torch.tensor([math.log(4 / 3), math.log(4.0)]))
+    torch.testing.assert_close(difference.reference_nll, torch.full((2,), math.log(2)))
+    same = head.compare(matrix, found, found, torch.tensor([0, 0, 1]))
+    assert same.kl.abs().max() < 1e-7
+    assert same.agrees.tolist() == [1.0, 1.0]
+
+
+def test_the_head_is_the_models_own_or_its_embeddings(tmp_path):
+    save_file({"model.embed_tokens.weight": torch.ones(3, 2)}, str(tmp_path / "model.safetensors"))
+    assert head.load_head(tmp_path).tolist() == [[1, 1]] * 3
+    save_file(
+        {"lm_head.weight": torch.zeros(3, 2), "model.embed_tokens.weight": torch.ones(3, 2)},
+        str(tmp_path / "model.safetensors"),
+    )
+    assert head.load_head(tmp_path).tolist() == [[0, 0]] * 3
+    save_file({"other": torch.ones(1)}, str(tmp_path / "model.safetensors"))
+    with pytest.raises(head.HeadMissing, match=r"none of lm_head\.weight"):
+        head.load_head(tmp_path)
+
+
+def test_texts_are_there_and_differ(monkeypatch):
+    found = texts.pieces(Words(), 200, 2)
+    assert [text.source for text in found] == [source for source in texts.SOURCES for _ in range(2)]
+    assert len({text.ids for text in found}) == len(found)
+    assert {len(text.ids) for text in found} == {200}
+    monkeypatch.setitem(texts.SOURCES, "prose", ("no-such-package", "x", ""))
+    with pytest.raises(texts.TextMissing, match="in the package no-such-package, which is not installed"):
+        texts.pieces(Words(), 200)
+
+
+@pytest.mark.parametrize("kind", facts.KINDS)
+def test_facts_are_in_the_context_and_questions_do_not_give_them_away(kind):
+    tokenizer = Words()
+    for interview in facts.interviews(tokenizer, kind, 3, facts=4, length=300):
+        context = tokenizer.decode(list(interview.context))
+        for question in interview.questions:
+            asked = tokenizer.decode(list(question.suffix))
+            beginning = asked.partition("<assistant> ")[2]
+            assert f"{beginning} {question.answer}." in context
+            assert question.answer not in asked
+        assert len({question.answer for question in interview.questions}) == 4
+    first, again = (facts.interviews(tokenizer, kind, 2, facts=4, length=300) for _ in range(2))
+    assert first == again
+
+
+def test_what_counts_as_right():
+    assert facts.is_right("4821", " 4821.")
+    assert facts.is_right("apple", '"Apple" is')
+    assert not facts.is_right("4821", " not 4821")
+
+
+def tasks() -> Tasks:
+    question = facts.Question((1, 2), "apple")
+    held = [facts.Interview(kind, "prose", tuple(range(40)), (question, question)) for kind in facts.KINDS]
+    return Tasks([texts.Text("prose", tuple(range(64)))], held, segment=16)
+
+
+def test_the_share_of_a_context_counts_its_open_segment_whole():
+    assert tasks().share(tasks().interviews[0], 0.5) == pytest.approx((32 * 0.5 + 8) / 40)
+    assert tasks().context == 48
+
+
+def result(shift: float, right: bool) -> dict:
+    reference = [torch.zeros(64, 64)]
+    states = [reference[0].clone()]
+    states[0][:, 0] += shift
+    made = Measured(states, [[right, True]] * 2, "")
+    return made.result(Measured(reference, [], ""), torch.eye(64), tasks(), None)
+
+
+def test_only_what_sees_compressed_history_counts():
+    found = result(1.0, False)["texts"]
+    assert found["kl"] == pytest.approx(found["all_kl"])
+    states = torch.zeros(64, 64)
+    states[:16, 0] += 1.0
+    only_first = Measured([states], [[True, True]] * 2, "").result(
+        Measured([torch.zeros(64, 64)], [], ""), torch.eye(64), tasks(), None
+    )["texts"]
+    assert only_first["kl"] == [0.0]
+    assert only_first["all_kl"][0] > 0
+
+
+def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
+    path = tmp_path / "q.json"
+    results = Results.open(path, {"model": "m"}, {"command": "c"})
+    results.add(Configuration.token(), result(0.0, True))
+    one = Configuration("gate", "auto", 0.3)
+    results.add(one, result(1.0, False))
+    results.add_peer(
+        "KeyDiff", 0.3, {"texts": {"continuation_nll": [1.0]}, "right": {k: [[False]] for k in facts.KINDS}}
+    )
+    again = Results.open(path, {"model": "m"}, {})
+    assert again.known == {Configuration.token(), one}
+    assert json.loads(again.text()) == json.loads(path.read_text())
+    with pytest.raises(SettingsError, match="results of another model"):
+        Results.open(path, {"model": "other"}, {})
+    path.with_suffix(".txt").write_text("{}")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        Results.open(path.with_suffix(".txt"), {}, {})
+    console = Console(record=True, width=200)
+    table.show(again, console)
+    shown = console.export_text()
+    assert "gate, auto, ratio 0.3" in shown
+    assert "kvpress KeyDiff" in shown
+    plot.draw(again, tmp_path / "q.png")
+    assert (tmp_path / "q.png").stat().st_size > 10000
+
+
+def test_configurations_are_flags_of_the_server():
+    made = configurations(["gate", "default"], ["auto", "p/{scorer}.safetensors"], [0.3])
+    assert [str(one) for one in made][:2] == ["gate, auto, ratio 0.3", "gate, p/{scorer}.safetensors, ratio 0.3"]
+    assert made[1].flags(64)[:4] == ["--ragged-scorer", "gate", "--ragged-profile", "p/gate.safetensors"]
+    assert "--ragged-scorer" not in made[2].flags(64)
+    assert Configuration.token().flags(64) == []
+
+
+def test_peers_without_an_environment_are_one_line(tmp_path):
+    with pytest.raises(peering.PeersFailed, match="make peers"):
+        peering.ask_peers(tmp_path / "python", "m", tasks(), Words(), [0.3], Results(tmp_path, {}, {}), Console())
