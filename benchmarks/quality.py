@@ -89,11 +89,11 @@ def run(options: argparse.Namespace) -> None:
         ):
             bar = progress.add_task("servers", total=len(missing) + 1)
             token = _measured(Configuration.token(), servers, options, tasks, tokenizer, progress)
-            results.add(Configuration.token(), token.result(token, head, tasks, tokenizer))
+            results.add(Configuration.token(), token.result(token, head, tasks))
             progress.advance(bar)
             for one in missing:
                 found = _measured(one, servers, options, tasks, tokenizer, progress)
-                results.add(one, found.result(token, head, tasks, tokenizer))
+                results.add(one, found.result(token, head, tasks))
                 progress.advance(bar)
     if options.peers is not None:
         ask_peers(options.peers, options.model, tasks, tokenizer, options.ratio, results, console)

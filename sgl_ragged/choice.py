@@ -37,7 +37,9 @@ def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio:
     """
     path = find_bundled(geometry.fingerprint, scorer) if profile == "auto" else Path(profile)
     if profile == "uniform" or path is None:
-        why = "--ragged-profile uniform" if profile == "uniform" else "no bundled profile for this model and scorer"
+        why = "--ragged-profile uniform"
+        if profile != "uniform":
+            why = "no bundled profile for this model and scorer, a server calibrates it at its first start; until then"
         return BudgetChoice(
             kept=uniform_kept(geometry.num_layers, geometry.num_heads, ratio, segment),
             profile=None,

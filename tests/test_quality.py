@@ -109,7 +109,7 @@ def result(shift: float, right: bool) -> dict:
     states = [reference[0].clone()]
     states[0][:, 0] += shift
     made = Measured(states, [[right, True]] * 2, "")
-    return made.result(Measured(reference, [], ""), torch.eye(64), tasks(), None)
+    return made.result(Measured(reference, [], ""), torch.eye(64), tasks())
 
 
 def test_only_what_sees_compressed_history_counts():
@@ -118,7 +118,7 @@ def test_only_what_sees_compressed_history_counts():
     states = torch.zeros(64, 64)
     states[:16, 0] += 1.0
     only_first = Measured([states], [[True, True]] * 2, "").result(
-        Measured([torch.zeros(64, 64)], [], ""), torch.eye(64), tasks(), None
+        Measured([torch.zeros(64, 64)], [], ""), torch.eye(64), tasks()
     )["texts"]
     assert only_first["kl"] == [0.0]
     assert only_first["all_kl"][0] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def compare(head: torch.Tensor, reference: torch.Tensor, found: torch.Tensor, id
         ids: int64 [tokens].
     """
     parts: list[tuple[torch.Tensor, ...]] = []
-    for start in _blocks(len(ids) - 1):
+    for start in range(0, len(ids) - 1, BLOCK):
         stop = min(start + BLOCK, len(ids) - 1)
         want, have = ((states[start:stop].float() @ head.T).log_softmax(dim=-1) for states in (reference, found))
         following = ids[start + 1 : stop + 1, None]
@@ -73,7 +72,3 @@ def compare(head: torch.Tensor, reference: torch.Tensor, found: torch.Tensor, id
             )
         )
     return Difference(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _blocks(count: int) -> Iterator[int]:
-    return iter(range(0, count, BLOCK))

@@ -64,7 +64,7 @@ class Measured:
     right: list[list[bool]]
     start_up: str
 
-    def result(self, reference: Measured, head: torch.Tensor, tasks: Tasks, tokenizer: Any) -> dict[str, Any]:
+    def result(self, reference: Measured, head: torch.Tensor, tasks: Tasks) -> dict[str, Any]:
         """What is kept of it, per text and interview; figures of texts are means over tokens behind the first segment.
 
         kl, delta_nll, agrees: as in `head.Difference`; border_kl: of the BORDER tokens behind borders alone;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -41,8 +40,7 @@ def recall(url: str, tokenizer: Any, interviews: Sequence[Interview], advance: C
             advance()
         return found
 
-    with ThreadPoolExecutor(1) as one_by_one:
-        return list(one_by_one.map(answers, interviews))
+    return [answers(interview) for interview in interviews]
 
 
 def _generate(url: str, ids: list[int], new_tokens: int, **more: Any) -> dict[str, Any]:

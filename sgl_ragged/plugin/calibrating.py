@@ -43,8 +43,8 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -
         check_weights(get_scorer(options.scorer), options.scorer_weights)
     if options.profile == "uniform":
         logger.warning(
-            "--ragged-profile uniform: every head keeps the same share. Models lose more that way than with calibrated "
-            "budgets of the same size (docs/quality.md); --ragged-profile auto calibrates once"
+            "--ragged-profile uniform: every head keeps the same share; with calibrated budgets of the same size, most "
+            "scorers find more (docs/calibration.md); --ragged-profile auto calibrates once"
         )
         return dataclasses.replace(options, scorer=options.scorer or OTHER_SCORER)
     if options.profile == "auto" and options.ratio == 1:
@@ -106,8 +106,8 @@ def _calibrate(options: RaggedOptions, view: Any, geometry: ModelGeometry, path:
     """Make the profile at `path`, whole or not at all; what was recorded survives an interruption."""
     _say(
         f"no profile of {view.model_path} yet: calibrating {options.scorer}, once, before the server starts. It takes "
-        f"minutes (a small model on two cores about eight) and is kept in {path} ({VARIABLE} names another folder). "
-        f"--ragged-profile uniform serves at once, with equal budgets, which lose more"
+        f"minutes (a small model on two cores about twelve) and is kept in {path} ({VARIABLE} names another folder). "
+        f"--ragged-profile uniform serves at once, with equal budgets"
     )
     # More ranks than heads serve, but do not calibrate.
     ranks = 1 if geometry.num_heads % view.tp_size else view.tp_size
