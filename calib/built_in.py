@@ -22,7 +22,7 @@ import numpy as np
 from calib.conversations import Message, code, recall, records, say
 from calib.facts import draw_facts, pick
 
-SAMPLES = 40
+SAMPLES = 28
 """How many are used unless somebody says otherwise."""
 
 LENGTH = 5000
@@ -118,6 +118,14 @@ def _hide(rng: np.random.Generator, text: str, statements: list[str]) -> str:
     return joint.join(parts)
 
 
+@functools.cache
+def _functions_of(source: str) -> tuple[str, ...]:
+    """Functions of 150 to 900 characters in the source of a module, in the order of `ast.walk`."""
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    found = (ast.get_source_segment(source, node) or "" for node in nodes)
+    return tuple(function for function in found if 150 < len(function) < 900)
+
+
 def _repeat(rng: np.random.Generator) -> Iterator[Message]:
     """A text, then passages of it word for word."""
     text = _excerpt(rng, _prose() if rng.integers(2) else _documentation(), LENGTH * 2 // 3)
@@ -131,13 +139,7 @@ def _repeat(rng: np.random.Generator) -> Iterator[Message]:
 
 def _functions(rng: np.random.Generator) -> Iterator[Message]:
     """A part of a module of Python's library, then some of its functions again."""
-    source = pick(rng, _sources())
-    found = [
-        ast.get_source_segment(source, node) or ""
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef)
-    ]
-    found = [function for function in found if 150 < len(function) < 900]
+    found = _functions_of(pick(rng, _sources()))
     shown: list[str] = []
     for number in rng.permutation(len(found)):
         if sum(map(len, shown)) < LENGTH * 3 // 5:

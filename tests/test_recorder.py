@@ -300,8 +300,9 @@ def test_the_answers_of_a_chat_are_what_the_assistant_says():
 
 
 def test_built_in_samples_are_deterministic_and_of_several_tasks():
-    first, again = (read_samples([], 24, seed) for seed in (5, 5))
-    assert first == again != read_samples([], 24, 6)
+    first, again = (read_samples([], 12, seed) for seed in (5, 5))
+    assert first == again
+    assert first[:1] != read_samples([], 1, 6)
     assert {sample.task for sample in first} == {"facts", "text", "repeat", "functions", "recall", "records", "code"}
     for sample in first:
         assert 3500 < len(sample.text or " ".join(m["content"] for m in sample.messages)) < 10000

@@ -35,13 +35,14 @@ def rig_for(kept, dim, scorer, requests, segments, per_head, method="exact", dty
         thorough(MIXED, "keydiff", 4, 64, "exact", LONG),
         thorough(FULL, "keydiff", 2, 64, "exact", SHORT),
         (MIXED, "key_norm", 1, 128, "algorithm1", SHORT),
-        (MIXED, "value_key_norm", 8, 16, "uniform", SHORT),
+        thorough(MIXED, "value_key_norm", 8, 16, "uniform", SHORT),
+        (MIXED, "value_key_norm", 2, 16, "uniform", [SEGMENT + 7]),
         thorough(MIXED, "streaming", 3, 32, "none", SHORT),
         thorough(MIXED, "keydiff", 16, 16, "exact", [SEGMENT + 7]),
-        (MIXED, "keydiff", 2, 256, "exact", SHORT),
+        thorough(MIXED, "keydiff", 2, 256, "exact", SHORT),
         thorough(MIXED, "snapkv", 2, 16, "exact", SHORT),
         thorough(MIXED, "h2o", 5, 16, "exact", SHORT),
-        (KEPT[:2], "expected_attention", 2, 16, "exact", SHORT),
+        thorough(KEPT[:2], "expected_attention", 2, 16, "exact", SHORT),
         (MIXED, "fastkvzip", 1, 16, "exact", SHORT),
     ],
 )
@@ -147,7 +148,7 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("scorer", ["keydiff", thorough("key_norm"), thorough("value_key_norm"), "streaming"])
+@pytest.mark.parametrize("scorer", ["keydiff", *map(thorough, ("key_norm", "value_key_norm", "streaming"))])
 def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypatch):
     """And the buffers stay where they are: a description made for other requests reads what the last one wrote."""
     kept, lengths = KEPT[:2], [SEGMENT - 1, 2 * SEGMENT + 5]

@@ -39,7 +39,7 @@ def _small_workspace(monkeypatch):
 @pytest.mark.parametrize(
     ("lengths", "per_head", "scales", "plans"),
     [
-        ([1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 5 * SEGMENT + 7], 2, [0.5, 0.5], 3),
+        ([1, SEGMENT - 1, SEGMENT, SEGMENT + 1], 2, [0.5, 0.5], 3),
         ([SEGMENT + 1, 3 * SEGMENT - 1], 4, [0.5, 0.25], 6),
         ([5, 1], 1, [0.5, 0.5], 3),
     ],

@@ -32,8 +32,8 @@ def conversations(server):
             prompt = prompt + answer.tokens + follow
             answers.append(generate(server, prompt, NEW))
             answers.append(generate(server, prompt, NEW, logprobs_from=0))
-    # Decode across a segment boundary.
-    answers.append(generate(server, first[4], 300))
+    # Decode across two segment boundaries.
+    answers.append(generate(server, first[7], 140))
     return answers
 
 

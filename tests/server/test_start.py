@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import httpx
 import pytest
 
@@ -52,3 +55,16 @@ def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, nursery, tmp_
     assert len(warnings) == 1
     assert f"holds {ragged['virtual_tokens']} tokens" in warnings[0]
     assert "lower --max-running-requests" in warnings[0]
+
+
+def test_command_line_ends_with_one_line_and_a_status(request, llama, nursery):
+    """SGLang's launcher: refused before anything starts, without a traceback."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(llama), "--device", "cpu"]
+    command += ["--kv-pool", "ragged", "--page-size", "1"]
+    if request.config.getoption("thorough"):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    else:
+        done = nursery.run(command, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("sgl_ragged: --page-size 1 differs")
+    assert "Traceback" not in done.stderr
