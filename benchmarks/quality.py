@@ -88,12 +88,16 @@ def run(options: argparse.Namespace) -> None:
             Progress(*columns, console=console) as progress,
         ):
             bar = progress.add_task("servers", total=len(missing) + 1)
-            token = _measured(Configuration.token(), servers, options, tasks, tokenizer, progress)
-            results.add(Configuration.token(), token.result(token, head, tasks))
+            reference = results.load_reference() if Configuration.token() in results.known else None
+            if reference is None:
+                token = _measured(Configuration.token(), servers, options, tasks, tokenizer, progress)
+                reference = token.states
+                results.keep_reference(reference)
+                results.add(Configuration.token(), token.result(reference, head, tasks))
             progress.advance(bar)
             for one in missing:
                 found = _measured(one, servers, options, tasks, tokenizer, progress)
-                results.add(one, found.result(token, head, tasks))
+                results.add(one, found.result(reference, head, tasks))
                 progress.advance(bar)
     if options.peers is not None:
         ask_peers(options.peers, options.model, tasks, tokenizer, options.ratio, results, console)

@@ -109,7 +109,7 @@ def result(shift: float, right: bool) -> dict:
     states = [reference[0].clone()]
     states[0][:, 0] += shift
     made = Measured(states, [[right, True]] * 2, "")
-    return made.result(Measured(reference, [], ""), torch.eye(64), tasks())
+    return made.result(reference, torch.eye(64), tasks())
 
 
 def test_only_what_sees_compressed_history_counts():
@@ -117,9 +117,8 @@ def test_only_what_sees_compressed_history_counts():
     assert found["kl"] == pytest.approx(found["all_kl"])
     states = torch.zeros(64, 64)
     states[:16, 0] += 1.0
-    only_first = Measured([states], [[True, True]] * 2, "").result(
-        Measured([torch.zeros(64, 64)], [], ""), torch.eye(64), tasks()
-    )["texts"]
+    made = Measured([states], [[True, True]] * 2, "")
+    only_first = made.result([torch.zeros(64, 64)], torch.eye(64), tasks())["texts"]
     assert only_first["kl"] == [0.0]
     assert only_first["all_kl"][0] > 0
 
@@ -148,6 +147,18 @@ def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
     assert "kvpress KeyDiff" in shown
     plot.draw(again, tmp_path / "q.png")
     assert (tmp_path / "q.png").stat().st_size > 10000
+
+
+def test_the_reference_is_kept_for_the_same_settings_only(tmp_path):
+    results = Results(tmp_path / "q.json", {"model": "m"}, {})
+    assert results.load_reference() is None
+    states = [torch.rand(3, 2), torch.rand(4, 2)]
+    results.keep_reference(states)
+    assert all(map(torch.equal, results.load_reference(), states))
+    assert Results(results.path, {"model": "other"}, {}).load_reference() is None
+    results.reference.write_bytes(b"no tensors")
+    with pytest.raises(SettingsError, match="delete it"):
+        results.load_reference()
 
 
 def test_configurations_are_flags_of_the_server():

@@ -64,14 +64,16 @@ class Measured:
     right: list[list[bool]]
     start_up: str
 
-    def result(self, reference: Measured, head: torch.Tensor, tasks: Tasks) -> dict[str, Any]:
+    def result(self, reference: list[torch.Tensor], head: torch.Tensor, tasks: Tasks) -> dict[str, Any]:
         """What is kept of it, per text and interview; figures of texts are means over tokens behind the first segment.
+
+        `reference`: hidden states of every text to compare with, [tokens, hidden size].
 
         kl, delta_nll, agrees: as in `head.Difference`; border_kl: of the BORDER tokens behind borders alone;
         all_kl: over all tokens; continuation_nll: mean over the tokens behind `Tasks.context` but the first.
         """
         rows: dict[str, list[float]] = {}
-        for text, want, have in zip(tasks.texts, reference.states, self.states, strict=True):
+        for text, want, have in zip(tasks.texts, reference, self.states, strict=True):
             found = compare(head, want, have, torch.tensor(text.ids))
             behind = torch.arange(len(found.kl)) >= tasks.segment
             border = behind & (torch.arange(len(found.kl)) % tasks.segment < BORDER)

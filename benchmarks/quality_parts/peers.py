@@ -42,11 +42,19 @@ def compressed(model: Any, method: str, share: float, context: list[int]) -> Dyn
 
 def go_on(model: Any, cache: DynamicCache, ids: list[int], position: int) -> torch.Tensor:
     """Logits [tokens, vocabulary] of tokens that start at a position."""
-    positions = torch.arange(position, position + len(ids))
-    output = model(
-        input_ids=torch.tensor([ids]), past_key_values=cache, position_ids=positions[None], cache_position=positions
-    )
-    return output.logits[0].float()
+    # No cache_position: with it transformers masks by positions, and a cache that is shorter shows tokens to those
+    # before them.
+    positions = torch.arange(position, position + len(ids))[None]
+    return model(input_ids=torch.tensor([ids]), past_key_values=cache, position_ids=positions).logits[0].float()
+
+
+def check_order(model: Any, method: str) -> None:
+    """End with one line if tokens that go on from a compressed context see those behind them."""
+    ids = list(range(100, 196))
+    changed = [*ids[:-1], 7]
+    first, second = (go_on(model, compressed(model, method, 0.3, ids[:64]), own[64:], 64) for own in (ids, changed))
+    if not torch.allclose(first[:-1], second[:-1], atol=1e-3):
+        sys.exit(f"with these releases of kvpress and transformers, {method} shows tokens to those before them")
 
 
 def continuation_nll(model: Any, method: str, share: float, ids: list[int], context: int) -> list[float]:
@@ -76,6 +84,8 @@ def answers(model: Any, method: str, share: float, interview: dict[str, Any], ne
 def main() -> None:
     order = json.load(sys.stdin)
     model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=getattr(torch, order["dtype"])).eval()
+    for method in METHODS:
+        check_order(model, method)
     results = []
     for share in order["shares"]:
         for method in METHODS:

@@ -7,6 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
 from benchmarks.multi_turn_parts.errors import SettingsError
 from benchmarks.quality_parts.configuration import Configuration
 
@@ -59,6 +63,28 @@ class Results:
         """Keep the result of a peer; it is on disk when this returns."""
         self.peers[method, share] = result
         self.write()
+
+    @property
+    def reference(self) -> Path:
+        """The token pool's hidden states, which later runs compare with too."""
+        return self.path.with_suffix(".reference.safetensors")
+
+    def keep_reference(self, states: list[torch.Tensor]) -> None:
+        """Write the token pool's hidden states of every text, [tokens, hidden size] each."""
+        tensors = {str(number): tensor.contiguous() for number, tensor in enumerate(states)}
+        save_file(tensors, str(self.reference), {"settings": json.dumps(self.settings, sort_keys=True)})
+
+    def load_reference(self) -> list[torch.Tensor] | None:
+        """What `keep_reference` wrote under the same settings; None where there is no such file."""
+        if not self.reference.is_file():
+            return None
+        try:
+            with safe_open(str(self.reference), framework="pt") as file:
+                if (file.metadata() or {}).get("settings") != json.dumps(self.settings, sort_keys=True):
+                    return None
+                return [file.get_tensor(str(number)) for number in range(len(file.keys()))]
+        except SafetensorError as error:
+            raise SettingsError(f"{self.reference} cannot be read ({error}): delete it") from None
 
     def write(self) -> None:
         beside = self.path.with_name(self.path.name + ".new")
