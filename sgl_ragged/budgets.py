@@ -106,17 +106,31 @@ def coverage_kept(coverage: np.ndarray, ratio: float, segment: int, scope: str =
             Curves of another segment length are read at the same share of the segment.
         ratio, segment, scope: as in `fit_kept`, also for the returned array.
     """
-    # Only here: the rest of this module is what a benchmark on a bare GPU machine needs.
-    from scipy.optimize import isotonic_regression
-
     check_segment(segment)
     top, measured = segment // UNIT, coverage.shape[2]
     shares = np.arange(1, top + 1) / top
     flat = coverage.reshape(-1, measured).astype(np.float64)
     known = np.arange(0, measured + 1) / measured
     curves = np.stack([np.interp(shares, known, np.concatenate([[0.0], curve])) for curve in flat])
-    gains = np.stack([isotonic_regression(np.diff(curve), increasing=False).x for curve in curves])
+    gains = np.stack([_never_rising(np.diff(curve)) for curve in curves])
     return _hand_out(gains.reshape(*coverage.shape[:2], top - 1), ratio, segment, scope)
+
+
+def _never_rising(values: np.ndarray) -> np.ndarray:
+    """The never rising float64 [n] nearest to `values` in least squares: neighbours that rise are averaged.
+
+    Of a curve's differences it gives those of the curve's smallest concave majorant.
+    """
+    means: list[float] = []
+    counts: list[int] = []
+    for value in values.tolist():
+        mean, count = value, 1
+        while means and means[-1] < mean:
+            mean, count = (means[-1] * counts[-1] + mean * count) / (counts[-1] + count), counts[-1] + count
+            del means[-1], counts[-1]
+        means.append(mean)
+        counts.append(count)
+    return np.repeat(means, counts)
 
 
 def _hand_out(gains: np.ndarray, ratio: float, segment: int, scope: str) -> np.ndarray:

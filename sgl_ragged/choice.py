@@ -16,7 +16,7 @@ from sgl_ragged.profile import Profile, load_profile
 
 @dataclass(frozen=True)
 class BudgetChoice:
-    """Kept tokens per segment of the whole model, int64 [layers, heads], before grouping, and where they come from.
+    """Kept tokens per segment of the whole model, int64 [layers, heads], and where they come from.
 
     `profile` is None for equal budgets; `source` is one line for the log.
     """

@@ -6,9 +6,7 @@ import argparse
 import json
 import sys
 
-from sgl_ragged import split_map_report
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fairkv import report as fairkv_report
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import check_limits, parse_bytes, plan_pool
 from sgl_ragged.model_options import add_model_options, choose_kept
@@ -28,8 +26,6 @@ def main() -> None:
     layout.add_argument("--max-total-tokens", type=int)
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
-    split_map_report.add_parser(commands)
-    fairkv_report.add_parser(commands)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
     check.set_defaults(run=check_installation)
     options = parser.parse_args()
@@ -48,7 +44,8 @@ def show_layout(options: argparse.Namespace) -> None:
 
     budget = parse_bytes(options.kv_bytes)
     check_limits(options.segment, options.max_running_requests, options.max_total_tokens)
-    geometry, chosen, kept = choose_kept(options)
+    geometry, chosen = choose_kept(options)
+    kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
     plan = plan_pool(

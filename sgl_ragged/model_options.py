@@ -1,4 +1,4 @@
-"""Options that say which model is served with which budgets, shared by the commands of `sgl-ragged`."""
+"""Options that say which model is served with which budgets, shared by `sgl-ragged layout` and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.choice import BudgetChoice, choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.grouping import group_largest
 
 T = TypeVar("T")
 
@@ -26,19 +23,17 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--segment", type=int, default=256)
     parser.add_argument("--scorer", default="keydiff")
     parser.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
-    parser.add_argument("--heads-per-group", type=int, default=1)
 
 
-def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoice, np.ndarray]:
-    """The model, the choice of budgets, and the kept counts as stored: int64 [num_layers, num_heads], grouped.
+def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoice]:
+    """The model and the choice of budgets.
 
     The model is read as the server reads it, with SGLang's own code, which takes seconds to import.
 
     Raises:
         RaggedConfigError: no such model, one that the server refuses, or budgets that do not fit it.
     """
-    from sgl_ragged.plugin.model_layout import model_geometry
-    from sgl_ragged.plugin.model_support import load_model_config, refuse_model
+    from sgl_ragged.plugin.model_support import load_model_config, model_geometry, refuse_model
 
     check_ratio(options.ratio)
     check_segment(options.segment)
@@ -48,7 +43,7 @@ def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoic
     chosen = choose_budgets(
         geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
     )
-    return geometry, chosen, group_largest(chosen.kept, options.heads_per_group)
+    return geometry, chosen
 
 
 def read_sizes(folder: Path, make: Callable[[Mapping[str, Any]], T]) -> T:

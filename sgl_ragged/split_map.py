@@ -52,7 +52,7 @@ def algorithm1(budgets: np.ndarray, num_ctas: int) -> np.ndarray:
     return np.maximum(1, np.floor(shares + 0.5)).astype(np.int64)
 
 
-def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str, heads_per_group: int = 1) -> np.ndarray:
+def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) -> np.ndarray:
     """CTAs of every head.
 
     - "exact": the CTAs of the batch run in w whole waves. w waves hold N = floor(w * resident_ctas / batch) CTAs of
@@ -63,22 +63,19 @@ def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str, 
       resident_ctas, the least possible time. Then the largest load is at most BALANCE times the mean one. `makespan`
       is at most BALANCE, too: there are at most w CTAs per slot, so whenever one starts, some slot has ended at most
       w - 1 of them.
-    - "algorithm1": Algorithm 1 per group, on N = max(1, resident_ctas // batch). Groups are made per layer from heads
-      sorted by kept count, as in `sgl_ragged.grouping`; a group's CTAs are dealt to its heads as evenly as possible,
-      at least one each, the larger head first (ties: the lower one).
+    - "algorithm1": TANGRAM's Algorithm 1 on N = max(1, resident_ctas // batch), every head its own group.
     - "uniform": max(1, N // num_heads) each, the usual number of splits; "none": one each.
 
     Args:
         kept: int [num_layers, num_heads], positive.
         resident_ctas: CTAs that the GPU holds at once, at least 1.
         batch: requests of equal length, at least 1.
-        heads_per_group: only for "algorithm1"; the others split head by head.
 
     Returns:
         int64 [num_layers, num_heads], at least 1: CTAs of each head of one request.
 
     Raises:
-        RaggedConfigError: unknown method, or kept counts, CTAs, batch or heads_per_group that are not positive.
+        RaggedConfigError: unknown method, or kept counts, CTAs or a batch that are not positive.
     """
     kept = _check_kept(kept)
     _check_positive("resident CTAs", resident_ctas)
@@ -87,7 +84,7 @@ def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str, 
         return np.array([_split_exactly(row, resident_ctas, batch) for row in kept.tolist()], dtype=np.int64)
     num_ctas = max(1, resident_ctas // batch)
     if method == "algorithm1":
-        return _split_groups(kept, num_ctas, heads_per_group)
+        return algorithm1(kept, num_ctas)
     if method == "uniform":
         return np.full_like(kept, max(1, num_ctas // kept.shape[1]))
     if method == "none":
@@ -112,22 +109,6 @@ def _split_exactly(row: list[int], resident_ctas: int, batch: int) -> list[int]:
         if -largest_first[0][0] * (waves * resident_ctas / batch) / kept <= BALANCE:
             return counts
         waves += 1
-
-
-def _split_groups(kept: np.ndarray, num_ctas: int, heads_per_group: int) -> np.ndarray:
-    if heads_per_group < 1:
-        raise RaggedConfigError(f"heads per group must be at least 1, not {heads_per_group}")
-    order = np.argsort(kept, axis=1, kind="stable")
-    starts = np.arange(0, kept.shape[1], heads_per_group)
-    by_group = algorithm1(np.add.reduceat(np.take_along_axis(kept, order, axis=1), starts, axis=1), num_ctas)
-    counts = np.empty_like(kept)
-    for row, heads, parts, out in zip(kept, order, by_group, counts, strict=True):
-        for start, count in zip(starts, parts, strict=True):
-            members = heads[start : start + heads_per_group]
-            members = members[np.argsort(-row[members], kind="stable")]
-            each, more = divmod(int(count), len(members))
-            out[members] = np.maximum(1, each + (np.arange(len(members)) < more))
-    return counts
 
 
 def cta_table(counts_row: np.ndarray, kept_row: np.ndarray) -> np.ndarray:
@@ -231,16 +212,14 @@ def batch_buckets(most: int) -> list[int]:
     return buckets
 
 
-def build_split_map(
-    kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact", heads_per_group: int = 1
-) -> SplitMap:
+def build_split_map(kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact") -> SplitMap:
     """The split map of a layout; batches with the same counts in every layer share one array.
 
     Args:
         kept: int [num_layers, num_heads], kept counts.
         resident_ctas: CTAs of the decode kernel that the GPU holds at once: SMs * CTAs per SM.
         batches: batch buckets, in any order.
-        method, heads_per_group: as in `split_counts`.
+        method: as in `split_counts`.
 
     Raises:
         RaggedConfigError: no batches, or one that is not positive; see also `split_counts`.
@@ -251,7 +230,7 @@ def build_split_map(
     counts_by_batch: dict[int, np.ndarray] = {}
     shared: dict[bytes, np.ndarray] = {}
     for batch in sorted(set(batches)):
-        counts = split_counts(kept, resident_ctas, batch, method, heads_per_group)
+        counts = split_counts(kept, resident_ctas, batch, method)
         counts_by_batch[batch] = shared.setdefault(counts.tobytes(), counts)
     for array in (kept, *shared.values()):
         array.setflags(write=False)

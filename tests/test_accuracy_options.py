@@ -55,7 +55,7 @@ def options(*arguments: str):
         (["--scorer", "keydif"], "unknown scorer 'keydif'"),
         (["--pool", "token", "token"], "--pool: each"),
         (["--pool", "token", "--scorer", "keydiff", "--ratio", "0.5"], "--scorer, --ratio: for the ragged pool"),
-        (["--pool", "token", "--ragged-args=--ragged-heads-per-group=2"], "--ragged-args: for the ragged pool"),
+        (["--pool", "token", "--ragged-args=--ragged-kernel=torch"], "--ragged-args: for the ragged pool"),
         (["--budgets", "covrage"], "--budgets covrage: covrage is no file, and no kind"),
         (["--budgets", "/none/{scorer}.safetensors", "--scorer", "h2o"], r"/none/h2o\.safetensors is no file"),
         (["--budgets", str(PROFILE), f"./{PROFILE.name}"], "is no file"),

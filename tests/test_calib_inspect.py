@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from calib.__main__ import main
+from calib.grouping import group_largest
 from calib.inspect import make_report
 from calib.reclaimed import measure_reclaimed
 from calib.stability import measure_stability
 from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept
+from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.profile import Profile, load_profile
 from tests.examples import examples
@@ -239,3 +242,29 @@ def test_bad_input_ends_with_one_line(tmp_path, monkeypatch, capsys, args, words
 
 def test_head_that_keeps_nothing_has_no_span():
     assert make_report(make_profile([[0.0, 0.6]])).budgets.span is None
+
+
+# Groups
+
+
+@given(
+    arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=st.integers(1, 9)),
+    st.integers(1, 9),
+    st.sampled_from(["clustered", "adjacent"]),
+)
+def test_groups_share_their_largest_budget(kept, size, order):
+    grouped = group_largest(kept, size, order)
+    assert (grouped >= kept).all()
+    for row, out in zip(kept, grouped, strict=True):
+        assert len(set(out.tolist())) <= -(-len(row) // size)
+        assert out.max() == row.max()
+        if order == "adjacent":
+            assert out.tolist() == [row[i // size * size :][:size].max() for i in range(len(row))]
+    if kept.shape[1] % size == 0:
+        assert group_largest(kept, size).sum() <= group_largest(kept, size, "adjacent").sum()
+
+
+@pytest.mark.parametrize(("size", "order"), [(0, "clustered"), (2, "random")])
+def test_bad_groups(size, order):
+    with pytest.raises(RaggedConfigError):
+        group_largest(np.ones((1, 4)), size, order)

@@ -10,8 +10,6 @@ import pytest
 
 from sgl_ragged import cli
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.grouping import group_largest
-from sgl_ragged.split_map import METHODS, imbalance, makespan, split_counts
 from tests.models import make_config, make_profile
 
 
@@ -36,12 +34,12 @@ def test_layout_as_json(model, monkeypatch, capsys):
 
 
 def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
-    """A profile, groups of heads, and queries beside the tails."""
+    """A profile, and queries beside the tails."""
     profile = make_profile(model, model / "p.safetensors", scorer="h2o")
     flags = ["--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--scorer", "h2o", "--json"]
-    run(monkeypatch, "layout", *flags, "--profile", str(model / "p.safetensors"), "--heads-per-group", "2")
+    run(monkeypatch, "layout", *flags, "--profile", str(model / "p.safetensors"))
     plan = json.loads(capsys.readouterr().out)
-    assert plan["kept"] == group_largest(profile_kept(profile, 0.3, 256), 2).tolist()
+    assert plan["kept"] == profile_kept(profile, 0.3, 256).tolist()
     run(monkeypatch, "layout", *flags, "--max-running-requests", "7")
     with_queries = json.loads(capsys.readouterr().out)["tails_bytes"]
     # Per row: keys and values of a segment, and 2 query heads for 256 places and the one that takes the rest.
@@ -94,65 +92,6 @@ def test_bad_input_ends_with_one_line(model, monkeypatch, args, words):
         run(monkeypatch, "layout", *(str(model) if arg == "MODEL" else arg for arg in args))
     assert words in str(ended.value.code)
     assert "\n" not in str(ended.value.code)
-
-
-def test_split_map_as_json(model, monkeypatch, capsys):
-    profile = make_profile(model, model / "p.safetensors")
-    flags = ["--model", str(model), "--ratio", "0.3", "--profile", str(model / "p.safetensors")]
-    run(monkeypatch, "inspect", "--split-map", *flags, "--batch", "8", "--sms", "10", "--ctas-per-sm", "4", "--json")
-    report = json.loads(capsys.readouterr().out)
-    kept = profile_kept(profile, 0.3, 256)
-    assert (report["batch"], report["resident_ctas"], report["method"]) == (8, 40, "exact")
-    assert [layer["kept"] for layer in report["layers"]] == kept.tolist()
-    assert [layer["counts"] for layer in report["layers"]] == split_counts(kept, 40, 8, "exact").tolist()
-    assert set(report["methods"]) == set(METHODS)
-    for method, found in report["methods"].items():
-        counts = split_counts(kept, 40, 8, method)
-        assert found["imbalance_worst"] == imbalance(kept, counts).max()
-        assert found["makespan_median"] == np.median(makespan(kept, counts, 8, 40))
-        assert (found["ctas_min"], found["ctas_max"]) == (counts.sum(axis=1).min(), counts.sum(axis=1).max())
-
-
-def test_split_map_of_groups(model, monkeypatch, capsys):
-    profile = make_profile(model, model / "p.safetensors")
-    flags = ["--model", str(model), "--profile", str(model / "p.safetensors"), "--heads-per-group", "2", "--json"]
-    run(monkeypatch, "inspect", "--split-map", *flags, "--method", "algorithm1")
-    layers = json.loads(capsys.readouterr().out)["layers"]
-    kept = group_largest(profile_kept(profile, 0.5, 256), 2)
-    assert [layer["kept"] for layer in layers] == kept.tolist()
-    assert [layer["counts"] for layer in layers] == split_counts(kept, 396, 4, "algorithm1", 2).tolist()
-
-
-def test_split_map_as_a_table_and_a_plot(model, monkeypatch, capsys):
-    plot = model / "loads.png"
-    run(monkeypatch, "inspect", "--split-map", "--model", str(model), "--plot", str(plot))
-    shown = capsys.readouterr().out
-    assert "batch 4 on 396 resident CTAs: a wave holds 99 per request" in shown
-    for method in METHODS:
-        assert method in shown
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ((), "add --split-map"),
-        (("--split-map", "--batch", "0"), "--batch must be at least 1, not 0"),
-        (("--split-map", "--sms", "-1"), "--sms must be at least 1, not -1"),
-        (("--split-map", "--ctas-per-sm", "0"), "--ctas-per-sm must be at least 1, not 0"),
-        (("--split-map", "--ratio", "0"), "outside (0, 1]"),
-        (("--split-map", "--heads-per-group", "0"), "heads per group must be at least 1"),
-        (("--split-map", "--profile", "/nowhere"), "does not exist"),
-        (("--split-map", "--plot", "/nowhere/loads.png"), "cannot write /nowhere/loads.png"),
-        (("--split-map", "--plot", "loads.what"), "cannot write loads.what"),
-    ],
-)
-def test_bad_input_of_inspect_ends_with_one_line(model, monkeypatch, capsys, args, words):
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, "inspect", "--model", str(model), *args)
-    assert words in str(ended.value.code)
-    assert "\n" not in str(ended.value.code)
-    assert capsys.readouterr().out == ""
 
 
 def test_check_finds_the_seams(monkeypatch, capsys):

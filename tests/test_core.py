@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from scipy.optimize import isotonic_regression
 
-from sgl_ragged.budgets import GUARD, UNIT, coverage_kept, fit_kept, profile_kept, uniform_kept
+from sgl_ragged.budgets import GUARD, UNIT, _never_rising, coverage_kept, fit_kept, profile_kept, uniform_kept
 from sgl_ragged.bundled import FOLDER as BUNDLED
 from sgl_ragged.choice import choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.grouping import group_largest
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolPlan, parse_bytes, plan_pool
 from sgl_ragged.profile import Profile, load_profile
+
+IMPORTS_SGLANG = re.compile(r"^\s*(import|from) sglang\b", re.MULTILINE)
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -54,12 +58,25 @@ def profile() -> Profile:
     )
 
 
+def test_sglang_is_imported_by_the_plugin_and_the_calibrators_engine_alone():
+    root = Path(__file__).parent.parent
+    files = [path for folder in ("sgl_ragged", "calib") for path in (root / folder).rglob("*.py")]
+    importing = {str(path.relative_to(root)) for path in files if IMPORTS_SGLANG.search(path.read_text())}
+    assert {path for path in importing if not path.startswith("sgl_ragged/plugin/")} == {"calib/measure.py"}
+
+
 def test_core_imports_neither_sglang_nor_torch():
     code = (
-        "import sys, sgl_ragged.choice, sgl_ragged.grouping, sgl_ragged.layout, sgl_ragged.mem_pool.sizing\n"
+        "import sys, sgl_ragged.choice, sgl_ragged.layout, sgl_ragged.mem_pool.sizing\n"
         "assert 'torch' not in sys.modules and 'sglang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_serving_needs_nothing_that_only_calibration_and_reports_need():
+    root = Path(__file__).parent.parent
+    reports = re.compile(r"^\s*(import|from) (matplotlib|rich|scipy)\b", re.MULTILINE)
+    assert [path.name for path in (root / "sgl_ragged").rglob("*.py") if reports.search(path.read_text())] == []
 
 
 # Budgets
@@ -164,6 +181,12 @@ def test_coverage_budgets_cover_most_of_concave_curves(gains, units):
     assert covered(kept) == pytest.approx(max(covered(way) for way in ways))
 
 
+@given(arrays(np.float64, st.integers(1, 20), elements=st.floats(-1, 1)))
+def test_gains_are_averaged_as_isotonic_regression_does(values):
+    want = isotonic_regression(values, increasing=False).x
+    np.testing.assert_allclose(_never_rising(values), want, atol=1e-12)
+
+
 def test_units_that_only_pay_off_together_are_bought_together():
     """Head 0 covers nothing with its second unit and 10 with its third; head 1 covers 4 with each."""
     coverage = np.array([[[1.0, 1.0, 11.0], [1.0, 5.0, 9.0]]])
@@ -201,32 +224,6 @@ def test_auto_takes_the_bundled_profile_of_model_and_scorer():
     path = str(BUNDLED / "llama-3.1-8b-instruct.keydiff.safetensors")
     with pytest.raises(RaggedConfigError, match="--ragged-scorer is 'tova'"):
         choose_budgets(geometry, profile=path, scorer="tova", **fits)
-
-
-# Groups
-
-
-@given(
-    arrays(np.int64, st.tuples(st.integers(1, 3), st.integers(1, 9)), elements=st.integers(1, 9)),
-    st.integers(1, 9),
-    st.sampled_from(["clustered", "adjacent"]),
-)
-def test_groups_share_their_largest_budget(kept, size, order):
-    grouped = group_largest(kept, size, order)
-    assert (grouped >= kept).all()
-    for row, out in zip(kept, grouped, strict=True):
-        assert len(set(out.tolist())) <= -(-len(row) // size)
-        assert out.max() == row.max()
-        if order == "adjacent":
-            assert out.tolist() == [row[i // size * size :][:size].max() for i in range(len(row))]
-    if kept.shape[1] % size == 0:
-        assert group_largest(kept, size).sum() <= group_largest(kept, size, "adjacent").sum()
-
-
-@pytest.mark.parametrize(("size", "order"), [(0, "clustered"), (2, "random")])
-def test_bad_groups(size, order):
-    with pytest.raises(RaggedConfigError):
-        group_largest(np.ones((1, 4)), size, order)
 
 
 # Layout

@@ -16,15 +16,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.fairkv import paper
+from benchmarks.fairkv.copying import MODES, FairCopies, copy_layer, plan_any
 from sgl_ragged.budgets import fit_kept
 from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fairkv import paper
-from sgl_ragged.fairkv.copying import FairCopies, copy_layer
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import equal_parts, least_possible
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.fairkv.planner import MODES, plan_placement
 from sgl_ragged.fairkv.splitting import split_layer
 from tests.examples import examples
 
@@ -81,7 +80,7 @@ def test_it_imports_numpy_alone():
 @given(layers_and_ranks(), st.sampled_from(MODES), st.integers(0, 2))
 def test_every_head_is_covered_exactly_once(case, mode, extra):
     kept, ranks = case
-    plan = plan_placement(kept, ranks, mode, extra_places=extra)
+    plan = plan_any(kept, ranks, mode, extra_places=extra)
     assert plan.mode == mode
     assert plan.heads.shape == plan.kept.shape == (len(kept), ranks, plan.places)
     assert kept.shape[1] // ranks <= plan.places <= kept.shape[1] // ranks + extra
@@ -101,7 +100,7 @@ def test_every_head_is_covered_exactly_once(case, mode, extra):
 def test_no_plan_is_worse_than_none(case, mode, extra, with_cost):
     kept, ranks = case
     cost = CostModel(hidden=256, head_dim=64, q_per_kv=2, segment=256, batch=1, context=2048) if with_cost else None
-    plan, none = plan_placement(kept, ranks, mode, extra_places=extra, cost=cost), plan_placement(kept, ranks, "none")
+    plan, none = plan_any(kept, ranks, mode, extra_places=extra, cost=cost), plan_any(kept, ranks, "none")
     assert (plan.load.max(axis=1) <= none.load.max(axis=1)).all()
     if cost is not None:
         assert cost.step_bytes(plan.load, plan.places) <= cost.step_bytes(none.load, none.places)
@@ -111,7 +110,7 @@ def test_no_plan_is_worse_than_none(case, mode, extra, with_cost):
 def test_totals_over_layers_come_out_even(case, mode):
     """No two ranks differ by more than the widest spread of a layer."""
     kept, ranks = case
-    load = plan_placement(kept, ranks, mode).load
+    load = plan_any(kept, ranks, mode).load
     assert np.ptp(load.sum(axis=0)) <= np.ptp(load, axis=1).max() + 1e-9
 
 
@@ -119,7 +118,7 @@ def test_equal_heads_stay_where_they_are():
     kept = np.full((3, 8), 80)
     for mode in MODES:
         for ranks in (1, 2, 4, 8):
-            plan = plan_placement(kept, ranks, mode)
+            plan = plan_any(kept, ranks, mode)
             assert plan.heads.tolist() == np.broadcast_to(np.arange(8).reshape(ranks, -1), plan.heads.shape).tolist()
 
 
@@ -129,20 +128,20 @@ def test_a_plan_by_hand():
     Rank 0 has more of it, so the first set of layer 0 goes to rank 1.
     """
     kept = np.array([[256, 128, 144, 16], [96, 32, 32, 16]])
-    plan = plan_placement(kept, 2, "permute")
+    plan = plan_any(kept, 2, "permute")
     assert plan.heads.tolist() == [[[1, 2], [0, 3]], [[0, 3], [1, 2]]]
     # Layer 1 split: 176 tokens are 5.5 units a rank. Runs of two neighbours: 16 + 32 and 3 of the 6 units of head 0.
-    plan = plan_placement(kept, 2, "split")
+    plan = plan_any(kept, 2, "split")
     assert plan.places == 3
     assert plan.load.max(axis=1).tolist() == [272, 96]
 
 
 def test_places_that_hold_nothing():
     """Nine units on sixteen places: seven hold nothing, and their heads are no other's of the rank."""
-    plan = plan_placement(np.array([[16] * 7 + [32]]), 8, "split")
+    plan = plan_any(np.array([[16] * 7 + [32]]), 8, "split")
     assert plan.places == 1, "a second place would not help: some rank has two units in any case"
     kept = np.array([[16] * 7 + [32], [16] * 7 + [256]])
-    plan = plan_placement(kept, 8, "split")
+    plan = plan_any(kept, 8, "split")
     assert plan.places == 2
     assert (plan.kept[0] == 0).sum() == 7
     assert (plan.kept[1] == 0).sum() == 1
@@ -214,7 +213,7 @@ def test_split_reaches_the_mean_with_one_place(case):
         shares = split_layer(row, ranks)
         assert max(sum(held.values()) for held in shares) == -(-row.sum() // ranks)
         assert {len(held) for held in shares} == {len(row) // ranks + 1}
-    load = plan_placement(kept, ranks, "split").load
+    load = plan_any(kept, ranks, "split").load
     assert load.max(axis=1).tolist() == [16 * -(-total // (16 * ranks)) for total in kept.sum(axis=1).tolist()]
 
 
@@ -224,7 +223,7 @@ def test_split_is_within_five_percent_of_the_mean(case, seed):
     kept, ranks = case
     assume(ranks > 1)
     fine = kept * np.random.default_rng(seed).integers(20, 60, kept.shape)
-    load = plan_placement(fine, ranks, "split").load
+    load = plan_any(fine, ranks, "split").load
     assert (load.max(axis=1) <= 1.05 * load.mean(axis=1)).all()
 
 
@@ -292,7 +291,7 @@ def test_copy_equals_brute_force(data, shape, extra):
 @given(layers_and_ranks(8))
 def test_copies_are_on_different_ranks_and_load_is_their_mean(case):
     kept, ranks = case
-    plan = plan_placement(kept, ranks, "copy")
+    plan = plan_any(kept, ranks, "copy")
     assert plan.load.sum() == pytest.approx(kept.sum())
     if isinstance(plan, FairCopies):
         assert plan.copies.max() <= ranks
@@ -328,9 +327,9 @@ def test_copies_that_do_not_pay_are_declined():
         for batch, places in ((10, 2), (1, 1)):
             priced = replace(cost, batch=batch, hidden=saved // 2)
             assert priced.place_bytes == saved * 4
-            assert plan_placement(kept, 2, mode, cost=priced).places == places
-        assert plan_placement(kept, 2, mode, cost=replace(cost, hidden=saved // 2 - 1)).places == 2
-    assert plan_placement(kept, 2, "split", extra_places=0).places == 1
+            assert plan_any(kept, 2, mode, cost=priced).places == places
+        assert plan_any(kept, 2, mode, cost=replace(cost, hidden=saved // 2 - 1)).places == 2
+    assert plan_any(kept, 2, "split", extra_places=0).places == 1
 
 
 @pytest.mark.parametrize("name", ["hidden", "head_dim", "q_per_kv", "segment", "batch", "context", "kv_itemsize"])
@@ -345,7 +344,7 @@ def test_the_cost_model_refuses_what_is_not_positive(name):
 @pytest.mark.parametrize(
     ("kept", "ranks", "mode", "words"),
     [
-        ([[16, 16]], 2, "best", "unknown placement 'best'; known: none, permute, copy, split"),
+        ([[16, 16]], 2, "best", "unknown placement 'best'; known: none, permute, split"),
         ([[16, 16, 16]], 2, "permute", "3 heads cannot be placed on 2 ranks"),
         ([[16, 16]], 4, "split", "2 heads cannot be placed on 4 ranks"),
         ([[16, 16]], 0, "none", "2 heads cannot be placed on 0 ranks"),
@@ -356,12 +355,12 @@ def test_the_cost_model_refuses_what_is_not_positive(name):
 )
 def test_bad_input_is_refused(kept, ranks, mode, words):
     with pytest.raises(RaggedConfigError, match=words):
-        plan_placement(np.array(kept), ranks, mode)
+        plan_any(np.array(kept), ranks, mode)
 
 
 def test_fewer_places_than_heads_need_are_refused():
     with pytest.raises(RaggedConfigError, match="at least 0, not -1"):
-        plan_placement(np.array([[16, 16]]), 2, "split", extra_places=-1)
+        plan_any(np.array([[16, 16]]), 2, "split", extra_places=-1)
 
 
 # Measured profiles
@@ -373,14 +372,14 @@ def test_busy_rates_of_measured_profiles(name, ranks):
     """Split reaches what units of 16 tokens allow at segments of 256; with finer units, the mean itself."""
     scope = name.split("/")[2]
     kept = fit_kept(MEASURED[name], 0.3, 256, scope)
-    none, permute, split = (plan_placement(kept, ranks, mode) for mode in ("none", "permute", "split"))
+    none, permute, split = (plan_any(kept, ranks, mode) for mode in ("none", "permute", "split"))
     assert busy(none) <= busy(permute) <= busy(split)
     limit = kept.sum() / ranks / (16 * -(-kept.sum(axis=1) // (16 * ranks))).sum()
     assert busy(split) == pytest.approx(limit)
     if scope == "layer":
         # Layers of an odd number of units leave one over.
         assert busy(split) >= {2: 0.989, 4: 0.95, 8: 0.95}[ranks] - 1e-9
-    fine = plan_placement(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
+    fine = plan_any(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
     assert busy(fine) >= 0.995
 
 
@@ -388,7 +387,7 @@ def test_busy_rates_of_measured_profiles(name, ranks):
 @pytest.mark.parametrize("mode", MODES)
 def test_models_of_eighty_layers_are_planned(heads, ranks, mode):
     kept = fit_kept(np.random.default_rng(0).random((80, heads)) ** 3, 0.3, 256)
-    plan = plan_placement(kept, ranks, mode)
+    plan = plan_any(kept, ranks, mode)
     assert {head for rank in plan.heads[0] for head in rank} >= set(range(heads))
     # Copies share requests in equal parts, which need not be whole tokens.
     np.testing.assert_allclose(plan.load.sum(axis=1), kept.sum(axis=1))

@@ -1,4 +1,4 @@
-"""`sgl-ragged fairkv`, and the figures it shows, by hand."""
+"""`python -m benchmarks.fairkv.one_model`, and the figures it shows, by hand."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sgl_ragged import cli
+from benchmarks.fairkv import one_model
+from benchmarks.fairkv.copying import MODES
+from benchmarks.fairkv.evenness import busy_limit, compare_modes, evenness
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.fairkv.planner import MODES, plan_placement
-from sgl_ragged.fairkv.report import busy_limit, compare_modes, evenness
+from sgl_ragged.fairkv.planner import plan_placement
 from tests.models import make_config, make_profile
 
 
@@ -24,8 +25,8 @@ def model(tmp_path):
 
 
 def run(monkeypatch, model, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["sgl-ragged", "fairkv", "--model", str(model), *args])
-    cli.main()
+    monkeypatch.setattr(sys, "argv", ["fairkv", "--model", str(model), *args])
+    one_model.main()
 
 
 def test_figures_by_hand():

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin import placing
-from sgl_ragged.plugin.model_layout import rank_heads, rank_layout, rank_statistics, served_budgets
-from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions, make_options
+from sgl_ragged.plugin.options import ATTRIBUTE
 from sgl_ragged.plugin.placing import describe_placement
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
@@ -46,8 +46,8 @@ def warnings(monkeypatch) -> list[str]:
     return said
 
 
-def settled(model, *flags: str) -> RaggedOptions:
-    return getattr(resolved(model, *RAGGED, *flags), ATTRIBUTE)
+def settled(model, *flags: str) -> ServingPlan:
+    return getattr(resolved(model, *RAGGED, *flags), ATTRIBUTE).plan
 
 
 def test_default_is_permute_where_ranks_divide_the_heads(llama, qwen3, warnings):
@@ -61,15 +61,14 @@ def test_default_is_permute_where_ranks_divide_the_heads(llama, qwen3, warnings)
 
 
 def test_ranks_get_the_heads_of_the_placement(llama, profile):
-    options = settled(llama, "--tp", "2", "--ragged-profile", str(profile))
-    kept = served_budgets(options).kept
+    plan = settled(llama, "--tp", "2", "--ragged-profile", str(profile))
     for layer in range(3):
-        heads = [rank_heads(options, options.geometry, rank, 2)[layer] for rank in range(2)]
+        heads = [plan.heads(rank)[layer] for rank in range(2)]
         assert sorted(np.concatenate(heads)) == [0, 1, 2, 3]
         for rank in range(2):
-            layout = rank_layout(options, options.geometry, rank, 2)
-            np.testing.assert_array_equal(layout.kept[layer], kept[layer, heads[rank]])
-    line = describe_placement(options.placement, kept)
+            layout = plan.layout(rank)
+            np.testing.assert_array_equal(layout.kept[layer], plan.kept[layer, heads[rank]])
+    line = describe_placement(plan.placement, plan.kept)
     assert line.startswith("heads placed on 2 ranks (permute): busy 0.")
 
 
@@ -79,31 +78,29 @@ def test_split_gives_every_rank_more_heads(llama, profile):
 
     given = ("--json-model-override-args", '{"rms_norm_eps": 1e-4}')
     args = resolved(llama, *RAGGED, "--tp", "4", "--ragged-profile", str(profile), "--ragged-fairkv", "split", *given)
-    options, config = getattr(args, ATTRIBUTE), model_config_of(args)
-    assert (options.geometry.num_heads, options.geometry.q_per_kv) == (4, 2)
+    plan, config = getattr(args, ATTRIBUTE).plan, model_config_of(args)
+    assert (plan.geometry.num_heads, plan.geometry.q_per_kv) == (4, 2)
     assert (config.get_total_num_kv_heads(), config.get_total_num_attention_heads(), config.head_dim) == (8, 16, 64)
     assert config.hf_text_config.rms_norm_eps == 1e-4
-    kept = served_budgets(options).kept
-    layouts = [rank_layout(options, options.geometry, rank, 4) for rank in range(4)]
-    assert sum(layout.kept.sum() for layout in layouts) == kept.sum()
-    assert all(layout.full_heads == 1 for layout in layouts)
+    assert sum(layout.kept.sum() for layout in plan.layouts) == plan.kept.sum()
+    assert [layout.full_heads for layout in plan.layouts] == [1] * 4
 
 
-def test_split_needs_kernels_that_give_parts(llama):
-    options = make_options({"kv_pool": "ragged", "ragged_fairkv": "split"}, from_command_line=True)
+def test_split_needs_kernels_that_give_parts():
+    placing.refuse_split("triton")
     with pytest.raises(RaggedConfigError, match="not there for --ragged-kernel flashinfer"):
-        placing.refuse_split(options, "flashinfer")
+        placing.refuse_split("flashinfer")
 
 
 def test_split_needs_a_config_that_takes_heads(llama):
-    options = settled(llama, "--tp", "2", "--ragged-fairkv", "split")
+    plan = settled(llama, "--tp", "2", "--ragged-fairkv", "split")
     with pytest.raises(RaggedConfigError, match="does not take other numbers of heads"):
-        placing.require_places(options, dataclasses.replace(options.geometry, num_heads=8))
+        placing.require_places(plan, dataclasses.replace(plan.geometry, num_heads=8))
 
 
 def test_more_ranks_than_heads_repeat_them(qwen3):
-    options = settled(qwen3, "--tp", "4")
-    found = [rank_heads(options, options.geometry, rank, 4).tolist() for rank in range(4)]
+    plan = settled(qwen3, "--tp", "4")
+    found = [plan.heads(rank).tolist() for rank in range(4)]
     assert found == [[[0], [0]], [[0], [0]], [[1], [1]], [[1], [1]]]
 
 
@@ -117,11 +114,13 @@ def test_statistics_and_gates_follow_the_heads(llama, profile, tmp_path):
     save_file(gates, tmp_path / "gates.safetensors")
     make_profile(llama, tmp_path / "p.safetensors", scorer="fastkvzip", segment=128)
     weights = ("--ragged-scorer", "fastkvzip", "--ragged-scorer-weights", str(tmp_path / "gates.safetensors"))
-    options = settled(llama, "--tp", "2", "--ragged-profile", str(tmp_path / "p.safetensors"), *weights)
+    plan = settled(llama, "--tp", "2", "--ragged-profile", str(tmp_path / "p.safetensors"), *weights)
     hidden, scorer = torch.randn(5, 256), FastKVzip()
     for rank in range(2):
-        statistics = rank_statistics(options, options.geometry, rank, 2)
-        for layer, heads in enumerate(options.placement.heads[:, rank]):
+        statistics = [
+            {name: torch.from_numpy(array) for name, array in tensors.items()} for tensors in plan.rank_statistics(rank)
+        ]
+        for layer, heads in enumerate(plan.placement.heads[:, rank]):
             whole = scorer.token_scores(hidden, {name: tensor[layer] for name, tensor in gates.items()})
             found = scorer.token_scores(hidden, statistics[layer])
             torch.testing.assert_close(found, whole[:, torch.from_numpy(heads.copy())])
@@ -137,7 +136,6 @@ def test_statistics_and_gates_follow_the_heads(llama, profile, tmp_path):
         (("--tp", "2", "--ragged-fairkv", "permute", "--enable-lora", "--max-lora-rank", "8"), "LoRA"),
         (("--tp", "8", "--ragged-fairkv", "permute"), "4 KV heads cannot be divided among 8 ranks"),
         (("--tp", "8", "--ragged-scorer", "h2o"), "use at most 4 ranks"),
-        (("--tp", "2", "--ragged-fairkv", "split", "--ragged-heads-per-group", "2"), "drop --ragged-heads-per-group"),
         (("--tp", "2", "--ragged-fairkv", "split", "--load-format", "dummy"), "dummy bypasses the default loader"),
     ],
 )
@@ -176,7 +174,7 @@ def test_calibration_keeps_the_model_order(llama):
     )
     args = Engine.server_args_class(**common)
     args.resolve_once()
-    assert getattr(args, ATTRIBUTE).fairkv == "none"
+    assert getattr(args, ATTRIBUTE).plan.fairkv == "none"
     args = Engine.server_args_class(**common, ragged_fairkv="permute")
     with pytest.raises(RaggedConfigError, match="the calibrator records heads in the model's order"):
         args.resolve_once()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import refusal as refusal_module
 from sgl_ragged.plugin import register, resolution, seams
-from sgl_ragged.plugin.options import ATTRIBUTE, make_options
+from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, dashed, make_options
 from tests.models import make_llama, make_profile, make_qwen3
 
 load_plugins()
@@ -53,7 +54,8 @@ def test_one_flag_is_enough(llama):
 
     args = resolved(llama, "--kv-pool", "ragged")
     options, view = getattr(args, ATTRIBUTE), resolving_view(args)
-    assert (options.ratio, options.segment, options.scorer, options.kernel) == (0.5, 256, "keydiff", "auto")
+    plan = options.plan
+    assert (plan.ratio, plan.segment, plan.scorer, plan.kernel) == (0.5, 256, "keydiff", "torch")
     assert (view.page_size, view.attention_backend) == (256, "ragged")
 
 
@@ -111,7 +113,6 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-scorer", "fastkvzip"), "pass --ragged-scorer-weights FILE"),
         (("--ragged-scorer", "expected_attention"), "python -m calib run --scorer expected_attention"),
         (("--ragged-scorer-weights", "gates.safetensors"), "'keydiff' has no weights"),
-        (("--ragged-heads-per-group", "0"), "must be at least 1"),
         (("--kv-bytes", "many"), "cannot read 'many'"),
         (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
         (("--speculative-algorithm", "NGRAM"), "speculative decoding"),
@@ -185,16 +186,15 @@ def test_on_cuda_a_segment_is_a_power_of_two(segment):
 def test_files_are_read_once_by_the_launcher(llama, tmp_path):
     """Whatever becomes of the profile while workers start, they are laid out as the launcher read it."""
     from sgl_ragged.budgets import profile_kept
-    from sgl_ragged.plugin.model_layout import rank_layout, rank_statistics
 
     path = tmp_path / "p.safetensors"
     profile = make_profile(llama, path)
     args = resolved(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
     path.write_bytes(b"another file")
-    options = getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE)
-    assert rank_layout(options, options.geometry, 0, 1).kept.tolist() == profile_kept(profile, 0.5, 256).tolist()
-    assert rank_statistics(options, options.geometry, 0, 1) == [{}, {}, {}]
-    assert options.budgets.digest == getattr(args, ATTRIBUTE).budgets.digest
+    plan = getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE).plan
+    assert plan.layout(0).kept.tolist() == profile_kept(profile, 0.5, 256).tolist()
+    assert plan.rank_statistics(0) == [{}, {}, {}]
+    assert plan.digest == getattr(args, ATTRIBUTE).plan.digest
 
 
 def test_a_worker_refuses_the_dtype_that_sglang_resolved():
@@ -279,20 +279,28 @@ def test_kv_bytes_alone_is_checked_too(llama, monkeypatch):
     assert "_profile_available_bytes (missing)" in refusal(llama, "--kv-bytes", "1GiB")
 
 
-def test_help_shows_the_flags(capsys):
+def test_help_shows_every_flag_with_its_default(capsys):
     with pytest.raises(SystemExit):
         prepare_server_args(["--help"])
-    shown = capsys.readouterr().out
-    for flag in ("--kv-pool", "--kv-bytes", "--ragged-ratio", "--ragged-segment", "--ragged-scorer"):
-        assert flag in shown
-    for flag in (
-        "--ragged-profile",
-        "--ragged-kernel",
-        "--ragged-scorer-weights",
-        "--ragged-heads-per-group",
-        "--ragged-fairkv",
-    ):
-        assert flag in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    for keyword, one in FLAGS.items():
+        assert dashed(keyword) in shown
+        assert one.default is None or f"[{one.default}]" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ragged_ratio": "much"}, "--ragged-ratio 'much' is not a number"),
+        ({"ragged_segment": 2.5}, "multiple of 16"),
+        ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, triton, flashinfer"),
+        ({"kv_pool": "paged"}, "unknown --kv-pool 'paged'; known: token, ragged"),
+        ({"ragged_scorer": "none"}, "unknown scorer"),
+    ],
+)
+def test_values_of_keywords_are_checked_as_flags_are(given, words):
+    with pytest.raises(RaggedConfigError, match=re.escape(words)):
+        make_options({"kv_pool": "ragged"} | given, from_command_line=False)
 
 
 def test_nothing_asked_means_no_options():

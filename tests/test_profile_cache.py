@@ -140,7 +140,7 @@ def test_the_first_start_calibrates_and_the_second_does_not(llama, cache, calibr
     assert again.profile == first.profile
     assert len(calibrations) == 1
     assert "calibrating" not in capfd.readouterr().err
-    assert (again.budgets.kept != again.budgets.kept.mean()).any()
+    assert (again.kept != again.kept.mean()).any()
 
 
 def test_without_a_scorer_calibration_makes_gates(llama, calibrations, monkeypatch):
@@ -151,8 +151,8 @@ def test_without_a_scorer_calibration_makes_gates(llama, calibrations, monkeypat
 
 @pytest.mark.parametrize("more", [("--ragged-ratio", "1"), ("--load-format", "dummy"), ("--ragged-profile", "uniform")])
 def test_nothing_is_calibrated_for_what_has_no_use_for_it(llama, calibrations, more):
-    options = settled(llama, "--ragged-profile", "auto", *more)
-    assert (options.profile, options.scorer) == ("uniform", "keydiff")
+    plan = settled(llama, "--ragged-profile", "auto", *more)
+    assert (plan.profile, plan.scorer) == ("uniform", "keydiff")
     assert not calibrations
 
 
@@ -169,10 +169,18 @@ def test_a_calibration_that_fails_is_refused_with_the_way_out(llama, monkeypatch
     assert "\n" not in str(refused.value)
 
 
+def test_calibration_without_its_packages_is_refused_with_the_way_out(llama, monkeypatch):
+    monkeypatch.setattr(calibrating, "NEEDED", ("scipy", "no_such_package"))
+    with pytest.raises(SystemExit, match="calibrating it needs no_such_package") as refused:
+        settled(llama, "--ragged-profile", "auto")
+    assert "install sgl-ragged[calibrate]" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_bundled_profiles_come_first():
     profile = load_profile(next(FOLDER.glob("*keydiff*")))
     options = make_options({"kv_pool": "ragged"}, from_command_line=True)
     geometry = SimpleNamespace(fingerprint=profile.model_fingerprint)
-    settled_options = calibrating.settle_profile(options, SimpleNamespace(load_format="auto"), geometry)
-    assert settled_options.scorer == "keydiff"
-    assert Path(settled_options.profile).parent == FOLDER
+    scorer, path = calibrating.settle_profile(options, SimpleNamespace(load_format="auto"), geometry)
+    assert scorer == "keydiff"
+    assert Path(path).parent == FOLDER

@@ -10,11 +10,11 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sgl_ragged.attention.backend import RaggedAttnBackend, _attention_layers
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
 from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.plugin.backend import RaggedAttnBackend, _attention_layers
+from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
 
 HARMLESS = {

@@ -18,7 +18,6 @@ from hypothesis.extra.numpy import arrays
 
 from sgl_ragged.budgets import fit_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.grouping import group_largest
 from sgl_ragged.split_map import (
     BALANCE,
     METHODS,
@@ -75,32 +74,11 @@ def test_algorithm_1_as_printed(kept, num_ctas):
     assert split_counts(kept, num_ctas, 1, "algorithm1").tolist() == counts.tolist()
 
 
-def test_algorithm_1_on_groups():
-    """Sorted by kept count: heads 1, 3 (32 and 48 tokens), then 2, 0 (64 and 256); 400 / 10 = 40 tokens per CTA."""
+def test_algorithm_1_of_a_batch():
     kept = np.array([[256, 32, 64, 48]])
-    assert algorithm1(np.array([[80, 320]]), 10).tolist() == [[2, 8]]
-    assert split_counts(kept, 10, 1, "algorithm1", 2).tolist() == [[4, 1, 4, 1]]
-    # 11 CTAs: 2.2 and 8.8; the ninth goes to the larger head.
-    assert split_counts(kept, 11, 1, "algorithm1", 2).tolist() == [[5, 1, 4, 1]]
-    # One group of all: 10 CTAs for 4 heads.
-    assert split_counts(kept, 10, 1, "algorithm1", 4).tolist() == [[3, 2, 3, 2]]
     # Three requests leave 11 CTAs each, forty leave less than one, which counts as one.
-    assert split_counts(kept, 35, 3, "algorithm1", 2).tolist() == [[5, 1, 4, 1]]
-    assert split_counts(kept, 35, 40, "algorithm1", 2).tolist() == [[1, 1, 1, 1]]
-    # The last group is the smaller one.
-    assert split_counts(kept, 10, 1, "algorithm1", 3).tolist() == [[6, 1, 2, 1]]
-    # A group with fewer CTAs than heads.
-    assert split_counts(kept, 2, 1, "algorithm1", 2).tolist() == [[1, 1, 1, 1]]
-
-
-@given(KEPT, st.integers(1, 60), st.integers(1, 5))
-def test_algorithm_1_splits_heads_of_a_group_alike(kept, num_ctas, size):
-    grouped = group_largest(kept, size)
-    counts = split_counts(grouped, num_ctas, 1, "algorithm1", size)
-    order = np.argsort(kept, axis=1, kind="stable")
-    for heads, out in zip(order, counts, strict=True):
-        for start in range(0, len(heads), size):
-            assert np.ptp(out[heads[start : start + size]]) <= 1
+    assert split_counts(kept, 35, 3, "algorithm1").tolist() == algorithm1(kept, 11).tolist() == [[7, 1, 2, 1]]
+    assert split_counts(kept, 35, 40, "algorithm1").tolist() == [[1, 1, 1, 1]]
 
 
 # Exact
@@ -216,13 +194,13 @@ def test_exact_is_within_its_limit_of_the_least_possible_time(kept, resident, ba
 # All methods
 
 
-@given(KEPT, st.integers(1, 120), st.integers(1, 20), st.sampled_from(METHODS), st.integers(1, 4))
-def test_every_head_has_a_cta_and_equal_layers_are_split_alike(kept, resident, batch, method, size):
-    counts = split_counts(kept, resident, batch, method, size)
+@given(KEPT, st.integers(1, 120), st.integers(1, 20), st.sampled_from(METHODS))
+def test_every_head_has_a_cta_and_equal_layers_are_split_alike(kept, resident, batch, method):
+    counts = split_counts(kept, resident, batch, method)
     assert counts.shape == kept.shape
     assert counts.dtype == np.int64
     assert (counts >= 1).all()
-    twice = split_counts(np.concatenate([kept, kept]), resident, batch, method, size)
+    twice = split_counts(np.concatenate([kept, kept]), resident, batch, method)
     assert twice.tolist() == counts.tolist() * 2
     assert (imbalance(kept, counts) >= 1 - 1e-12).all()
     if method == "none":
@@ -356,9 +334,9 @@ def test_scratch_is_what_the_page_says():
 
 def test_the_map_hands_its_options_on():
     kept = np.array([[256, 32, 64, 48]])
-    found = build_split_map(kept, 22, [2], "algorithm1", 2)
+    found = build_split_map(kept, 22, [2], "algorithm1")
     assert (found.method, found.resident_ctas) == ("algorithm1", 22)
-    assert found.for_batch(1).tolist() == [[5, 1, 4, 1]]
+    assert found.for_batch(1).tolist() == [[7, 1, 2, 1]]
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.3, 0.5])
@@ -382,7 +360,6 @@ def test_measured_profiles_are_split_evenly(name, ratio):
         (lambda kept: split_counts(kept, 10, 1, "guess"), "unknown split method 'guess'; known: exact"),
         (lambda kept: split_counts(kept, 0, 1, "exact"), "resident CTAs must be at least 1, not 0"),
         (lambda kept: split_counts(kept, 10, 0, "none"), "batch must be at least 1, not 0"),
-        (lambda kept: split_counts(kept, 10, 1, "algorithm1", 0), "heads per group must be at least 1"),
         (lambda kept: split_counts(kept[0], 10, 1, "none"), "positive integers .layers, heads."),
         (lambda kept: split_counts(0 * kept, 10, 1, "exact"), "positive integers"),
         (lambda kept: split_counts(kept / 256, 10, 1, "exact"), "positive integers"),

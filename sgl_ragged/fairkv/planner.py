@@ -1,26 +1,26 @@
 """Which rank holds which heads of each layer. Plain numpy; the same input gives the same plan on every machine.
 
-Modes: `none` (heads as they stand), `permute` (equally many heads on each rank, chosen per layer), `copy` (the paper's
-fair-copying: a head's requests are divided over its copies) and `split` (a head's kept tokens are divided over the
-ranks that hold it). What a rank stores of a layer is what it reads of it in each decode step, so the planner lowers the
-largest load of each layer first, and then numbers the ranks of each layer so that their totals come out even.
+Modes: `none` (heads as they stand), `permute` (equally many heads on each rank, chosen per layer) and `split` (a
+head's kept tokens are divided over the ranks that hold it). What a rank stores of a layer is what it reads of it in
+each decode step, so the planner lowers the largest load of each layer first, and then numbers the ranks of each layer
+so that their totals come out even.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fairkv.copying import copy_heads
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import equal_parts
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.splitting import split_layer
 
-MODES = ("none", "permute", "copy", "split")
+MODES = ("none", "permute", "split")
 
 
 def plan_placement(
@@ -32,37 +32,42 @@ def plan_placement(
         kept: int [num_layers, num_heads], tokens that each head keeps of a sealed segment, multiples of UNIT.
         ranks: tensor-parallel ranks, a divisor of num_heads.
         mode: one of MODES.
-        extra_places: places that each rank may have in each layer beyond num_heads / ranks; for `copy` and `split`.
+        extra_places: places that each rank may have in each layer beyond num_heads / ranks; for `split`.
         cost: what bytes to count. Extra places are taken only if the step then reads less, their weights included;
             without a cost model a place costs nothing.
 
     Returns:
-        A plan that reads no more than `none`. Of a rank's heads, the lower come first. For `copy` it is a `FairCopies`
-        wherever heads have copies.
+        A plan that reads no more than `none`. Of a rank's heads, the lower come first.
 
     Raises:
         RaggedConfigError: an unknown mode, kept counts that are no multiples of UNIT, or ranks that do not divide the
             heads.
     """
-    kept = _checked(kept, ranks, mode, extra_places)
-    contiguous = np.arange(kept.shape[1]).reshape(ranks, -1)
+    if mode not in MODES:
+        raise RaggedConfigError(f"unknown placement {mode!r}; known: {', '.join(MODES)}")
+    kept = check_kept(kept, ranks, extra_places)
     if mode == "none" or ranks == 1:
+        contiguous = np.arange(kept.shape[1]).reshape(ranks, -1)
         return _whole_heads(kept, np.broadcast_to(contiguous, (len(kept), *contiguous.shape)), mode)
-    permuted = _whole_heads(kept, np.stack([equal_parts(row, ranks) for row in kept]), mode)
-    plans = [permuted]
+    plans = [permuted(kept, ranks, mode)]
     if mode == "split" and extra_places > 0:
         # A second place more would not lower any load: `split_layer` reaches the mean with one.
         plans.append(_split_heads(kept, ranks, mode))
-    if mode == "copy":
-        widest = min(extra_places, kept.shape[1] - permuted.places)
-        plans += [copy_heads(kept, ranks, extra) for extra in range(1, widest + 1)]
-    # Ties go to the plan with fewer places.
+    return best_plan(plans, cost)
+
+
+def permuted(kept: np.ndarray, ranks: int, mode: str) -> Placement:
+    """Equally many whole heads on each rank, with the least load of the fullest rank in each layer that is found."""
+    return _whole_heads(kept, np.stack([equal_parts(row, ranks) for row in kept]), mode)
+
+
+def best_plan(plans: Sequence[Placement], cost: CostModel | None) -> Placement:
+    """The plan whose step reads least, of equal ones the first, with the ranks of its layers numbered evenly."""
     return _even_out(min(plans, key=lambda plan: _step_bytes(plan, cost)))
 
 
-def _checked(kept: np.ndarray, ranks: int, mode: str, extra_places: int) -> np.ndarray:
-    if mode not in MODES:
-        raise RaggedConfigError(f"unknown placement {mode!r}; known: {', '.join(MODES)}")
+def check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
+    """Kept counts as int64; raises RaggedConfigError for what no placement can be made from."""
     kept = np.asarray(kept, dtype=np.int64)
     if kept.ndim != 2 or kept.size == 0:
         raise RaggedConfigError(f"kept counts must be [layers, heads], got shape {kept.shape}")

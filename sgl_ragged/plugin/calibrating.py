@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import json
 import logging
 import shutil
@@ -29,9 +29,12 @@ PASSED_ON = (
 )
 """Settings of the server that its calibration must share, beside model, dtype and ranks."""
 
+NEEDED = ("matplotlib", "rich", "scipy")
+"""Packages that serving does without and calibration does not; the extra `calibrate` of this package."""
 
-def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> RaggedOptions:
-    """Options with a scorer and a profile that is "uniform" or a path, maybe of one that must be calibrated first.
+
+def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> tuple[str, str]:
+    """Which scorer serves, and with which profile: "uniform" or a path, maybe of one that must be calibrated first.
 
     Args:
         view: SGLang's resolved settings.
@@ -46,20 +49,20 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -
             "--ragged-profile uniform: every head keeps the same share; with calibrated budgets of the same size, most "
             "scorers find more (docs/calibration.md); --ragged-profile auto calibrates once"
         )
-        return dataclasses.replace(options, scorer=options.scorer or OTHER_SCORER)
+        return options.scorer or OTHER_SCORER, "uniform"
     if options.profile == "auto" and options.ratio == 1:
         # Nothing is compressed.
-        return dataclasses.replace(options, scorer=options.scorer or OTHER_SCORER, profile="uniform")
+        return options.scorer or OTHER_SCORER, "uniform"
     if options.profile != "auto":
-        return dataclasses.replace(options, scorer=options.scorer or load_profile(options.profile).scorer)
+        return options.scorer or load_profile(options.profile).scorer, options.profile
     bundled = find_bundled(geometry.fingerprint, options.scorer or OTHER_SCORER)
     if bundled is not None:
-        return dataclasses.replace(options, scorer=options.scorer or OTHER_SCORER, profile=str(bundled))
+        return options.scorer or OTHER_SCORER, str(bundled)
     if view.load_format == "dummy":
         logger.warning("random weights (--load-format dummy) are not calibrated: every head keeps the same share")
-        return dataclasses.replace(options, scorer=options.scorer or OTHER_SCORER, profile="uniform")
+        return options.scorer or OTHER_SCORER, "uniform"
     key = _key(options, view, geometry)
-    return dataclasses.replace(options, scorer=key.scorer, profile=str(key.path))
+    return key.scorer, str(key.path)
 
 
 def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileKey:
@@ -77,18 +80,18 @@ def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileK
     )
 
 
-def calibrate_if_missing(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> None:
+def calibrate_if_missing(scorer: str, profile: str, options: RaggedOptions, view: Any, geometry: ModelGeometry) -> None:
     """Make the profile that `settle_profile` chose, if it is one of the cache that is not there yet; takes minutes.
 
     Raises:
         RaggedConfigError: calibration fails; the message says how to serve without.
     """
-    path = Path(options.profile)
+    path = Path(profile)
     if path.parent != cache_folder() or path.is_file():
         return
     with locked(path, lambda: _say(f"another process is calibrating {view.model_path}; waiting for {path}")):
         if not path.is_file():
-            _calibrate(options, view, geometry, path)
+            _calibrate(scorer, options, view, geometry, path)
 
 
 def _folder(view: Any) -> Path:
@@ -102,10 +105,16 @@ def _folder(view: Any) -> Path:
     return Path(found).parent
 
 
-def _calibrate(options: RaggedOptions, view: Any, geometry: ModelGeometry, path: Path) -> None:
+def _calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeometry, path: Path) -> None:
     """Make the profile at `path`, whole or not at all; what was recorded survives an interruption."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RaggedConfigError(
+            f"there is no profile of {view.model_path} yet, and calibrating it needs {', '.join(missing)}: install "
+            f"sgl-ragged[calibrate], give a profile with --ragged-profile FILE, or serve with --ragged-profile uniform"
+        )
     _say(
-        f"no profile of {view.model_path} yet: calibrating {options.scorer}, once, before the server starts. It takes "
+        f"no profile of {view.model_path} yet: calibrating {scorer}, once, before the server starts. It takes "
         f"minutes (a small model on two cores about twelve) and is kept in {path} ({VARIABLE} names another folder). "
         f"--ragged-profile uniform serves at once, with equal budgets"
     )
@@ -114,7 +123,7 @@ def _calibrate(options: RaggedOptions, view: Any, geometry: ModelGeometry, path:
     work, partial = path.with_suffix(".recordings"), path.with_suffix(".partial")
     passed = {name: getattr(view, name) for name in PASSED_ON if getattr(view, name, None) not in (None, "", False)}
     command = [
-        *(sys.executable, "-m", "calib", "run", "--model", view.model_path, "--scorer", options.scorer),
+        *(sys.executable, "-m", "calib", "run", "--model", view.model_path, "--scorer", scorer),
         *("--segment", str(options.segment), "--dtype", str(view.dtype), "--tp", str(ranks)),
         *("--engine-args", json.dumps(passed), "--work", str(work), "-o", str(partial)),
         *(("--scorer-weights", options.scorer_weights) if options.scorer_weights else ()),

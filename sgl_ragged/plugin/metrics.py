@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.model_layout import rank_layout, served_budgets
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.options import RaggedOptions, serving_plan
+from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
 _METRICS = "_sgl_ragged_metrics"
 """Attribute of SGLang's collector that holds ours."""
@@ -33,12 +29,6 @@ _COUNTERS = {
     "seal_seconds": "Host seconds around sealing on this rank: the work itself on a CPU; on a GPU the time to launch "
     "it, not the time it takes there.",
 }
-
-
-def all_layouts(options: RaggedOptions, tp_size: int) -> list[SlabLayout]:
-    """The slab layout of every tensor-parallel rank."""
-    assert options.geometry is not None, "the launcher settles the options before any worker starts"
-    return [rank_layout(options, options.geometry, rank, tp_size) for rank in range(tp_size)]
 
 
 def imbalance(layouts: list[SlabLayout]) -> float:
@@ -89,51 +79,47 @@ class RaggedMetrics:
             self._counted[name] = total
 
 
-def settings(options: RaggedOptions, pool: RaggedTokenToKVPool, layouts: list[SlabLayout]) -> dict[str, Any]:
+def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
     """`ragged` in /server_info: what was asked for and what became of it.
 
-    `layouts` are those of all ranks. Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the
-    rank that answers, the first.
+    Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
     """
-    assert options.geometry is not None, "the launcher settles the options before any worker starts"
-    plan = pool.plan
+    plan, size = serving_plan(options), pool.plan
+    layouts = plan.layouts
     share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
     return {
-        "ratio": options.ratio,
-        "segment": options.segment,
-        "scorer": options.scorer,
+        "ratio": plan.ratio,
+        "segment": plan.segment,
+        "scorer": plan.scorer,
         "scorer_weights": options.scorer_weights,
-        "profile": options.profile,
-        "profile_source": served_budgets(options).source,
-        "budgets_digest": served_budgets(options).digest,
-        "heads_per_group": options.heads_per_group,
-        "fairkv": options.fairkv,
-        "kernel": choose_kernel(options.kernel, torch.device(pool.device).type),
+        "profile": plan.profile,
+        "profile_source": plan.source,
+        "plan_digest": plan.digest,
+        "fairkv": plan.fairkv,
+        "kernel": plan.kernel,
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
-        "kept_mean": share * options.segment,
+        "kept_mean": share * plan.segment,
         "kept_max": max(int(layout.kept.max()) for layout in layouts),
         "kept_ratio": share,
         "rank_imbalance": imbalance(layouts),
-        "slots": plan.num_slots,
-        "virtual_tokens": plan.max_total_tokens,
-        "max_requests": plan.max_requests,
-        "slab_bytes": plan.slab_bytes,
-        "tails_bytes": plan.tails_bytes,
-        "total_bytes": plan.total_bytes,
+        "slots": size.num_slots,
+        "virtual_tokens": size.max_total_tokens,
+        "max_requests": size.max_requests,
+        "slab_bytes": size.slab_bytes,
+        "tails_bytes": size.tails_bytes,
+        "total_bytes": size.total_bytes,
     }
 
 
 def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
     """What the scheduler tells the launcher when it is ready, the ragged settings added; makes the metrics."""
-    from sglang.srt.runtime_context import get_parallel
-
     allocator = scheduler.token_to_kv_pool_allocator
-    pool, layouts = allocator.get_kvcache(), all_layouts(options, get_parallel().attn_tp_size)
+    pool, layouts = allocator.get_kvcache(), serving_plan(options).layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, imbalance(layouts))
         setattr(collector, _METRICS, metrics)
-    return {**original(scheduler), "ragged": settings(options, pool, layouts)}
+    return {**original(scheduler), "ragged": settings(options, pool)}
 
 
 def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:

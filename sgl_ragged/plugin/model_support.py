@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.geometry import ModelGeometry
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,6 +56,19 @@ def load_model_config(folder: Path) -> Any:
             # SGLang, transformers and the config's own code raise whatever they like.
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise RaggedConfigError(f"cannot read {path} as a model's configuration: {reason}") from None
+
+
+def model_geometry(model_config: Any) -> ModelGeometry:
+    """Geometry of the whole model, as SGLang sees it (model_config is its ModelConfig)."""
+    heads = model_config.get_total_num_kv_heads()
+    return ModelGeometry(
+        name=model_config.model_path,
+        fingerprint=config_fingerprint(model_config.hf_text_config.to_dict()),
+        num_layers=model_config.num_hidden_layers,
+        num_heads=heads,
+        q_per_kv=model_config.get_total_num_attention_heads() // heads,
+        head_dim=model_config.head_dim,
+    )
 
 
 def refuse_model(model_config: Any) -> None:

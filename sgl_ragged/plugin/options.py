@@ -1,37 +1,20 @@
-"""What the user asked for, checked once, and carried from the launcher to the workers."""
+"""What the user asked for: one field for each flag, which is also a keyword of `Engine`, checked once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+import argparse
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
 
 from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.geometry import ModelGeometry
-
-if TYPE_CHECKING:
-    from sgl_ragged.plugin.served_budgets import ServedBudgets
+from sgl_ragged.mem_pool.sizing import parse_bytes
+from sgl_ragged.plan import ServingPlan
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
-
-KV_POOLS = ("token", "ragged")
-
-FAIRKV_MODES = ("none", "permute", "split")
-
-DEFAULTS: dict[str, Any] = {
-    "ragged_ratio": 0.5,
-    "ragged_segment": 256,
-    "ragged_scorer": None,
-    "ragged_scorer_weights": None,
-    "ragged_profile": "auto",
-    "ragged_heads_per_group": 1,
-    "ragged_kernel": "auto",
-    "ragged_fairkv": None,
-}
-"""Defaults of the flags that only mean something with --kv-pool ragged."""
 
 CALIBRATED_SCORER = "gate"
 """The scorer of models that are calibrated at their first start (docs/quality.md)."""
@@ -39,49 +22,109 @@ CALIBRATED_SCORER = "gate"
 OTHER_SCORER = "keydiff"
 """The scorer where there is nothing but budgets: bundled profiles, and equal ones."""
 
-FLAGS = ("kv_pool", "kv_bytes", *DEFAULTS)
-
 OBSERVER = "ragged_observer"
 """Keyword of `Engine` alone: an object that the workers' attention backend calls; the calibrator's recorder."""
 
 
+def _flag(
+    default: Any, text: str, *, shown: str = "", check: Callable[[Any], None] = lambda _: None, **parser: Any
+) -> Any:
+    """A field that is a flag: its default, its help, how the help names the default, and what refuses a bad value.
+
+    `parser`: keywords of `add_argument`; `type` and `choices` hold for keywords of `Engine`, too.
+    """
+    shown = f" [{shown or default}]" if shown or default is not None else ""
+    return field(default=default, metadata={"check": check, "parser": {"help": text + shown, **parser}})
+
+
+def _check_scorer(name: str) -> None:
+    from sgl_ragged.scorers import get_scorer
+
+    get_scorer(name)
+
+
 @dataclass(frozen=True)
 class RaggedOptions:
-    """Checked options. `kv_bytes` is the KV budget per rank in bytes, None for SGLang's own profiling.
+    """What was asked for. `plan` is what the launcher makes of it: None until then, and with SGLang's own pool.
 
-    `profile` is "auto", "uniform" or a path, `scorer` a name or "" for what the profile was made with; the launcher
-    settles both (`calibrating.settle_profile`). `observer` is pickled along to the workers
-    (`attention.backend.RaggedAttnBackend`). `fairkv` is None until the launcher has settled it; it then adds
-    `geometry`, the model as its checkpoint has it, `budgets`, what it has read from files: workers open none of them,
-    and `placement`, None where heads are where SGLang puts them.
+    `observer` is pickled along to the workers (`backend.RaggedAttnBackend`).
     """
 
-    kv_pool: str
-    kv_bytes: int | None
-    ratio: float
-    segment: int
-    scorer: str
-    scorer_weights: str | None
-    profile: str
-    heads_per_group: int
-    kernel: str
-    fairkv: str | None
-    from_command_line: bool
+    kv_pool: str = _flag("token", "KV cache: SGLang's own, or one slab per page.", choices=("token", "ragged"))
+    kv_bytes: int | None = _flag(
+        None,
+        "KV budget of either pool per rank, such as 24GiB or 512M, instead of profiling free memory.",
+        type=lambda text: parse_bytes(str(text)),
+        metavar="N",
+    )
+    ratio: float = _flag(0.5, "Kept / full KV bytes, in (0, 1].", type=float, check=check_ratio)
+    segment: int = _flag(
+        256,
+        "Tokens per segment, a multiple of 16, on CUDA a power of two; becomes the page size.",
+        type=int,
+        check=check_segment,
+    )
+    scorer: str | None = _flag(
+        None,
+        "What ranks the tokens of a segment.",
+        shown=f"the profile's; {CALIBRATED_SCORER} where one is calibrated",
+        check=_check_scorer,
+        metavar="NAME",
+    )
+    scorer_weights: str | None = _flag(None, "Gate weights of scorers that have them.", metavar="FILE")
+    profile: str = _flag(
+        "auto",
+        "Calibrated head budgets; auto: bundled, or calibrated once, before the server starts.",
+        type=str,
+        metavar="auto|uniform|FILE",
+    )
+    kernel: str = _flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
+    fairkv: str | None = _flag(
+        None,
+        "Which rank of --tp serves which heads: in the checkpoint's order, so that ranks have equally much to "
+        "store and read, or with heads in parts on several ranks.",
+        shown="permute, where that is possible",
+        choices=("none", "permute", "split"),
+    )
+    from_command_line: bool = False
     observer: Any = None
-    geometry: ModelGeometry | None = None
-    budgets: ServedBudgets | None = field(default=None, compare=False)
-    placement: Placement | None = None
+    plan: ServingPlan | None = field(default=None, compare=False)
 
     @property
     def ragged(self) -> bool:
         return self.kv_pool == "ragged"
 
 
+def serving_plan(options: RaggedOptions) -> ServingPlan:
+    """What the launcher has decided."""
+    assert options.plan is not None, "the launcher decides before any worker starts"
+    return options.plan
+
+
+def _keyword(one: Field) -> str:
+    return one.name if one.name.startswith("kv_") else f"ragged_{one.name}"
+
+
+FLAGS: dict[str, Field] = {_keyword(one): one for one in fields(RaggedOptions) if one.metadata}
+"""Field of `RaggedOptions` by keyword of `Engine`; with dashes it is the flag."""
+
+
+def dashed(keyword: str) -> str:
+    return "--" + keyword.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add all flags to SGLang's parser. Values are read by `make_options`, which says what is wrong in one line."""
+    group = parser.add_argument_group("sgl_ragged: a KV cache with a budget per attention head")
+    for keyword, one in FLAGS.items():
+        group.add_argument(dashed(keyword), **{k: v for k, v in one.metadata["parser"].items() if k != "type"})
+
+
 def make_options(given: dict[str, Any], *, from_command_line: bool, observer: Any = None) -> RaggedOptions | None:
     """Check the plugin's flags.
 
     Args:
-        given: flag name (FLAGS) to value; absent or None means not given.
+        given: values by keyword (FLAGS); absent or None means not given.
         observer: see OBSERVER.
 
     Returns:
@@ -90,49 +133,28 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
     Raises:
         RaggedConfigError: a value is out of range, or a --ragged-* flag was given without --kv-pool ragged.
     """
-    from sgl_ragged.mem_pool.sizing import parse_bytes
-
-    given = {name: value for name, value in given.items() if value is not None}
-    kv_pool = given.get("kv_pool", "token")
-    if kv_pool not in KV_POOLS:
-        raise RaggedConfigError(f"unknown --kv-pool {kv_pool!r}; known: {', '.join(KV_POOLS)}")
-    kv_bytes = given.get("kv_bytes")
-    if kv_bytes is not None:
-        kv_bytes = parse_bytes(str(kv_bytes))
-    stray = [name for name in DEFAULTS if name in given]
+    given = {keyword: value for keyword, value in given.items() if value is not None}
+    kv_pool = _read("kv_pool", given.get("kv_pool", FLAGS["kv_pool"].default))
     if kv_pool == "token":
+        stray = [dashed(keyword) for keyword in given if keyword.startswith("ragged_")]
         if stray:
-            flags = ", ".join("--" + name.replace("_", "-") for name in stray)
-            raise RaggedConfigError(f"{flags} given without --kv-pool ragged: add it, or drop the flag")
-        if kv_bytes is None:
+            raise RaggedConfigError(f"{', '.join(stray)} given without --kv-pool ragged: add it, or drop the flag")
+        if "kv_bytes" not in given:
             return None
-    values = DEFAULTS | {name: given[name] for name in stray}
-    check_ratio(float(values["ragged_ratio"]))
-    check_segment(int(values["ragged_segment"]))
-    if int(values["ragged_heads_per_group"]) < 1:
-        raise RaggedConfigError(f"--ragged-heads-per-group {values['ragged_heads_per_group']} must be at least 1")
-    if values["ragged_kernel"] not in KERNELS:
-        raise RaggedConfigError(f"unknown --ragged-kernel {values['ragged_kernel']!r}; known: {', '.join(KERNELS)}")
-    if values["ragged_fairkv"] not in (None, *FAIRKV_MODES):
-        raise RaggedConfigError(
-            f"unknown --ragged-fairkv {values['ragged_fairkv']!r}; known: {', '.join(FAIRKV_MODES)}"
-        )
-    if kv_pool == "ragged":
-        from sgl_ragged.scorers import get_scorer
+    values = {FLAGS[keyword].name: _read(keyword, value) for keyword, value in given.items()}
+    return RaggedOptions(**values, from_command_line=from_command_line, observer=observer)
 
-        if values["ragged_scorer"] is not None:
-            get_scorer(values["ragged_scorer"])
-    return RaggedOptions(
-        kv_pool=kv_pool,
-        kv_bytes=kv_bytes,
-        ratio=float(values["ragged_ratio"]),
-        segment=int(values["ragged_segment"]),
-        scorer=values["ragged_scorer"] or "",
-        scorer_weights=values["ragged_scorer_weights"],
-        profile=str(values["ragged_profile"]),
-        heads_per_group=int(values["ragged_heads_per_group"]),
-        kernel=values["ragged_kernel"],
-        fairkv=values["ragged_fairkv"],
-        from_command_line=from_command_line,
-        observer=observer,
-    )
+
+def _read(keyword: str, value: Any) -> Any:
+    """A flag's value as options have it. Raises RaggedConfigError for one that it cannot have."""
+    parser = FLAGS[keyword].metadata["parser"]
+    if "choices" in parser and value not in parser["choices"]:
+        raise RaggedConfigError(f"unknown {dashed(keyword)} {value!r}; known: {', '.join(parser['choices'])}")
+    try:
+        value = parser.get("type", str)(value)
+    except RaggedConfigError:
+        raise
+    except ValueError:
+        raise RaggedConfigError(f"{dashed(keyword)} {value!r} is not a number") from None
+    FLAGS[keyword].metadata["check"](value)
+    return value

@@ -17,9 +17,8 @@ from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.fairkv.weights import require_projections
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.plugin.model_layout import model_geometry, served_budgets
+from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.scorers import get_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -27,52 +26,33 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "fastsafetensors")
 """What SGLang's default loader reads tensor by tensor, under the checkpoint's own names."""
 
 
-def place_heads(
-    options: RaggedOptions, view: Any, model_config: Any, geometry: ModelGeometry, kernel: str
-) -> RaggedOptions:
-    """The options as workers follow them: with `fairkv` settled and the placement it asks for.
+def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_config: Any) -> ServingPlan:
+    """The plan with `fairkv` settled and the placement it asks for.
 
     Not given means permute where that is possible, else none with a warning that says why.
 
     Args:
-        options: with geometry and budgets.
         view: SGLang's resolved settings.
         model_config: SGLang's ModelConfig.
-        kernel: which operations will serve.
 
     Raises:
         RaggedConfigError: a mode was asked for that cannot be honoured.
     """
-    mode, ranks = options.fairkv, view.tp_size
-    if mode == "none" or (mode is None and ranks == 1):
-        return dataclasses.replace(options, fairkv="none")
+    mode = options.fairkv
+    if mode == "none" or (mode is None and plan.ranks == 1):
+        return plan
     try:
-        _require_movable(options, view, model_config, geometry)
+        _require_movable(plan, options, view, model_config)
     except RaggedConfigError as error:
         if mode is not None:
             raise
         logger.warning("--ragged-fairkv permute, the default, is not possible: %s", error)
-        return dataclasses.replace(options, fairkv="none")
+        return plan
     mode = mode or "permute"
     if mode == "split":
-        refuse_split(options, kernel)
-    placement = plan_placement(served_budgets(options).kept, ranks, mode, cost=_cost(options, model_config))
-    return dataclasses.replace(options, fairkv=mode, placement=placement)
-
-
-def refuse_ranks(options: RaggedOptions, ranks: int, geometry: ModelGeometry) -> None:
-    """Raise RaggedConfigError for a number of ranks that cannot share the model's heads evenly."""
-    heads, queries = geometry.num_heads, geometry.num_heads * geometry.q_per_kv
-    if heads % ranks and (ranks % heads or queries % ranks):
-        raise RaggedConfigError(
-            f"--tp {ranks} does not divide {heads} KV heads, nor is it a multiple of them that divides {queries} query "
-            f"heads; use another number of ranks"
-        )
-    if ranks > heads and get_scorer(options.scorer).queries:
-        raise RaggedConfigError(
-            f"scorer {options.scorer!r} looks at the queries of a head, and with --tp {ranks} a rank has only some of "
-            f"those of {heads} heads; use at most {heads} ranks, or another --ragged-scorer"
-        )
+        refuse_split(plan.kernel)
+    placement = plan_placement(plan.kept, plan.ranks, mode, cost=_cost(plan, model_config))
+    return dataclasses.replace(plan, fairkv=mode, placement=placement)
 
 
 def describe_placement(placement: Placement, kept: np.ndarray) -> str:
@@ -92,25 +72,24 @@ def describe_placement(placement: Placement, kept: np.ndarray) -> str:
     )
 
 
-def model_overrides(options: RaggedOptions, given: str) -> str | None:
+def model_overrides(plan: ServingPlan, given: str) -> str | None:
     """SGLang's --json-model-override-args that give every rank a head for each of its places; None if it has them.
 
     Args:
         given: the arguments so far.
     """
-    placement, geometry = options.placement, options.geometry
-    if placement is None or geometry is None or placement.ranks * placement.places == geometry.num_heads:
+    placement, geometry = plan.placement, plan.geometry
+    if placement is None or placement.ranks * placement.places == geometry.num_heads:
         return None
     heads = placement.ranks * placement.places
     ours = dict(num_key_value_heads=heads, num_attention_heads=heads * geometry.q_per_kv, head_dim=geometry.head_dim)
     return json.dumps(json.loads(given) | ours)
 
 
-def require_places(options: RaggedOptions, expanded: ModelGeometry) -> None:
+def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
     """Raise RaggedConfigError unless the model with `model_overrides` has as many heads as there are places."""
-    placement, geometry = options.placement, options.geometry
+    placement, geometry = plan.placement, plan.geometry
     assert placement is not None
-    assert geometry is not None
     found = (expanded.num_heads, expanded.q_per_kv, expanded.head_dim)
     if found != (placement.ranks * placement.places, geometry.q_per_kv, geometry.head_dim):
         raise RaggedConfigError(
@@ -119,35 +98,30 @@ def require_places(options: RaggedOptions, expanded: ModelGeometry) -> None:
         )
 
 
-def refuse_split(options: RaggedOptions, kernel: str) -> None:
-    """Raise RaggedConfigError for options that heads in parts do not go with."""
+def refuse_split(kernel: str) -> None:
+    """Raise RaggedConfigError for kernels that do not attend to parts of heads."""
     if kernel == "flashinfer":
         raise RaggedConfigError(
             "--ragged-fairkv split is not there for --ragged-kernel flashinfer, which attends to whole heads; "
             "use --ragged-kernel triton, or --ragged-fairkv permute"
         )
-    if options.heads_per_group > 1:
-        raise RaggedConfigError(
-            "--ragged-fairkv split stores parts of heads, which cannot share a budget; drop --ragged-heads-per-group"
-        )
 
 
-def _cost(options: RaggedOptions, model_config: Any) -> CostModel:
+def _cost(plan: ServingPlan, model_config: Any) -> CostModel:
     """What a place costs; other weights are the same in all placements."""
-    geometry = model_geometry(model_config)
     return CostModel(
         hidden=model_config.hidden_size,
-        head_dim=geometry.head_dim,
-        q_per_kv=geometry.q_per_kv,
-        segment=options.segment,
+        head_dim=plan.geometry.head_dim,
+        q_per_kv=plan.geometry.q_per_kv,
+        segment=plan.segment,
         weight_itemsize=model_config.dtype.itemsize,
         kv_itemsize=model_config.dtype.itemsize,
     )
 
 
-def _require_movable(options: RaggedOptions, view: Any, model_config: Any, geometry: ModelGeometry) -> None:
+def _require_movable(plan: ServingPlan, options: RaggedOptions, view: Any, model_config: Any) -> None:
     """Raise RaggedConfigError where heads cannot be moved between ranks, as far as the launcher can see."""
-    ranks, quantization = view.tp_size, model_config.quantization
+    ranks, geometry, quantization = plan.ranks, plan.geometry, model_config.quantization
     reasons = (
         (ranks == 1, "there is one rank; use --tp"),
         (options.observer is not None, "the calibrator records heads in the model's order"),

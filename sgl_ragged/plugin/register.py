@@ -13,19 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.options import (
-    ATTRIBUTE,
-    CALIBRATED_SCORER,
-    DEFAULTS,
-    FAIRKV_MODES,
-    FLAGS,
-    KV_POOLS,
-    OBSERVER,
-    RaggedOptions,
-    make_options,
-)
+from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, OBSERVER, RaggedOptions, add_flags, make_options
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _PUBLISH = "sglang.srt.runtime_context.publish"
@@ -72,51 +61,7 @@ def _refuse_unless_hooked() -> None:
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sgl_ragged: a KV cache with a budget per attention head")
-    group.add_argument("--kv-pool", choices=KV_POOLS, help="KV cache: SGLang's own, or one slab per page. [token]")
-    group.add_argument(
-        "--kv-bytes",
-        metavar="N",
-        help="KV budget of either pool per rank, such as 24GiB or 512M, instead of profiling free memory.",
-    )
-    group.add_argument(
-        "--ragged-ratio", type=float, help=f"Kept / full KV bytes, in (0, 1]. [{DEFAULTS['ragged_ratio']}]"
-    )
-    group.add_argument(
-        "--ragged-segment",
-        type=int,
-        help="Tokens per segment, a multiple of 16, on CUDA a power of two; becomes the page size. "
-        f"[{DEFAULTS['ragged_segment']}]",
-    )
-    group.add_argument(
-        "--ragged-scorer",
-        metavar="NAME",
-        help=f"What ranks the tokens of a segment. [the profile's; {CALIBRATED_SCORER} where one is calibrated]",
-    )
-    group.add_argument("--ragged-scorer-weights", metavar="FILE", help="Gate weights of scorers that have them.")
-    group.add_argument(
-        "--ragged-profile",
-        metavar="auto|uniform|FILE",
-        help="Calibrated head budgets; auto: bundled, or calibrated once, before the server starts. "
-        f"[{DEFAULTS['ragged_profile']}]",
-    )
-    group.add_argument(
-        "--ragged-heads-per-group",
-        type=int,
-        metavar="G",
-        help=f"Heads that share one budget, their largest. [{DEFAULTS['ragged_heads_per_group']}]",
-    )
-    group.add_argument(
-        "--ragged-kernel",
-        choices=KERNELS,
-        help=f"Attention kernels; auto: triton on CUDA, torch elsewhere. [{DEFAULTS['ragged_kernel']}]",
-    )
-    group.add_argument(
-        "--ragged-fairkv",
-        choices=FAIRKV_MODES,
-        help="Which rank of --tp serves which heads: in the checkpoint's order, so that ranks have equally much to "
-        "store and read, or with heads in parts on several ranks. [permute, where that is possible]",
-    )
+    add_flags(parser)
 
 
 def _from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> Any:

@@ -11,7 +11,8 @@ from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import check_limits
-from sgl_ragged.plugin.model_support import refuse_kv_scheme, refuse_model
+from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
+from sgl_ragged.plugin.model_support import model_geometry, refuse_kv_scheme, refuse_model
 from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, resolve, seams_for
 
@@ -64,26 +65,40 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"SGLang set {name} to {found!r} for this model or flag combination, --kv-pool ragged needs {wanted!r}"
             )
     model_config = model_config_of(server_args)
-    from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
-    from sgl_ragged.plugin.model_layout import model_geometry
-    from sgl_ragged.plugin.placing import model_overrides, place_heads, refuse_ranks, require_places
-    from sgl_ragged.plugin.served_budgets import read_budgets
+    from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    geometry = model_geometry(model_config)
-    options = settle_profile(options, view, geometry)
-    refuse_ranks(options, view.tp_size, geometry)
-    if kernel != "torch":
-        check_shape(geometry.head_dim, geometry.q_per_kv)
-    calibrate_if_missing(options, view, geometry)
-    options = dataclasses.replace(options, geometry=geometry, budgets=read_budgets(options, geometry))
-    options = place_heads(options, view, model_config, geometry, kernel)
-    setattr(server_args, ATTRIBUTE, options)
-    overrides = model_overrides(options, view.json_model_override_args)
+    plan = _decide(options, view, model_config, kernel)
+    setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))
+    overrides = model_overrides(plan, view.json_model_override_args)
     if overrides is not None:
         declare_resolution(server_args, "sgl_ragged", json_model_override_args=overrides)
         # The config that was built without them; whoever asks next builds it anew.
         server_args._model_config = None
-        require_places(options, model_geometry(model_config_of(server_args)))
+        require_places(plan, model_geometry(model_config_of(server_args)))
+
+
+def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -> ServingPlan:
+    """The plan that all ranks follow; calibrates the model first where that has to be."""
+    from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
+    from sgl_ragged.plugin.placing import place_heads
+
+    geometry = model_geometry(model_config)
+    scorer, profile = settle_profile(options, view, geometry)
+    refuse_ranks(geometry, view.tp_size, scorer)
+    if kernel != "torch":
+        check_shape(geometry.head_dim, geometry.q_per_kv)
+    calibrate_if_missing(scorer, profile, options, view, geometry)
+    plan = make_plan(
+        geometry,
+        ranks=view.tp_size,
+        ratio=options.ratio,
+        segment=options.segment,
+        scorer=scorer,
+        scorer_weights=options.scorer_weights,
+        profile=profile,
+        kernel=kernel,
+    )
+    return place_heads(plan, options, view, model_config)
 
 
 @functools.cache

@@ -10,17 +10,16 @@ from typing import Any
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
+from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
-from sgl_ragged.plugin.model_layout import rank_layout, rank_statistics, served_budgets
 from sgl_ragged.plugin.model_support import refuse_kv_dtype
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.placing import describe_placement
+from sgl_ragged.plugin.ranks import least_over_ranks, require_equal_digests
 from sgl_ragged.plugin.refusal import end_worker
-from sgl_ragged.plugin.served_budgets import require_equal_digests
 
 logger = logging.getLogger(__name__)
 
@@ -57,30 +56,32 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
     refuse_kv_dtype(configurator.kv_cache_dtype)
-    schedule, parallel = get_schedule(), get_parallel()
-    require_equal_digests(served_budgets(options).digest, parallel.attn_tp_size, parallel.world_group.cpu_group)
+    schedule, serving, parallel = get_schedule(), serving_plan(options), get_parallel()
+    ranks, group = parallel.attn_tp_size, parallel.world_group.cpu_group
+    require_equal_digests(serving.digest, ranks, group)
     budget = configurator._profile_available_bytes(pre_model_load_memory)
-    layout = _layout(options)
+    layout = serving.layout(parallel.attn_tp_rank)
     plan = plan_pool(
         layout,
         configurator.kv_cache_dtype.itemsize,
         budget,
         schedule.max_running_requests,
-        _side_bytes(options, configurator, layout),
+        _side_bytes(serving, layout, configurator),
         schedule.max_total_tokens,
     )
     return MemoryPoolConfig(
-        max_total_num_tokens=_least_over_ranks(plan.max_total_tokens),
-        max_running_requests=_least_over_ranks(plan.max_requests),
+        max_total_num_tokens=least_over_ranks(plan.max_total_tokens, ranks, group),
+        max_running_requests=least_over_ranks(plan.max_requests, ranks, group),
         mem_fraction_static=schedule.mem_fraction_static,
     )
 
 
 def place_weights(options: RaggedOptions, original: Callable, model: Any, weights: Any, target_device: Any) -> None:
     """Load a checkpoint with its attention heads in the order of the placement."""
-    if options.placement is None:
+    plan = serving_plan(options)
+    if plan.placement is None:
         return original(model, weights, target_device)
-    order = HeadOrder(options.placement, _geometry(options))
+    order = HeadOrder(plan.placement, plan.geometry)
     original(model, order.reorder(weights), target_device)
     order.require_all()
     # Every way in which SGLang updates weights at run time looks for this attribute first, and answers with it.
@@ -94,7 +95,8 @@ def repeat_heads_on_cpus(
 
     On CPUs SGLang adds heads of zeros instead, which budgets know nothing of; and without AMX it cannot load them.
     """
-    if tp_size > _geometry(options).num_heads or (options.placement is not None and options.placement.splits_heads):
+    plan = serving_plan(options)
+    if tp_size > plan.geometry.num_heads or (plan.placement is not None and plan.placement.splits_heads):
         return model_config
     return original(model_config, load_config, tp_size)
 
@@ -103,39 +105,39 @@ def build_pool(
     options: RaggedOptions, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **_: Any
 ) -> Any:
     """The ragged pool in place of SGLang's, and the start-up line."""
+    import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
+    from sgl_ragged.plugin.pool import RaggedTokenToKVPool
     from sgl_ragged.scorers import get_scorer
 
-    layout = _layout(options)
+    serving, rank = serving_plan(options), get_parallel().attn_tp_rank
+    layout = serving.layout(rank)
     plan = PoolPlan(
         layout=layout,
         itemsize=configurator.kv_cache_dtype.itemsize,
-        num_slots=sizes.max_total_num_tokens // options.segment + 1,
+        num_slots=sizes.max_total_num_tokens // serving.segment + 1,
         num_rows=req_to_token_pool.size + 1,
-        side_bytes=_side_bytes(options, configurator, layout),
+        side_bytes=_side_bytes(serving, layout, configurator),
     )
-    parallel, geometry = get_parallel(), _geometry(options)
     statistics = [
-        {name: tensor.to(configurator.device) for name, tensor in layer.items()}
-        for layer in rank_statistics(options, geometry, parallel.attn_tp_rank, parallel.attn_tp_size)
+        {name: torch.from_numpy(array).to(configurator.device) for name, array in tensors.items()}
+        for tensors in serving.rank_statistics(rank)
     ]
     pool = RaggedTokenToKVPool(
         plan,
-        get_scorer(options.scorer),
+        get_scorer(serving.scorer),
         statistics,
-        q_per_kv=_q_per_kv(options),
+        q_per_kv=serving.q_per_kv,
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
-    budgets = served_budgets(options)
-    logger.info("%s; digest of what is served %s", budgets.source, budgets.digest)
-    if options.placement is not None:
-        logger.info("%s", describe_placement(options.placement, budgets.kept))
-    logger.info("ragged KV pool (ratio %s, scorer %s): %s", options.ratio, options.scorer, plan.describe())
+    logger.info("%s; digest of the plan %s", serving.source, serving.digest)
+    if serving.placement is not None:
+        logger.info("%s", describe_placement(serving.placement, serving.kept))
+    logger.info("ragged KV pool (ratio %s, scorer %s): %s", serving.ratio, serving.scorer, plan.describe())
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return pool
@@ -148,70 +150,36 @@ def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch:
 
 def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     """SGLang's factory of the attention backend called `seams.BACKEND`."""
-    import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_ragged.attention.backend import RaggedAttnBackend
-    from sgl_ragged.attention.kernel_choice import choose_kernel, make_operations
+    from sgl_ragged.attention.kernel_choice import make_operations
+    from sgl_ragged.plugin.backend import RaggedAttnBackend
 
-    if options.placement is not None and not hasattr(model_runner.model, "_derived_weight_cache_error"):
+    plan = serving_plan(options)
+    if plan.placement is not None and not hasattr(model_runner.model, "_derived_weight_cache_error"):
         raise RaggedConfigError(
             "SGLang loaded the model without the loader that places heads on ranks; use --ragged-fairkv none"
         )
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
-    kernel = choose_kernel(options.kernel, torch.device(model_runner.device).type)
-    logger.info("ragged attention kernels: %s", kernel)
+    logger.info("ragged attention kernels: %s", plan.kernel)
     return RaggedAttnBackend(
-        model_runner, functools.partial(make_operations, kernel), observer, _exchange(options, model_runner.device)
+        model_runner, functools.partial(make_operations, plan.kernel), observer, _exchange(plan, model_runner.device)
     )
 
 
-def _exchange(options: RaggedOptions, device: str) -> LseExchange | None:
+def _exchange(plan: ServingPlan, device: str) -> LseExchange | None:
     from sglang.srt.runtime_context import get_parallel
 
-    if options.placement is None or not options.placement.splits_heads:
+    if plan.placement is None or not plan.placement.splits_heads:
         return None
     parallel = get_parallel()
     gather = functools.partial(parallel.attn_tp_group.all_gather, dim=0)
-    return LseExchange(options.placement, parallel.attn_tp_rank, device, gather)
+    return LseExchange(plan.placement, parallel.attn_tp_rank, device, gather)
 
 
-def _geometry(options: RaggedOptions) -> ModelGeometry:
-    assert options.geometry is not None, "the launcher settles the options before any worker starts"
-    return options.geometry
-
-
-def _q_per_kv(options: RaggedOptions) -> int:
-    """Query heads of this rank per head: with more ranks than heads, the ranks of a head share its query heads."""
-    from sglang.srt.runtime_context import get_parallel
-
-    geometry = _geometry(options)
-    return geometry.q_per_kv // max(get_parallel().attn_tp_size // geometry.num_heads, 1)
-
-
-def _layout(options: RaggedOptions) -> SlabLayout:
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    return rank_layout(options, _geometry(options), parallel.attn_tp_rank, parallel.attn_tp_size)
-
-
-def _side_bytes(options: RaggedOptions, configurator: Any, layout: Any) -> int:
+def _side_bytes(plan: ServingPlan, layout: SlabLayout, configurator: Any) -> int:
     """Bytes per request row that the scorer keeps beside the tail."""
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    return side_bytes(get_scorer(options.scorer), layout, _q_per_kv(options), configurator.kv_cache_dtype)
-
-
-def _least_over_ranks(value: int) -> int:
-    """Smallest value over the tensor-parallel ranks: budgets differ between their heads, page numbers must not."""
-    import torch
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    if parallel.attn_tp_size == 1:
-        return value
-    least = torch.tensor(value, dtype=torch.int64)
-    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=parallel.world_group.cpu_group)
-    return int(least.item())
+    return side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, configurator.kv_cache_dtype)

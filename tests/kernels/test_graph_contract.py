@@ -15,12 +15,12 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_ragged.attention.backend import RaggedAttnBackend
 from sgl_ragged.attention.kernel_choice import make_operations
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
 from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.plugin.backend import RaggedAttnBackend
+from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
 from tests.rig import KEPT, SEGMENT, Sequence
 

@@ -77,7 +77,7 @@ def test_settings_are_in_server_info(server, profile):
         found = info["ragged"]
         slots = (16 * 2**20 - (REQUESTS + 1) * TAIL_BYTES) // slab_bytes(profile)
         expected = {
-            **{"ratio": RATIO, "segment": SEGMENT, "scorer": "keydiff", "kernel": "torch", "heads_per_group": 1},
+            **{"ratio": RATIO, "segment": SEGMENT, "scorer": "keydiff", "kernel": "torch"},
             **{"kept_min": kept.min(), "kept_max": kept.max(), "rank_imbalance": 1.0, "scorer_weights": None},
             **{"kept_mean": pytest.approx(kept.mean()), "kept_ratio": pytest.approx(kept.mean() / SEGMENT)},
             **{"slots": slots, "virtual_tokens": (slots - 1) * SEGMENT, "slab_bytes": slab_bytes(profile)},

@@ -13,7 +13,6 @@ from benchmarks.accuracy_parts.prompts import Form, load_tokenizer, make_talk
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.grouping import group_largest
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.expected_attention import ExpectedAttention
 from tests.models import make_profile
@@ -125,19 +124,17 @@ def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(nursery, tmp_
     assert all(one.cached >= 2048 for one in asked)
 
 
-def test_groups_of_heads_and_the_size_of_what_scorers_keep(nursery, tmp_path):
-    """--ragged-heads-per-group raises budgets to their group's largest; queries beside the tails are paid for."""
+def test_the_size_of_what_scorers_keep(nursery, tmp_path):
+    """Queries beside the tails are paid for."""
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", scorer="h2o", segment=SEGMENT)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
     flags += ["--ragged-scorer", "h2o", "--ragged-profile", str(tmp_path / "profile.safetensors")]
-    with nursery.serve(MODEL, *flags, "--ragged-heads-per-group", "4", log=tmp_path / "server.log") as server:
+    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
         answer = generate(server, document(22, 500), 8)
         log = server.log_text()
     kept = profile_kept(profile, RATIO, SEGMENT)
-    grouped = group_largest(kept, 4)
-    assert grouped.mean() > kept.mean()
-    assert f"(mean share {grouped.mean() / SEGMENT:.4f})" in log
+    assert f"(mean share {kept.mean() / SEGMENT:.4f})" in log
     tail = LAYERS * 2 * HEADS * SEGMENT * DIM * 4
     queries = LAYERS * HEADS * (SEGMENT + 1) * get_scorer("h2o").side_shape(SEGMENT, PER_HEAD, DIM)[1] * 4
     assert f"tails {5 * (tail + queries)} bytes for 4 requests" in log

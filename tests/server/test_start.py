@@ -31,7 +31,7 @@ def test_max_total_tokens_limits_the_tails_too(llama, nursery, tmp_path):
         assert ragged["max_requests"] >= 1
         assert len(generate(server, range(3, 300), 3).tokens) == 3
         # Each rank logs the digest of what the launcher has read.
-        assert f"digest of what is served {ragged['budgets_digest']}" in server.log_text()
+        assert f"digest of the plan {ragged['plan_digest']}" in server.log_text()
 
 
 def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, nursery, tmp_path):

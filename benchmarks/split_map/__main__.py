@@ -3,7 +3,7 @@
     python -m benchmarks.split_map [--json] [--ratios 0.3 0.25 0.5] [--batches 1 4 8 16 32 64]
 
 Profiles are those of tests/data (four scorers, three models, two scopes, two shares). Kept counts are fitted to each
-ratio at segments of 256 tokens, in the profile's own scope; every head is its own group. Largest / mean is that of a
+ratio at segments of 256 tokens, in the profile's own scope. Largest / mean is that of a
 layer's CTAs; makespan is the waves model of `sgl_ragged.split_map.makespan`. Writes a row for each ratio, batch and
 method, every layer of the first ratio for some batches and methods, and the images of docs/split-map.md.
 """
@@ -20,14 +20,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.plots import save_plot
+from benchmarks.split_map.loads import MethodLoads, compare_methods, plot_loads
 from sgl_ragged.budgets import fit_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.split_map import METHODS
-from sgl_ragged.split_map_report import MethodLoads, compare_methods, plot_loads, save_plot
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
-OUTPUT = Path(__file__).parent / "results" / "split-map.json"
+OUTPUT = ROOT / "benchmarks" / "results" / "split-map.json"
 IMAGES = ROOT / "docs" / "images"
 PICTURED = "keydiff/llama-3.1-8b-instruct/layer/evictable"
 SEGMENT = 256

@@ -20,18 +20,18 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.fairkv.copying import MODES, plan_any
+from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, evenness, plot_modes
+from benchmarks.harness.plots import save_plot
 from calib.measured import load_measured
 from sgl_ragged.budgets import fit_kept
 from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.fairkv.planner import MODES, plan_placement
-from sgl_ragged.fairkv.report import Evenness, busy_limit, compare_modes, evenness, plot_modes
-from sgl_ragged.split_map_report import save_plot
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
-OUTPUT = Path(__file__).parent / "results" / "fairkv.json"
+OUTPUT = ROOT / "benchmarks" / "results" / "fairkv.json"
 IMAGE = ROOT / "docs" / "images" / "fairkv-busy.png"
 PICTURED = "keydiff/llama-3.1-8b-instruct/layer"
 RANKS = (2, 4, 8)
@@ -79,13 +79,13 @@ def measure(shares: np.ndarray, name: str, ratio: float, segment: int) -> dict[i
     cost = cost_of(name, segment)
     found: dict[int, dict[str, object]] = {}
     for ranks in RANKS:
-        finer = {mode: plan_placement(fine, ranks, mode) for mode in MODES}
-        free = {mode: plan_placement(kept, ranks, mode) for mode in MODES}
+        finer = {mode: plan_any(fine, ranks, mode) for mode in MODES}
+        free = {mode: plan_any(kept, ranks, mode) for mode in MODES}
         found[ranks] = {
             "busy_limit": busy_limit(kept, ranks),
             "modes": compare_modes(kept, ranks, 1, cost),
             "free_weights": {mode: evenness(plan, free["none"], cost).busy for mode, plan in free.items()},
-            "two_places": evenness(plan_placement(kept, ranks, "split", extra_places=2), free["none"], cost).busy,
+            "two_places": evenness(plan_any(kept, ranks, "split", extra_places=2), free["none"], cost).busy,
             "unrounded": {mode: evenness(plan, finer["none"], cost).busy for mode, plan in finer.items()},
         }
     return found
@@ -99,7 +99,7 @@ def by_load(shares: np.ndarray, name: str, ratio: float, segment: int) -> list[d
         for batch in BATCHES:
             for context in CONTEXTS:
                 cost = replace(cost_of(name, segment), batch=batch, context=context)
-                none, split = plan_placement(kept, ranks, "none"), plan_placement(kept, ranks, "split", cost=cost)
+                none, split = plan_any(kept, ranks, "none"), plan_any(kept, ranks, "split", cost=cost)
                 setting = {"profile": name, "ranks": ranks, "batch": batch, "context": context}
                 rows.append(setting | rounded(evenness(split, none, cost)))
     return rows

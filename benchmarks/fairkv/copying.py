@@ -13,8 +13,14 @@ from functools import cache
 
 import numpy as np
 
+from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import equal_parts
 from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.fairkv.planner import MODES as SERVED
+from sgl_ragged.fairkv.planner import best_plan, check_kept, permuted, plan_placement
+
+MODES = (*SERVED[:-1], "copy", SERVED[-1])
+"""The planner's modes and the paper's fair-copying."""
 
 MOST_VECTORS = 20_000
 """Up to so many ways to hand out copies, all of them are considered; beyond, those that copy the largest part first."""
@@ -42,6 +48,18 @@ class FairCopies(Placement):
     def load(self) -> np.ndarray:
         """float64 [num_layers, ranks]: tokens of each sealed segment that a rank reads, mean over requests."""
         return (self.kept / np.maximum(self.copies, 1)).sum(axis=2)
+
+
+def plan_any(
+    kept: np.ndarray, ranks: int, mode: str, *, extra_places: int = 1, cost: CostModel | None = None
+) -> Placement:
+    """`planner.plan_placement` with mode `copy`, too, which gives `FairCopies` wherever heads have copies."""
+    if mode != "copy" or ranks == 1:
+        return plan_placement(kept, ranks, "none" if mode == "copy" else mode, extra_places=extra_places, cost=cost)
+    kept = check_kept(kept, ranks, extra_places)
+    whole = permuted(kept, ranks, mode)
+    widest = min(extra_places, kept.shape[1] - whole.places)
+    return best_plan([whole, *(copy_heads(kept, ranks, extra) for extra in range(1, widest + 1))], cost)
 
 
 def copy_heads(kept: np.ndarray, ranks: int, extra_places: int) -> FairCopies:

@@ -1,4 +1,4 @@
-"""Ranks that were started with other budgets notice it before they serve."""
+"""Ranks that were started with other plans notice it before they serve."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ import torch
 import torch.multiprocessing
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.served_budgets import ServedBudgets, require_equal_digests
+from sgl_ragged.fairkv.planner import plan_placement
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.ranks import require_equal_digests
 
 
-def budgets(**changed: float) -> ServedBudgets:
-    mean = np.full((2, 4), changed.get("mean", 0.5), dtype=np.float32)
-    kept = np.array([[16, 32]]) + int(changed.get("more", 0))
-    return ServedBudgets(kept=kept, source=f"{changed}", statistics=({"query_mean": mean},))
+def plan(*, mean: float = 0.5, more: int = 0, **changed: object) -> ServingPlan:
+    geometry = ModelGeometry("toy", "0" * 16, num_layers=1, num_heads=2, q_per_kv=1, head_dim=16)
+    settings = dict(ratio=0.5, segment=64, scorer="keydiff", profile="uniform", kernel="torch", source="somewhere")
+    statistics = ({"query_mean": np.full((2, 4), mean, dtype=np.float32)},)
+    kept = np.array([[16, 32]]) + more
+    return ServingPlan(geometry=geometry, ranks=2, kept=kept, statistics=statistics, **(settings | changed))
 
 
 def test_digests_are_about_what_is_served():
-    assert budgets().digest == ServedBudgets(budgets().kept, "elsewhere", budgets().statistics).digest
-    assert len({budgets().digest, budgets(mean=0.6).digest, budgets(more=16).digest}) == 3
+    assert plan().digest == plan(source="elsewhere").digest
+    placed = plan_placement(plan().kept, 2, "permute")
+    others = (plan(mean=0.6), plan(more=16), plan(scorer="h2o"), plan(segment=128), plan(placement=placed))
+    assert len({one.digest for one in (plan(), *others)}) == 6
 
 
 def join(rank: int, digests: tuple[str, str], rendezvous: str, results: str) -> None:
@@ -36,7 +43,7 @@ def join(rank: int, digests: tuple[str, str], rendezvous: str, results: str) -> 
 
 @pytest.mark.parametrize("equal", [True, False])
 def test_ranks_compare_their_digests(tmp_path, equal):
-    digests = (budgets().digest, budgets().digest if equal else budgets(more=16).digest)
+    digests = (plan().digest, plan().digest if equal else plan(more=16).digest)
     arguments = (digests, str(tmp_path / "rendezvous"), str(tmp_path / "result"))
     torch.multiprocessing.start_processes(join, arguments, nprocs=2, start_method="fork")
     said = [(tmp_path / f"result.{rank}").read_text() for rank in range(2)]

@@ -15,8 +15,8 @@ from sgl_ragged.attention.batch import ExtendBatch, extend_batch
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
-from sgl_ragged.mem_pool.pool import RaggedTokenToKVPool
 from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
+from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
 
 class Observer(Protocol):

@@ -1,0 +1,1 @@
+"""How evenly placements of heads load tensor-parallel ranks: `python -m benchmarks.fairkv`."""

@@ -1,0 +1,157 @@
+"""What the launcher decides about serving, once, for all ranks."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgl_ragged.choice import choose_budgets
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.layout import SlabLayout
+
+
+@dataclass(frozen=True, eq=False)
+class ServingPlan:
+    """Pickled along to the workers, which open no file of their own.
+
+    geometry: the model as its checkpoint has it. ranks: tensor-parallel ranks.
+    ratio, segment: as asked for. scorer: its name. profile: "uniform" or a path.
+    kernel: which operations serve, as `attention.kernel_choice.choose_kernel` names them.
+    kept: int64 [layers, heads], tokens of each segment that the model's heads keep. source: where they are from, for
+        the log.
+    statistics: per layer, the scorer's float32 tensors [heads, ...] by name, [1, ...] those in `shared`.
+    shared: names of statistics that all heads of a layer share.
+    fairkv: how heads are placed. placement: where; None for SGLang's own order.
+    """
+
+    geometry: ModelGeometry
+    ranks: int
+    ratio: float
+    segment: int
+    scorer: str
+    profile: str
+    kernel: str
+    kept: np.ndarray
+    source: str
+    statistics: tuple[Mapping[str, np.ndarray], ...]
+    shared: tuple[str, ...] = ()
+    fairkv: str = "none"
+    placement: Placement | None = None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """15 hex digits: workers with equal digests lay slabs out, place heads and score alike."""
+        settings = (self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv)
+        state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
+        arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]
+        if self.placement is not None:
+            arrays += [("heads", self.placement.heads), ("kept", self.placement.kept)]
+        for name, array in arrays:
+            state.update(json.dumps([name, array.shape]).encode())
+            state.update(np.ascontiguousarray(array).tobytes())
+        return state.hexdigest()[:15]
+
+    @property
+    def q_per_kv(self) -> int:
+        """Query heads of a rank per head: with more ranks than heads, the ranks of a head share its query heads."""
+        return self.geometry.q_per_kv // max(self.ranks // self.geometry.num_heads, 1)
+
+    def heads(self, rank: int) -> np.ndarray:
+        """int64 [layers, heads of the rank]: the model's heads that a rank serves, in its order.
+
+        Those of the placement, else a contiguous share, as SGLang divides them; with more ranks than heads, one.
+        """
+        if self.placement is not None:
+            return self.placement.heads[:, rank]
+        heads = self.geometry.num_heads
+        first, count = rank * heads // self.ranks, max(heads // self.ranks, 1)
+        return np.tile(np.arange(first, first + count), (self.geometry.num_layers, 1))
+
+    def layout(self, rank: int) -> SlabLayout:
+        """The slab layout of a rank."""
+        kept = np.take_along_axis(self.kept, self.heads(rank), axis=1)
+        if self.placement is None or not self.placement.splits_heads:
+            return SlabLayout(kept=kept, head_dim=self.geometry.head_dim, segment=self.segment)
+        return SlabLayout(
+            self.placement.kept[:, rank],
+            self.geometry.head_dim,
+            self.segment,
+            total=kept,
+            first=self.placement.first[:, rank],
+            full_heads=self.geometry.num_heads // self.ranks,
+        )
+
+    @property
+    def layouts(self) -> list[SlabLayout]:
+        """Those of all ranks."""
+        return [self.layout(rank) for rank in range(self.ranks)]
+
+    def rank_statistics(self, rank: int) -> list[dict[str, np.ndarray]]:
+        """Per layer, the scorer's tensors [heads of the rank, ...], [1, ...] those that heads share."""
+        heads = self.heads(rank)
+        return [
+            {name: array if name in self.shared else array[heads[layer]] for name, array in tensors.items()}
+            for layer, tensors in enumerate(self.statistics)
+        ]
+
+
+def make_plan(
+    geometry: ModelGeometry,
+    *,
+    ranks: int,
+    ratio: float,
+    segment: int,
+    scorer: str,
+    scorer_weights: str | None,
+    profile: str,
+    kernel: str,
+) -> ServingPlan:
+    """Read the files that are named, and fit the budgets; heads are not placed yet.
+
+    Raises:
+        RaggedConfigError: as `choose_budgets` and `scorers.statistics.scorer_statistics` do.
+    """
+    from sgl_ragged.scorers import get_scorer
+    from sgl_ragged.scorers.statistics import scorer_statistics
+
+    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=ratio, segment=segment)
+    statistics = scorer_statistics(
+        get_scorer(scorer), chosen.profile, scorer_weights, geometry.num_layers, geometry.num_heads
+    )
+    return ServingPlan(
+        geometry=geometry,
+        ranks=ranks,
+        ratio=ratio,
+        segment=segment,
+        scorer=scorer,
+        profile=profile,
+        kernel=kernel,
+        kept=chosen.kept,
+        source=chosen.source,
+        statistics=tuple({name: tensor.numpy() for name, tensor in layer.items()} for layer in statistics),
+        shared=tuple(get_scorer(scorer).shared_statistics),
+    )
+
+
+def refuse_ranks(geometry: ModelGeometry, ranks: int, scorer: str) -> None:
+    """Raise RaggedConfigError for a number of ranks that cannot share the model's heads evenly."""
+    from sgl_ragged.scorers import get_scorer
+
+    heads, queries = geometry.num_heads, geometry.num_heads * geometry.q_per_kv
+    if heads % ranks and (ranks % heads or queries % ranks):
+        raise RaggedConfigError(
+            f"--tp {ranks} does not divide {heads} KV heads, nor is it a multiple of them that divides {queries} query "
+            f"heads; use another number of ranks"
+        )
+    if ranks > heads and get_scorer(scorer).queries:
+        raise RaggedConfigError(
+            f"scorer {scorer!r} looks at the queries of a head, and with --tp {ranks} a rank has only some of "
+            f"those of {heads} heads; use at most {heads} ranks, or another --ragged-scorer"
+        )
