@@ -82,14 +82,20 @@ def builds(architecture: int) -> Iterator[Build]:
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
     element, itemsize = f"*{dtype}", ITEMSIZE[dtype]
-    common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
+    common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "TAIL": SEGMENT, "HEAD_DIM": dim}
     common["PARTIAL"] = False
     kernels = (
         (
             decode.decode_kernel,
             tiles.decode_tile(dim, itemsize),
             {"queries_ptr": element, "slabs_ptr": element, "tails_ptr": element, "slots_ptr": "*i32"}
-            | {"rows_ptr": "*i64", "lengths_ptr": "*i32", "ctas_ptr": "*i32", "kept_ptr": "*i32"}
+            | {
+                "rows_ptr": "*i64",
+                "seen_ptr": "*i32",
+                "open_lengths_ptr": "*i32",
+                "ctas_ptr": "*i32",
+                "kept_ptr": "*i32",
+            }
             | {
                 "key_blocks_ptr": "*i64",
                 "opens_ptr": "*i32",
@@ -144,7 +150,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
                 types[name] = element
             elif not name.isupper():
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "HEAD_DIM": dim}
+        constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "TAIL": SEGMENT, "HEAD_DIM": dim}
         constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

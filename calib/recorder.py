@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calib.query_moments import Rope, before_rope, rope_of
-from sgl_ragged.attention.batch import ExtendBatch, ExtendRequest
+from sgl_ragged.attention.view import ExtendView
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
 
@@ -81,23 +81,23 @@ class Recorder:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: ExtendBatch,
+        batch: ExtendView,
         sides: torch.Tensor | None,
         hidden_states: torch.Tensor | None,
     ) -> None:
         """Record one layer of a chunk; writes the file after the last layer."""
-        (request,) = batch.requests
-        if request.prefix == 0 and layer == 0:
+        (prefix,), (length,) = batch.prefixes, batch.lengths
+        if prefix == 0 and layer == 0:
             self._state.reset(store, self, _answer_queries(Path(self.folder) / ANSWERS))
-        if request.length == 0:
+        if length == 0:
             return
         if self.moments:
-            self._state.add_moments(layer, queries, request.prefix)
+            self._state.add_moments(layer, queries, prefix)
         else:
-            self._state.observe(store, layer, queries, keys, values, request, sides)
+            self._state.observe(store, layer, queries, keys, values, batch, sides)
             if self.keeps_hidden_states:
                 assert hidden_states is not None, "the backend hands them to observers that read them"
-                self._state.hidden_states[layer].append(hidden_states[: request.length].half().cpu())
+                self._state.hidden_states[layer].append(hidden_states[:length].half().cpu())
         if layer == store.layout.num_layers - 1:
             self._write()
 
@@ -153,20 +153,21 @@ class _Sequence:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        request: ExtendRequest,
+        view: ExtendView,
         sides: torch.Tensor | None,
     ) -> None:
-        if request.prefix % self.segment:
+        (prefix,), (length,) = view.prefixes, view.lengths
+        if prefix % self.segment:
             raise RuntimeError(
                 "the recorder needs chunks that start on a segment border; do not decode while recording"
             )
-        self.length = request.prefix + request.length
-        self._add_peaks(store, layer, queries, keys, request)
-        finished = request.length // self.segment
+        self.length = prefix + length
+        self._add_peaks(store, layer, queries, keys, view)
+        finished = length // self.segment
         if finished == 0:
             return
         tokens = slice(0, finished * self.segment)
-        numbers = torch.arange(finished, device=keys.device) + request.prefix // self.segment
+        numbers = torch.arange(finished, device=keys.device) + prefix // self.segment
 
         def segments(x: torch.Tensor) -> torch.Tensor:
             # [tokens, heads, ..] -> [segments, heads, S, ..]
@@ -181,22 +182,23 @@ class _Sequence:
             self.scores[name][layer].append(scorer.score(data))
 
     def _add_peaks(
-        self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, request: ExtendRequest
+        self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, view: ExtendView
     ) -> None:
         """Raise the peak attention [kinds, heads, tokens] of every earlier segment's tokens by this chunk's queries."""
+        (prefix,), (length,) = view.prefixes, view.lengths
         heads, device = keys.shape[1], keys.device
         everything = keys.transpose(0, 1)
-        if request.prefix:
+        if prefix:
             (band,) = store.layout.bands[layer]
-            slabs = store.band_view(layer, band)[request.slots[: request.prefix // self.segment], :, 0]
+            slabs = store.band_view(layer, band)[view.pages[0, : prefix // self.segment].long(), :, 0]
             everything = torch.cat([slabs.to(keys.dtype).transpose(0, 1).flatten(1, 2), everything], dim=1)
         everything = everything.float()
         peaks = everything.new_zeros((len(self.kinds), heads, everything.shape[1]))
-        if request.prefix:
-            peaks[..., : request.prefix] = self.peaks[layer]
-        for start in range(0, request.length, self.segment):
-            stop = min(start + self.segment, request.length)
-            past, seen = request.prefix + start, request.prefix + stop
+        if prefix:
+            peaks[..., :prefix] = self.peaks[layer]
+        for start in range(0, length, self.segment):
+            stop = min(start + self.segment, length)
+            past, seen = prefix + start, prefix + stop
             if past == 0:
                 continue
             positions = torch.arange(past, seen, device=device)

@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
+from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, kept_tokens
 
@@ -120,7 +121,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.running.append(Request(tokens=list(tokens), row=row, node=node, shared=shared, pages=pages))
 
     def _extend(self, row: int, tokens: list[int], begin: int, end: int) -> None:
-        self.operations.seal_pending()
+        self.store.settle()
         batch = self.operations.describe_extend(self.table.req_to_token, torch.tensor([row]), [begin], [end - begin])
         content = kv(tokens[begin:end], begin)
         for layer in range(LAYOUT.num_layers):
@@ -183,14 +184,14 @@ class PoolMachine(RuleBasedStateMachine):
             self._decode_step()
 
     def _decode_step(self) -> None:
-        self.operations.seal_pending()
+        self.store.settle()
         rows = torch.tensor([request.row for request in self.running])
         lengths = torch.tensor([len(request.tokens) for request in self.running])
         batch = self.operations.describe_decode(self.table.req_to_token, rows, lengths, lengths)
         full = [request for request in self.running if len(request.tokens) % SEGMENT == 0]
         if full:
             self.store.defer_seals(
-                PendingSeals(
+                InTails(
                     rows=torch.tensor([request.row for request in full]),
                     slots=torch.tensor([request.pages[-1] for request in full]),
                     numbers=torch.tensor([len(request.tokens) // SEGMENT - 1 for request in full]),

@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.torch_ops import TorchOps
+from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view, filled
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, visible
 
 SEGMENT = 64
 # 16 is the guard alone and 64 all tokens; between them scores decide.
 KEPT = np.array([[16, 48, 32, 64], [32, 32, 32, 32], [64, 64, 64, 64]])
+
+
+Seen = Callable[[int], list[int]]
+"""Numbers, ascending, of the sealed segments that queries in the segment of a number see."""
+
+
+def narrowed(view: ExtendView, seen: Seen) -> ExtendView:
+    """A view of chunks whose queries see some of the segments before them: a list of its own for each piece."""
+    numbers = [seen(piece.number) for piece in view.pieces]
+    lists = torch.zeros((len(numbers), max(map(len, numbers), default=0)), dtype=torch.int32)
+    pieces = []
+    for index, (piece, own) in enumerate(zip(view.pieces, numbers, strict=True)):
+        lists[index, : len(own)] = view.pages[piece.request, own]
+        pieces.append(replace(piece, listed=index, seen=len(own)))
+    return replace(view, lists=lists, pieces=tuple(pieces))
+
+
+def narrow_decode(view: DecodeView, seen: Seen) -> None:
+    """The same in a view of a decode step, in place."""
+    for slots, count in zip(view.slots, view.seen, strict=True):
+        own = seen(int(count))
+        slots[: len(own)] = slots[own]
+        slots[len(own) :] = 0
+        count.fill_(len(own))
 
 
 class Sequence:
@@ -31,8 +57,8 @@ class Sequence:
         self.gates = torch.rand(length, layers, heads, 1, generator=generator)
         self.scorer = scorer
 
-    def expected(self, kept: np.ndarray) -> torch.Tensor:
-        """float64 like `q`: attention with what each head keeps, by a dense mask."""
+    def expected(self, kept: np.ndarray, seen: Seen | None = None) -> torch.Tensor:
+        """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone."""
         output = torch.empty(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
             keys, values = self.k[:, layer, head].double(), self.v[:, layer, head].double()
@@ -46,6 +72,9 @@ class Sequence:
                 statistics=statistics(kept.shape[1], queries.shape[1], keys.shape[1])[head],
             )
             mask = visible(self.scorer, tokens, int(kept[layer, head]), SEGMENT)
+            for number in range(-(-len(mask) // SEGMENT)) if seen is not None else ():
+                for other in set(range(number)) - set(seen(number)):
+                    mask[number * SEGMENT : (number + 1) * SEGMENT, other * SEGMENT : (other + 1) * SEGMENT] = False
             logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
             weights = logits.masked_fill(torch.from_numpy(~mask), -torch.inf).softmax(-1)
             output[:, layer, head] = torch.einsum("gts,sd->tgd", weights, values)
@@ -77,6 +106,7 @@ class Rig:
         dtype: torch.dtype = torch.float32,
         placement: Placement | None = None,
         rank: int = 0,
+        tail_capacity: int | None = None,
     ) -> None:
         """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..]."""
         self.kept, self.placement = kept, placement
@@ -100,6 +130,7 @@ class Rig:
             "cpu",
             q_per_kv=per_head,
             statistics=[{"query_mean": mean[row], "query_covariance": covariance[row], **rope} for row in self.heads],
+            tail_capacity=tail_capacity,
         )
         self.store.scales = [0.5] * len(kept)
         self.operations = make_operations(self.store, segments)
@@ -111,12 +142,19 @@ class Rig:
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
         self.table[1:] = locations.flatten(1)
 
-    def extend(self, sequences: list[Sequence], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
+    def extend(
+        self, sequences: list[Sequence], starts: list[int], ends: list[int], seen: Seen | None = None
+    ) -> list[torch.Tensor]:
         """One batch with a chunk of each sequence: each output [chunk, layers, heads, q_per_kv, d]."""
-        self.operations.seal_pending()
+        self.store.settle()
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         rows = torch.arange(1, len(sequences) + 1)
-        batch = self.operations.describe_extend(self.table, rows, starts, lengths)
+        if seen is None:
+            batch = self.operations.describe_extend(self.table, rows, starts, lengths)
+        else:
+            batch = self.operations.extend_batch(
+                narrowed(extend_view(self.table, rows, starts, lengths, SEGMENT), seen)
+            )
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
             rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
@@ -124,25 +162,27 @@ class Rig:
             layers.append(self.operations.extend(layer, *rows, batch, sides, *lse))
         return list(torch.stack(layers, dim=1).split(lengths))
 
-    def decode(self, sequences: list[Sequence], positions: list[int], padding: int = 0) -> torch.Tensor:
+    def decode(
+        self, sequences: list[Sequence], positions: list[int], padding: int = 0, seen: Seen | None = None
+    ) -> torch.Tensor:
         """One step with the token at a position of each sequence: output [batch, layers, heads, q_per_kv, d].
 
         Padded rows, alternately of length 0 and 1, are appended, and cut off again.
         """
-        self.operations.seal_pending()
+        self.store.settle()
         size = len(sequences)
         rows = torch.cat([torch.arange(1, size + 1), torch.zeros(padding, dtype=torch.int64)])
         lengths = torch.tensor([position + 1 for position in positions] + [i % 2 for i in range(padding)])
-        batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
-        full = [(row, p) for row, p in enumerate(positions, start=1) if (p + 1) % SEGMENT == 0]
-        if full:
-            self.store.defer_seals(
-                PendingSeals(
-                    rows=torch.tensor([row for row, _ in full]),
-                    slots=torch.tensor([int(self.table[row, p]) // SEGMENT for row, p in full]),
-                    numbers=torch.tensor([p // SEGMENT for _, p in full]),
-                )
-            )
+        if seen is None:
+            batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
+        else:
+            room = self.operations.room(len(rows), lengths)
+            view = decode_view(self.table, rows, lengths, SEGMENT, room)
+            narrow_decode(view, seen)
+            batch = self.operations.decode_batch(view)
+        full = filled(self.table, rows, lengths.tolist(), SEGMENT)
+        if full is not None:
+            self.store.defer_seals(full)
         ends = [position + 1 for position in positions]
         layers, self.lse = [], self._no_lse(size + padding)
         for layer in range(len(self.kept)):

@@ -45,6 +45,5 @@ import sys
 for name in ("torch", "triton", "sglang"):
     sys.modules[name] = None
 import sgl_ragged.attention.kernel_choice, sgl_ragged.attention.kernels.tiles, sgl_ragged.plugin.options
-import sgl_ragged.attention.extend_tables
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -22,8 +22,8 @@ from calib.measure import Settings, join_ranks, measure
 from calib.query_moments import before_rope, rope_of
 from calib.recorder import ANSWERS, HIDDEN_STATES, Recorder, recording_file
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
-from sgl_ragged.attention import torch_ops
-from sgl_ragged.attention.batch import extend_batch
+from sgl_ragged.attention.torch_ops import TorchOps
+from sgl_ragged.attention.view import extend_view
 from sgl_ragged.budgets import coverage_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
@@ -50,15 +50,16 @@ def record(
     """Feed a sequence to a store at rho = 1 in chunks, as the backend does; `hidden` is [layers, tokens, size]."""
     layout = SlabLayout(np.full((LAYERS, HEADS), SEGMENT), DIM, SEGMENT)
     store = SlabStore(layout, get_scorer("streaming"), 8, 2, torch.float32, "cpu", q_per_kv=PER_HEAD)
+    operations = TorchOps(store)
     table = torch.zeros(2, 8 * SEGMENT, dtype=torch.int32)
     slots = torch.tensor([5, 2, 7, 1, 3, 4, 6])
     table[1, : 7 * SEGMENT] = (slots[:, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
     start = 0
     for end in [*chunks, LENGTH]:
-        batch = extend_batch(table, [1], [start], [end - start], SEGMENT)
+        batch = extend_view(table, torch.tensor([1]), [start], [end - start], SEGMENT)
         for layer in range(LAYERS):
             part = [tensor[start:end, layer] for tensor in tensors]
-            torch_ops.extend(store, layer, *part, batch)
+            operations.extend(layer, *part, operations.extend_batch(batch))
             entered = None if hidden is None else hidden[layer, start:end]
             recorder.extend(store, layer, *part, batch, None, entered)
         start = end

@@ -57,8 +57,8 @@ def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     widest = 4 * SEGMENT * 2 * 16 * 4
     monkeypatch.setattr(torch_ops, "CACHE_BYTES", segments_at_once * widest)
     parts = []
-    decode = torch_ops.decode
-    monkeypatch.setattr(torch_ops, "decode", lambda *a, **b: parts.append(len(a[2])) or decode(*a, **b))
+    attend = torch_ops._attend_part_of_batch
+    monkeypatch.setattr(torch_ops, "_attend_part_of_batch", lambda *a: parts.append(len(a[2])) or attend(*a))
     output = rig.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT)[length] for s, length in zip(sequences, lengths, strict=True)])
     torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
@@ -100,3 +100,24 @@ def test_a_foreign_nan_does_not_spread():
     output = rig.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT)[n] for s, n in zip(sequences, lengths, strict=True)])
     torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def first_and_latest(number: int) -> list[int]:
+    return sorted({0, number - 1} & set(range(number)))
+
+
+@pytest.mark.parametrize("capacity", [SEGMENT, SEGMENT + 16])
+def test_views_may_leave_segments_out(capacity):
+    """Every query segment sees the first segment and the one before it, in prefill and in decode."""
+    lengths = [4 * SEGMENT + 7, SEGMENT - 1, 2 * SEGMENT]
+    steps = SEGMENT + 2
+    sequences = [Sequence(n + steps, *KEPT.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
+    rig = Rig(KEPT, 16, "keydiff", len(lengths), 7, tail_capacity=capacity)
+    expected = [sequence.expected(KEPT, first_and_latest) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths, first_and_latest)
+    for output, want, length in zip(outputs, expected, lengths, strict=True):
+        torch.testing.assert_close(output.double(), want[:length], atol=1e-4, rtol=1e-4)
+    for step in range(steps):
+        output = rig.decode(sequences, [length + step for length in lengths], seen=first_and_latest)
+        want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
+        torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)

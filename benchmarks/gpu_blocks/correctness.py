@@ -17,7 +17,7 @@ from benchmarks.gpu_blocks.reference import Errors, Tokens, attention, kept_posi
 from benchmarks.gpu_blocks.stage import Stage, make_stage, measured_residents
 from benchmarks.gpu_blocks.timing import Timer
 from sgl_ragged.attention.triton_ops import TritonOps
-from sgl_ragged.mem_pool.slab_store import PendingSeals
+from sgl_ragged.mem_pool.segments import InTails
 
 TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 STEPS = 3
@@ -106,7 +106,7 @@ class Trial:
         return torch.stack(layers, dim=1)[: len(self.lengths)]
 
     def decode(self, step: int) -> None:
-        self.operations.seal_pending()
+        self.stage.store.settle()
         positions = [length + step for length in self.lengths]
         inputs = self.decode_inputs(positions, list(range(len(positions))))
         batch = self.describe(inputs)
@@ -122,7 +122,7 @@ class Trial:
             device = self.device
             slots = [int(self.stage.table[row, p]) // segment for row, p in full]
             self.stage.store.defer_seals(
-                PendingSeals(
+                InTails(
                     rows=torch.tensor([row for row, _ in full], device=device),
                     slots=torch.tensor(slots, device=device),
                     numbers=torch.tensor([p // segment for _, p in full], device=device),
@@ -131,7 +131,7 @@ class Trial:
 
     def replay(self, timer: Timer) -> None:
         """Decode the last token eagerly, and by a graph captured for the requests in another order."""
-        self.operations.seal_pending()
+        self.stage.store.settle()
         positions = [length + STEPS for length in self.lengths]
         order = list(range(len(positions)))
         inputs = self.decode_inputs(positions, order)

@@ -17,7 +17,7 @@ from benchmarks.gpu_blocks.stage import FALLBACK_RESIDENT, make_stage
 from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call
 from sgl_ragged.attention.kernels import seal
-from sgl_ragged.mem_pool.slab_store import PendingSeals
+from sgl_ragged.mem_pool.segments import InTails
 
 PREFIX = 32 * 1024
 HIDDEN, FEED_FORWARD = 4096, 14336
@@ -104,7 +104,7 @@ def _products(
 
 
 def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
-    """Segments that decode has filled, over all layers: `TritonOps.seal_pending`."""
+    """Segments that decode has filled, over all layers: `SlabStore.settle`."""
     model = case.model
     kept = kept_counts(model, PREFILL_RATIO, all_layers=True)
     most = max(case.pending)
@@ -124,7 +124,7 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
         operations = stage.operations("exact", FALLBACK_RESIDENT, 1)
         for count in case.pending:
             rows = torch.arange(1, count + 1, device=context.device)
-            pending = PendingSeals(
+            pending = InTails(
                 rows=rows,
                 slots=(stage.table[1 : count + 1, 0] // model.segment).long(),
                 numbers=torch.zeros(count, dtype=torch.int64, device=context.device),
@@ -132,7 +132,7 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
 
             def call(operations=operations, pending=pending) -> None:
                 operations.store.defer_seals(pending)
-                operations.seal_pending()
+                operations.store.settle()
 
             variants[f"{count} pending, {scorer}, {len(kept)} layers"] = call
     times = context.timer.compare({name: context.timer.prepare(call) for name, call in variants.items()})

@@ -9,6 +9,7 @@ import torch
 
 from sgl_ragged.attention.occupancy import resident_ctas
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
+from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
@@ -45,8 +46,8 @@ class Stage:
         for copy in range(copies):
             rows = torch.arange(batch, device=self.device) + 1 + copy * batch
             shared = operations.describe_decode(self.table, rows, lengths, lengths.cpu())
-            own = {name: getattr(shared, name).clone() for name in ("rows", "lengths", "places", "slots")}
-            described.append(replace(shared, **own))
+            own = {name: getattr(shared.view, name).clone() for name in DecodeView.__dataclass_fields__}
+            described.append(replace(shared, view=DecodeView(**own)))
         return described
 
 
@@ -99,7 +100,7 @@ def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:
     ones = torch.ones(batch, dtype=torch.int64, device=stage.device)
     described = operations.describe_decode(stage.table, ones, ones, ones.cpu())
     queries = store.tails.new_zeros((batch, store.layout.num_heads, store.q_per_kv, store.layout.head_dim))
-    kernel = operations.attend_parts(0, queries, described, described.splits[0])
+    kernel = operations.attend_parts(0, queries, described.view, described.splits[0])
     if kernel is None:
         return FALLBACK_RESIDENT, None
     return resident_ctas(kernel, stage.device), kernel

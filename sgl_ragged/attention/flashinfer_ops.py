@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from sgl_ragged.attention.merge import merge_states
 from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
+from sgl_ragged.attention.view import DecodeView, seen_segments
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -61,11 +62,13 @@ class DecodeWrapper(Protocol):
 
 @dataclass(frozen=True)
 class FlashInferDecodeBatch(TritonDecodeBatch):
-    """As for Triton, but `lengths` counts the open segment alone.
+    """As for Triton, with another view for the kernel, which attends to the open segments alone.
 
+    open_view: the view without sealed segments.
     sealed: int64 [requests with a sealed segment], their numbers in the batch, ascending.
     """
 
+    open_view: DecodeView
     sealed: torch.Tensor
 
 
@@ -140,7 +143,7 @@ class FlashInferOps(TritonOps):
         self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
         try:
             # Builds FlashInfer's kernels now, not while the first request waits.
-            self._make_plans(self._slots[:1], np.zeros(1, np.int64), np.ones(1, np.int64))
+            self._make_plans(self._view.slots[:1], np.zeros(1, np.int64), np.ones(1, np.int64))
         except Exception as error:
             raise RaggedConfigError(
                 f"FlashInfer cannot build or plan its decode kernels ({_first_line(error)}); it needs nvcc and ninja, "
@@ -160,12 +163,12 @@ class FlashInferOps(TritonOps):
     ) -> FlashInferDecodeBatch:
         """As in `Operations`; also replaces the plans that the previous description's layers used."""
         batch = super().describe_decode(req_to_token, rows, seq_lens, seq_lens_cpu)
-        torch.minimum(batch.lengths, batch.places + 1, out=batch.lengths)
-        # The open segment has at least the new token, so a length of exactly S has no sealed segment yet.
-        segments = np.maximum(seq_lens_cpu.numpy() - 1, 0) // self.store.layout.segment
+        open_view = replace(batch.view, seen=torch.zeros_like(batch.view.seen))
+        segments = seen_segments(seq_lens_cpu, self.store.layout.segment)
         # FlashInfer asks for at least one entry per request: those without a sealed segment are not shown to it.
         sealed = np.flatnonzero(segments)
-        return FlashInferDecodeBatch(**vars(batch), sealed=self._make_plans(batch.slots, sealed, segments[sealed]))
+        planned = self._make_plans(batch.view.slots, sealed, segments[sealed])
+        return FlashInferDecodeBatch(batch.view, batch.splits, open_view, planned)
 
     def _make_plans(self, slots: torch.Tensor, sealed: np.ndarray, segments: np.ndarray) -> torch.Tensor:
         """Plan every kind of band for these requests, if any.
@@ -213,7 +216,7 @@ class FlashInferOps(TritonOps):
     ) -> torch.Tensor:
         assert lse is None, "split heads are refused with FlashInfer"
         assert isinstance(batch, FlashInferDecodeBatch)
-        self.attend_parts(layer, queries, batch, batch.splits[layer])
+        self.attend_parts(layer, queries, batch.open_view, batch.splits[layer])
         # With one CTA per head, parts are heads.
         tails = self._partial[: queries.numel()].view(queries.shape)
         tail_lse = self._lse[: tails[..., 0].numel()].view(queries.shape[:-1])

@@ -101,7 +101,7 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
     queries = store.slabs.new_zeros((1, layout.num_heads, store.q_per_kv, layout.head_dim))
     # A padded row of length 0, and a chunk of one token: there is nothing to read from slabs and tails.
     batch = trial.describe_decode(table, row, row, row.cpu())
-    decode = trial.attend_parts(0, queries, batch, batch.splits[0])
+    decode = trial.attend_parts(0, queries, batch.view, batch.splits[0])
     keys = queries[:, :, 0].contiguous()
     chunk = trial.describe_extend(table, row, [0], [1])
     extend = trial.attend_chunks(0, queries, keys, keys, chunk, torch.empty_like(queries))

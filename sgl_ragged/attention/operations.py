@@ -1,16 +1,49 @@
-"""What the attention backend asks of a set of operations: describe a batch, extend, decode, seal."""
+"""What the attention backend asks of a set of operations, and what all sets have in common."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from sgl_ragged.attention.transfer import to_device
+from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view
+from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 
-class Operations(Protocol):
-    """Attention over slabs and tails. Tensors are on the store's device; shapes as in `torch_ops`.
+@dataclass(frozen=True)
+class Copies:
+    """Tokens of chunks that go to tails: int32 [copies] each, as in `ExtendView.open_copies`."""
+
+    tokens: torch.Tensor
+    requests: torch.Tensor
+    places: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ExtendBatch:
+    """A view of chunks, with what it says must be copied and sealed on the device.
+
+    chunk_seals: int32 [segments] each: first tokens, slots and numbers of segments that lie in their chunks.
+    tiles: `ExtendView.tiles`, for operations that work by tiles.
+    """
+
+    view: ExtendView
+    open_copies: Copies
+    rest_copies: Copies
+    tail_seals: InTails
+    chunk_seals: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    tiles: torch.Tensor | None
+
+
+class Operations(ABC):
+    """Attention over slabs and tails. Tensors are on the store's device.
 
     `describe_extend` and `describe_decode` run once per forward pass, before its layers; what they return is handed to
     every layer and need not be looked into. In a decode step `rows` and `seq_lens` may be longer than the running
@@ -23,18 +56,50 @@ class Operations(Protocol):
     """Whether decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
+    block_m: int | None = None
+    """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
+
+    @abstractmethod
     def reserve(self, max_batch: int) -> None:
         """Make room for decode batches of this size, padding included."""
-
-    def describe_extend(
-        self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
-    ) -> Any:
-        """A batch of chunks: int64 rows of the request table, tokens before each chunk and tokens in it."""
 
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> Any:
         """A batch with one new token per request; lengths count it."""
+        room = self.room(len(rows), seq_lens_cpu)
+        return self.decode_batch(decode_view(req_to_token, rows, seq_lens, self.store.layout.segment, room))
+
+    @abstractmethod
+    def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
+        """Where the view of a decode batch is written to."""
+
+    @abstractmethod
+    def decode_batch(self, view: DecodeView) -> Any:
+        """A view as `decode` takes it."""
+
+    def describe_extend(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
+    ) -> Any:
+        """A batch of chunks: int64 rows of the request table, tokens before each chunk and tokens in it."""
+        return self.extend_batch(extend_view(req_to_token, rows, prefixes, lengths, self.store.layout.segment))
+
+    def extend_batch(self, view: ExtendView) -> ExtendBatch:
+        """A view as `extend` takes it: one transfer to the device."""
+        host = [*view.open_copies.T, *view.rest_copies.T, *view.tail_seals.T, *view.chunk_seals.T]
+        if self.block_m is not None:
+            host.append(view.tiles(self.store.q_per_kv, self.block_m))
+        columns = to_device(host, view.rows.device)
+        tail_request, tail_number, chunk_request, chunk_number, first_token = columns[6:11]
+        rows, pages = view.rows, view.pages
+        return ExtendBatch(
+            view=view,
+            open_copies=Copies(*columns[:3]),
+            rest_copies=Copies(*columns[3:6]),
+            tail_seals=InTails(rows[tail_request], pages[tail_request, tail_number], tail_number),
+            chunk_seals=(first_token, pages[chunk_request, chunk_number], chunk_number),
+            tiles=columns[11] if self.block_m is not None else None,
+        )
 
     def extend(
         self,
@@ -46,9 +111,73 @@ class Operations(Protocol):
         sides: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a chunk, seal the segments that it finishes, attend."""
-        ...
+        """Store a chunk's keys and values, seal the segments that it finishes, attend.
 
+        Args:
+            queries: [tokens, heads, q_per_kv, head_dim].
+            keys, values: [tokens, heads, head_dim], keys after RoPE.
+            sides: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
+            lse: float32 [tokens, heads, q_per_kv], all -inf, for layers with partial heads: theirs get the natural
+                log-sum-exps of their logits. They remain -inf where a head attends to nothing here, and its output is
+                0.
+
+        Returns:
+            [tokens, heads, q_per_kv, head_dim]; zeros for tokens of no chunk. Changes the slabs of finished segments
+            and the requests' tails.
+        """
+        store = self.store
+        # What is scored and read must not depend on whether a token came through the cache: it has the cache's dtype.
+        keys, values = keys.to(store.slabs.dtype), values.to(store.slabs.dtype)
+        output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        if not batch.view.pieces:
+            return output
+        firsts, slots, numbers = batch.chunk_seals
+        self._store(layer, keys, values, sides, batch.open_copies, batch)
+        store.seal(layer, batch.tail_seals)
+        store.seal(layer, InChunk(firsts, slots, numbers, keys, values, sides))
+        self.attend_chunks(layer, queries, keys, values, batch, output, lse)
+        self._empty_tails(layer, batch.view)
+        self._store(layer, keys, values, sides, batch.rest_copies, batch)
+        return output
+
+    def _store(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sides: torch.Tensor | None,
+        copies: Copies,
+        batch: ExtendBatch,
+    ) -> None:
+        """Write some of a chunk's tokens to the tails."""
+        if len(copies):
+            self.append(layer, keys, values, copies, batch.view.rows)
+            if sides is not None:
+                rows = batch.view.rows[copies.requests]
+                self.store.append_side(layer, rows, copies.places, sides[copies.tokens])
+
+    @abstractmethod
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
+        """Write copies of keys and values [tokens, heads, head_dim] to the tails `rows` of their requests."""
+
+    def _empty_tails(self, layer: int, view: ExtendView) -> None:
+        """Clear what tails of new open segments held before, where attention would read it under a mask."""
+        return
+
+    @abstractmethod
+    def attend_chunks(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Any,
+        output: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> object:
+        """The attention of `extend` alone, into `output`, all zeros, and `lse`."""
+
+    @abstractmethod
     def decode(
         self,
         layer: int,
@@ -59,8 +188,4 @@ class Operations(Protocol):
         sides: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Append one token per request, attend."""
-        ...
-
-    def seal_pending(self) -> None:
-        """Seal the segments that the last decode step filled."""
+        """Append one token per request to the tails, then attend; arguments as in `extend`, a token per request."""

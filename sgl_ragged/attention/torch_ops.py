@@ -1,17 +1,20 @@
 """Attention over slabs and tails in plain torch: the oracle of the kernels, and what runs on CPUs.
 
-Design section 3: a query sees its own segment uncompressed up to itself, and of earlier segments what its
-head kept. Loops run over requests, segments and bands, never over tokens.
+A query sees its own segment uncompressed up to itself, and of earlier segments what its head kept. Loops run over
+requests, segments and bands, never over tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sgl_ragged.attention.batch import DecodeBatch, ExtendBatch, ExtendRequest, decode_batch, extend_batch
+from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
+from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
+from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 CACHE_BYTES = 8 << 20
@@ -20,14 +23,25 @@ CACHE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class DecodePart:
-    """Requests of a decode batch that attend together."""
+    """Requests of a decode batch that attend together. `longest_tail`: tokens in the longest of their tails."""
 
     requests: slice
-    batch: DecodeBatch
+    view: DecodeView
+    longest_tail: int
+    _masks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, kept: int) -> torch.Tensor:
+        """bool [batch, 1, 1, most seen * kept + longest_tail]: what each query may see, made once per `kept`."""
+        if kept not in self._masks:
+            view, device = self.view, self.view.slots.device
+            history = torch.arange(view.slots.shape[1] * kept, device=device) < view.seen[:, None] * kept
+            tail = torch.arange(self.longest_tail, device=device) <= view.places[:, None]
+            self._masks[kept] = torch.cat([history, tail], dim=1)[:, None, None, :]
+        return self._masks[kept]
 
 
-class TorchOps:
-    """The operations of this module, as the backend asks for them (`operations.Operations`)."""
+class TorchOps(Operations):
+    """The operations in torch."""
 
     captures_graphs = False
 
@@ -40,37 +54,47 @@ class TorchOps:
     def reserve(self, max_batch: int) -> None:
         """Nothing to do: batches are described in tensors of their own."""
 
-    def describe_extend(
-        self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
-    ) -> ExtendBatch:
-        return extend_batch(req_to_token, rows.tolist(), prefixes, lengths, self.store.layout.segment)
+    def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
+        most = most_seen(seq_lens_cpu, self.store.layout.segment)
+        return DecodeView.empty(batch, most, self.store.slabs.device)
 
-    def describe_decode(
-        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
-    ) -> tuple[DecodePart, ...]:
-        segment = self.store.layout.segment
-        longest = int(seq_lens_cpu.max()) // segment * self._segment_bytes
-        size = rows.shape[0]
-        pieces = 1 if rows.is_cuda else min(size, -(-size * longest // CACHE_BYTES))
+    def decode_batch(self, view: DecodeView) -> tuple[DecodePart, ...]:
+        """A view as `decode` takes it: in parts whose history fits the processor's cache."""
+        # Behind what is seen anything may lie; what a mask hides must be finite.
+        unseen = torch.arange(view.slots.shape[1], device=view.slots.device) >= view.seen[:, None]
+        view = replace(view, slots=view.slots.masked_fill(unseen, 0), places=view.places.long())
+        size, longest = len(view), view.slots.shape[1] * self._segment_bytes
+        pieces = 1 if view.rows.is_cuda else min(size, -(-size * longest // CACHE_BYTES))
         at_once = -(-size // max(1, pieces))
         parts = []
         for start in range(0, size, at_once):
-            own = slice(start, start + at_once)
-            batch = decode_batch(req_to_token, rows[own], seq_lens[own], seq_lens_cpu[own], segment)
-            parts.append(DecodePart(own, batch))
+            own = view[start : start + at_once]
+            own = replace(own, slots=own.slots[:, : int(own.seen.max())].long())
+            parts.append(DecodePart(slice(start, start + at_once), own, int(own.places.max()) + 1))
         return tuple(parts)
 
-    def extend(
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
+        tokens = copies.tokens.long()
+        self.store.append(layer, rows[copies.requests], copies.places.long(), keys[tokens], values[tokens])
+
+    def _empty_tails(self, layer: int, view: ExtendView) -> None:
+        rows = view.rows.tolist()
+        for request, length in view.emptied:
+            self.store.empty_tail(layer, rows[request], length)
+
+    def attend_chunks(
         self,
         layer: int,
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: ExtendBatch,
-        sides: torch.Tensor | None = None,
+        output: torch.Tensor,
         lse: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return extend(self.store, layer, queries, keys, values, batch, sides, lse)
+    ) -> None:
+        keys, values = keys.to(queries.dtype), values.to(queries.dtype)
+        for _, pieces in itertools.groupby(batch.view.pieces, key=lambda piece: (piece.request, piece.listed)):
+            _attend_pieces(self.store, layer, queries, keys, values, batch.view, list(pieces), output, lse)
 
     def decode(
         self,
@@ -82,191 +106,90 @@ class TorchOps:
         sides: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        output = torch.empty_like(queries)
+        store, output = self.store, torch.empty_like(queries)
         for part in batch:
-            own = part.requests
-            own_sides, own_lse = (None if tensor is None else tensor[own] for tensor in (sides, lse))
-            output[own] = decode(
-                self.store, layer, queries[own], keys[own], values[own], part.batch, own_sides, own_lse
-            )
+            own, view = part.requests, part.view
+            store.append(layer, view.rows, view.places, keys[own], values[own])
+            if sides is not None:
+                store.append_side(layer, view.rows, view.places, sides[own])
+            output[own] = _attend_part_of_batch(store, layer, queries[own], part, None if lse is None else lse[own])
         return output
 
-    def seal_pending(self) -> None:
-        seal_pending(self.store)
 
-
-def seal_pending(store: SlabStore) -> None:
-    """Seal all pending segments of the store from their tails. Call before any later read or write."""
-    pending = store.take_pending()
-    if pending is None:
-        return
-    for layer in range(store.layout.num_layers):
-        tails = store.tails[pending.rows, layer]
-        sides = store.sides[pending.rows, layer, :, : store.side_places] if store.has_sides else None
-        store.seal(layer, pending.slots, pending.numbers, tails[:, 0], tails[:, 1], sides)
-
-
-def extend(
+def _attend_pieces(
     store: SlabStore,
     layer: int,
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    batch: ExtendBatch,
-    sides: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Store a chunk's keys and values (sealing segments that it finishes), then attend.
-
-    Args:
-        queries: [tokens, heads, q_per_kv, head_dim].
-        keys, values: [tokens, heads, head_dim], keys after RoPE.
-        sides: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
-        lse: float32 [tokens, heads, q_per_kv], all -inf, for layers with partial heads: theirs get the natural
-            log-sum-exps of their logits. They remain -inf where a head attends to nothing here, and its output is 0.
-
-    Returns:
-        [tokens, heads, q_per_kv, head_dim]. Changes the slabs of finished segments and the requests' tails.
-    """
-    output = torch.zeros_like(queries)
-    # What is scored and read must not depend on whether a token came through the cache, so it has the cache's dtype.
-    keys, values = keys.to(store.slabs.dtype), values.to(store.slabs.dtype)
-    for request in batch.requests:
-        if request.length == 0:
-            continue
-        tokens = slice(request.batch_start, request.batch_start + request.length)
-        own_sides = None if sides is None else sides[tokens].to(store.sides.dtype)
-        own_keys, own_values = _store_chunk(store, layer, keys[tokens], values[tokens], own_sides, request)
-        own_lse = None if lse is None else lse[tokens]
-        output[tokens] = _attend_chunk(store, layer, queries[tokens], own_keys, own_values, request, own_lse)
-    return output
-
-
-def _store_chunk(
-    store: SlabStore,
-    layer: int,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sides: torch.Tensor | None,
-    request: ExtendRequest,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seal what the chunk finishes, keep the rest as the tail.
-
-    Returns the request's own keys and values from the start of the segment that was open, [heads, tokens, head_dim].
-    """
-    segment = store.layout.segment
-    own_keys, own_values = keys.transpose(0, 1), values.transpose(0, 1)
-    open_length = request.prefix % segment
-    if open_length:
-        tail = store.tails[request.row, layer, :, :, :open_length]
-        own_keys, own_values = torch.cat([tail[0], own_keys], dim=1), torch.cat([tail[1], own_values], dim=1)
-    own_sides = None if sides is None else _own_sides(store, layer, sides.transpose(0, 1), request.row, open_length)
-    first = request.prefix // segment
-    finished = request.slots.shape[0] - first
-    if finished:
-        sealed_sides = None
-        if own_sides is not None:
-            sealed_sides = own_sides[:, : finished * segment].unflatten(1, (finished, segment)).transpose(0, 1)
-            sealed_sides = sealed_sides[:, :, segment - store.side_places :]
-        shape = (own_keys.shape[0], finished, segment, own_keys.shape[2])
-        numbers = torch.arange(first, first + finished, device=keys.device)
-        store.seal(
-            layer,
-            request.slots[first:],
-            numbers,
-            own_keys[:, : finished * segment].reshape(shape).transpose(0, 1),
-            own_values[:, : finished * segment].reshape(shape).transpose(0, 1),
-            sealed_sides,
-        )
-    store.write_tail(layer, request.row, own_keys[:, finished * segment :], own_values[:, finished * segment :])
-    if own_sides is not None:
-        store.write_side(layer, request.row, own_sides[:, finished * segment :])
-    return own_keys, own_values
-
-
-def _own_sides(store: SlabStore, layer: int, sides: torch.Tensor, row: int, open_length: int) -> torch.Tensor:
-    """Sides [heads, tokens, elements] from the start of the open segment; zeros where none were kept."""
-    if open_length == 0:
-        return sides
-    skipped = store.layout.segment - store.side_places
-    earlier = sides.new_zeros((sides.shape[0], open_length, sides.shape[2]))
-    if open_length > skipped:
-        earlier[:, skipped:] = store.sides[row, layer, :, : open_length - skipped]
-    return torch.cat([earlier, sides], dim=1)
-
-
-def _attend_chunk(
-    store: SlabStore,
-    layer: int,
-    queries: torch.Tensor,
-    own_keys: torch.Tensor,
-    own_values: torch.Tensor,
-    request: ExtendRequest,
+    view: ExtendView,
+    pieces: list[Piece],
+    output: torch.Tensor,
     lse: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention of one request's chunk, segment by segment; shapes as in `extend` for this request's tokens."""
-    segment = store.layout.segment
-    first, open_length = request.prefix // segment, request.prefix % segment
-    total = own_keys.shape[1]
-    output = torch.empty_like(queries)
-    own_keys, own_values = own_keys.to(queries.dtype), own_values.to(queries.dtype)
+) -> None:
+    """Attention of pieces of one request that see the same list of slots; tensors as in `Operations.extend`."""
+    row = int(view.rows[pieces[0].request])
+    slots = view.lists[pieces[0].listed, : max(piece.seen for piece in pieces)].long()
+    first, last = pieces[0].first_token, pieces[-1].first_token + pieces[-1].tokens
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
         if band.kept == 0:
-            output[:, heads] = 0
             continue
-        history = store.band_view(layer, band)[request.slots].to(queries.dtype)
         # [segments, heads, 2, kept, d] -> [2, heads, segments * kept, d]
-        history = history.permute(2, 1, 0, 3, 4).flatten(2, 3)
-        band_queries = queries.index_select(1, heads).permute(1, 2, 0, 3)
-        band_keys, band_values = own_keys.index_select(0, heads), own_values.index_select(0, heads)
-        for start in range(0, total, segment):
-            stop = min(start + segment, total)
-            seen = (first + start // segment) * band.kept
-            begin = max(start, open_length)
-            chunk = slice(begin - open_length, stop - open_length)
-            own = slice(start, stop if band.attends_open else start)
-            mask = torch.ones((stop - start, seen + own.stop - start), dtype=torch.bool, device=queries.device)
-            mask = mask.tril(diagonal=seen)[begin - start :]
-            entries = (
-                torch.cat([history[0, :, :seen], band_keys[:, own]], dim=1),
-                torch.cat([history[1, :, :seen], band_values[:, own]], dim=1),
+        history = store.band_view(layer, band)[slots].to(queries.dtype).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        own = [x[first:last].index_select(1, heads).transpose(0, 1) for x in (keys, values)]
+        asking = queries[first:last].index_select(1, heads).permute(1, 2, 0, 3)
+        for piece in pieces:
+            tokens = slice(piece.first_token - first, piece.first_token - first + piece.tokens)
+            seen = piece.seen * band.kept
+            seen_keys, seen_values, mask = _entries(
+                store, layer, band, heads, history[:, :, :seen], own, row, piece, tokens
             )
+            chunk = slice(piece.first_token, piece.first_token + piece.tokens)
             if band.partial:
                 assert lse is not None, "layers with partial heads need their log-sum-exps"
-                attended, logs = _attend_part(band_queries[:, :, chunk], *entries, mask, store.scales[layer])
+                attended, logs = _attend_part(asking[:, :, tokens], seen_keys, seen_values, mask, store.scales[layer])
                 lse[chunk, heads] = logs.permute(2, 0, 1)
             else:
-                attended = _attend(band_queries[:, :, chunk], *entries, mask, store.scales[layer])
+                attended = _attend(asking[:, :, tokens], seen_keys, seen_values, mask, store.scales[layer])
             output[chunk, heads] = attended.permute(2, 0, 1, 3)
-    return output
 
 
-def decode(
+def _entries(
     store: SlabStore,
     layer: int,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: DecodeBatch,
-    sides: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Append one token per request to the tails, then attend.
+    band: Band,
+    heads: torch.Tensor,
+    history: torch.Tensor,
+    own: list[torch.Tensor],
+    row: int,
+    piece: Piece,
+    tokens: slice,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values [heads, entries, d] that a piece's queries can see, and the mask [tokens, entries].
 
     Args:
-        queries: [batch, heads, q_per_kv, head_dim].
-        keys, values: [batch, heads, head_dim], keys after RoPE.
-        sides: [batch, heads, elements], what the store's scorer needs of each token, if anything.
-        lse: float32 [batch, heads, q_per_kv], as in `extend`.
-
-    Returns:
-        [batch, heads, q_per_kv, head_dim]. Changes the tails; slabs are only read.
+        history: [2, heads, kept rows, d], what the band kept of the segments seen.
+        own: keys and values [heads, chunk's tokens, d]; `tokens` are those of the piece.
     """
-    store.append(layer, batch.rows, batch.places, keys, values)
-    if sides is not None:
-        store.append_side(layer, batch.rows, batch.places, sides)
-    tails = store.tails[:, layer, :, :, : batch.longest_tail].index_select(0, batch.rows).float()
+    entries = [[history[part]] for part in (0, 1)]
+    if band.attends_open:
+        for part in (0, 1):
+            if piece.place:
+                tail = store.tails[row, layer, part, :, : piece.place].index_select(0, heads)
+                entries[part].append(tail.to(own[part].dtype))
+            entries[part].append(own[part][:, tokens])
+    seen_keys, seen_values = (torch.cat(parts, dim=1) for parts in entries)
+    mask = torch.ones((piece.tokens, seen_keys.shape[1]), dtype=torch.bool, device=history.device)
+    return seen_keys, seen_values, mask.tril(diagonal=history.shape[2] + piece.place)
+
+
+def _attend_part_of_batch(
+    store: SlabStore, layer: int, queries: torch.Tensor, part: DecodePart, lse: torch.Tensor | None
+) -> torch.Tensor:
+    """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
+    view = part.view
+    tails = store.tails[:, layer, :, :, : part.longest_tail].index_select(0, view.rows).float()
     output = torch.empty_like(queries)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
@@ -274,11 +197,11 @@ def decode(
             output[:, heads] = 0
             continue
         band_tails = tails.index_select(2, heads)
-        history = store.gather(layer, band, batch.slots.flatten()).float()
+        history = store.gather(layer, band, view.slots.flatten()).float()
         band_queries = queries.index_select(1, heads).float() * store.scales[layer]
-        mask = batch.mask(band.kept)
+        mask = part.mask(band.kept)
         if not band.attends_open:
-            band_tails, mask = band_tails[:, :, :, :0], mask[..., : batch.slots.shape[1] * band.kept]
+            band_tails, mask = band_tails[:, :, :, :0], mask[..., : view.slots.shape[1] * band.kept]
         attended, logs = _attend_band(band_queries, history, band_tails, mask, band.partial)
         output[:, heads] = attended.to(output.dtype)
         if logs is not None:

@@ -1,4 +1,4 @@
-"""Small tables from host to device."""
+"""How tensors come to kernels: small tables from the host, and rows of heads that lie together."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
         sent[start : start + array.size].view(array.shape)
         for array, start in zip(arrays, starts[:-1].tolist(), strict=True)
     ]
+
+
+def head_rows(x: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if all but its first stride are those of a contiguous one, else a contiguous copy."""
+    return x if x[0].is_contiguous() else x.contiguous()

@@ -11,11 +11,11 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from sgl_ragged.attention.batch import ExtendBatch, extend_batch
 from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
-from sgl_ragged.mem_pool.slab_store import PendingSeals, SlabStore
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
 
@@ -40,7 +40,7 @@ class Observer(Protocol):
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: ExtendBatch,
+        batch: ExtendView,
         sides: torch.Tensor | None,
         hidden_states: torch.Tensor | None,
     ) -> None:
@@ -52,7 +52,7 @@ class Observer(Protocol):
 
 
 class RaggedAttnBackend(AttentionBackend):
-    """Attention over slabs and tails (design section 3).
+    """Attention over slabs and tails.
 
     Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose.
     """
@@ -80,7 +80,7 @@ class RaggedAttnBackend(AttentionBackend):
         if observer is not None:
             observer.prepare(model_runner.model, self.store)
         self.exchange = exchange
-        self._observed: ExtendBatch | None = None
+        self._observed: ExtendView | None = None
         self._token_scores: dict[int, torch.Tensor] = {}
         self._hidden_states: dict[int, torch.Tensor] = {}
         if self.store.scorer.reads_hidden_states or (observer is not None and observer.reads_hidden_states):
@@ -104,7 +104,7 @@ class RaggedAttnBackend(AttentionBackend):
         if mode.is_decode():
             self.init_forward_metadata_out_graph(forward_batch)
             return
-        self.operations.seal_pending()
+        self.store.settle()
         if mode.is_idle():
             self.forward_metadata = None
             return
@@ -112,7 +112,7 @@ class RaggedAttnBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices
         self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths)
         if self.observer is not None:
-            self._observed = extend_batch(self.req_to_token, rows.tolist(), prefixes, lengths, self.segment)
+            self._observed = extend_view(self.req_to_token, rows, prefixes, lengths, self.segment)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Before any graph is captured: batches are padded to sizes that may exceed the rows of the request table."""
@@ -130,27 +130,16 @@ class RaggedAttnBackend(AttentionBackend):
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
         if not in_capture:
-            self.operations.seal_pending()
+            self.store.settle()
         self.forward_metadata = self.operations.describe_decode(
             self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
         )
         if not in_capture:
-            self._defer_full_segments(forward_batch)
-
-    def _defer_full_segments(self, forward_batch: ForwardBatch) -> None:
-        """Note the segments that this decode step completes. Does not wait for the device."""
-        lengths = forward_batch.seq_lens_cpu.tolist()
-        full = [index for index, length in enumerate(lengths) if length % self.segment == 0]
-        if not full:
-            return
-        device = self.req_to_token.device
-        which, last, numbers = (
-            torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-            for values in (full, [lengths[i] - 1 for i in full], [lengths[i] // self.segment - 1 for i in full])
-        )
-        rows = forward_batch.req_pool_indices[which].to(torch.int64)
-        slots = self.req_to_token[rows, last].to(torch.int64) // self.segment
-        self.store.defer_seals(PendingSeals(rows=rows, slots=slots, numbers=numbers))
+            full = filled(
+                self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens_cpu.tolist(), self.segment
+            )
+            if full is not None:
+                self.store.defer_seals(full)
 
     def forward_extend(
         self,

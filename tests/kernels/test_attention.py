@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sgl_ragged.attention import triton_ops
 from tests.kernels.operations import triton_operations
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
+from tests.test_torch_ops import first_and_latest
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]
@@ -59,6 +60,21 @@ def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, 
         output = rig.decode(sequences, [length + step for length in lengths], padding=2)
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_views_may_leave_segments_out():
+    """Every query segment sees the first segment and the one before it; tails have room for more than a segment."""
+    lengths, steps = [3 * SEGMENT + 7, SEGMENT - 1], 2
+    sequences = [Sequence(n + steps, *MIXED.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
+    rig = Rig(MIXED, 16, "keydiff", len(lengths), 5, make_operations=triton_operations, tail_capacity=SEGMENT + 16)
+    expected = [sequence.expected(MIXED, first_and_latest) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths, first_and_latest)
+    for step in range(steps):
+        outputs.append(rig.decode(sequences, [length + step for length in lengths], seen=first_and_latest))
+    want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
+    want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
+    for output, right in zip(outputs, want, strict=True):
+        torch.testing.assert_close(output.double(), right, atol=1e-5, rtol=1e-4)
 
 
 CUTS = ([SEGMENT - 3, SEGMENT + 5], [10, 20, 3 * SEGMENT], [2 * SEGMENT, 2 * SEGMENT + 1])
@@ -165,7 +181,7 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
         return captured
 
     monkeypatch.setattr(operations, "describe_decode", refill)
-    decode, seal = operations.decode, operations.seal_pending
+    decode, settle = operations.decode, rig.store.settle
     sealed_layers = []
 
     def quiet_decode(*arguments):
@@ -174,11 +190,11 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
 
     def quiet_seal():
         with NoWaiting():
-            sealed_layers.append(operations.store._pending != [])
-            seal()
+            sealed_layers.append(rig.store.has_pending)
+            settle()
 
     monkeypatch.setattr(operations, "decode", quiet_decode)
-    monkeypatch.setattr(operations, "seal_pending", quiet_seal)
+    monkeypatch.setattr(rig.store, "settle", quiet_seal)
     expected = [sequence.expected(kept) for sequence in sequences]
     for step in range(2):
         output = rig.decode(sequences, [length + step for length in lengths])

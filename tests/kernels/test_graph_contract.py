@@ -129,7 +129,7 @@ def test_replays_serve_other_requests_than_the_capture_and_seal_before_they_read
     expected = [sequence.expected(KEPT[:LAYERS]) for sequence in sequences]
     runner = Runner()
     runner.capture()
-    assert runner.backend.store.take_pending() is None
+    assert not runner.backend.store.has_pending
     runner.extend(sequences, LENGTHS)
     for step in range(steps):
         # The first request fills its segment in the second step, is away in the third and comes back alone.

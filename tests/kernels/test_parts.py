@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.parts import merge_parts, segment_of
+from sgl_ragged.attention.kernels.parts import merge_parts
+from sgl_ragged.attention.kernels.walk import segment_of
 
 
 @triton.jit

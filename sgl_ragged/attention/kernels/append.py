@@ -21,7 +21,7 @@ def append_kernel(
     row_stride,
     layer_start,
     HEADS: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    TAIL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     copy = tl.program_id(0)
@@ -30,10 +30,10 @@ def append_kernel(
     place = tl.load(places_ptr + copy)
     row = tl.load(rows_ptr + tl.load(requests_ptr + copy)).to(tl.int64)
     dims = tl.arange(0, HEAD_DIM)
-    target = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM + place * HEAD_DIM + dims
+    target = tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM + place * HEAD_DIM + dims
     source = head * HEAD_DIM + dims
     tl.store(target, tl.load(keys_ptr + token * key_stride + source))
-    tl.store(target + HEADS * SEGMENT * HEAD_DIM, tl.load(values_ptr + token * value_stride + source))
+    tl.store(target + HEADS * TAIL * HEAD_DIM, tl.load(values_ptr + token * value_stride + source))
 
 
 def append(
@@ -49,14 +49,14 @@ def append(
     """Write keys and values of some tokens to tails. Changes `tails` alone.
 
     Args:
-        tails: [rows, layers, 2 (K, V), heads, S, d].
+        tails: [rows, layers, 2 (K, V), heads, capacity, d].
         keys, values: [batch tokens, heads, d] in any floating dtype; the token stride may be any.
         tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose tail.
         rows: integers [requests], each request's row of `tails`.
     """
     if len(tokens) == 0:
         return
-    _, _, _, heads, segment, dim = tails.shape
+    _, _, _, heads, capacity, dim = tails.shape
     append_kernel[(len(tokens), heads)](
         keys,
         values,
@@ -70,7 +70,7 @@ def append(
         tails.stride(0),
         layer * tails.stride(1),
         HEADS=heads,
-        SEGMENT=segment,
+        TAIL=capacity,
         HEAD_DIM=dim,
         num_warps=1,
     )

@@ -2,7 +2,7 @@
 
 Split-KV in two launches. In the first, every CTA of the split map takes its part of one head's rows of one request;
 the rows are the kept rows of all sealed segments, then the tail. The second merges the parts by their log-sum-exp.
-Both grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: lengths are read on the device,
+Both grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: the view is read on the device,
 a part without rows writes a log-sum-exp of -inf and leaves.
 """
 
@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts, segment_of
+from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
+from sgl_ragged.attention.kernels.walk import walk_history, walk_tail
+from sgl_ragged.attention.view import DecodeView
 
 
 @triton.jit(do_not_specialize=["slots_stride"])
@@ -23,7 +25,8 @@ def decode_kernel(
     tails_ptr,
     slots_ptr,
     rows_ptr,
-    lengths_ptr,
+    seen_ptr,
+    open_lengths_ptr,
     ctas_ptr,
     kept_ptr,
     key_blocks_ptr,
@@ -38,7 +41,7 @@ def decode_kernel(
     layer_start,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    TAIL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -52,13 +55,10 @@ def decode_kernel(
     part = tl.load(ctas_ptr + cta * 4 + 1)
     parts = tl.load(ctas_ptr + cta * 4 + 2)
     place = request * tl.num_programs(1) + tl.load(ctas_ptr + cta * 4 + 3)
-    length = tl.load(lengths_ptr + request).to(tl.int32)
     kept = tl.load(kept_ptr + head)
 
-    # The open segment has at least the new token, so a length of exactly S has no sealed segment yet.
-    sealed = tl.maximum(length - 1, 0) // SEGMENT
-    history = sealed * kept
-    open_rows = length - sealed * SEGMENT
+    history = tl.load(seen_ptr + request) * kept
+    open_rows = tl.load(open_lengths_ptr + request)
     if PARTIAL:
         open_rows *= tl.load(opens_ptr + head)
     rows_in_all = history + open_rows
@@ -68,7 +68,6 @@ def decode_kernel(
 
     query_rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)
-    tile_rows = tl.arange(0, BLOCK_N)
     lse_at = lse_ptr + place * Q_PER_KV + query_rows
     if begin >= end:
         tl.store(lse_at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=query_rows < Q_PER_KV)
@@ -81,41 +80,43 @@ def decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    first, last = tl.minimum(begin, history), tl.minimum(end, history)
-    slots_at = slots_ptr + request * slots_stride
-    # A constant factor is what tells the compiler that rows are aligned.
-    key_offset = tl.load(key_blocks_ptr + head) * 16
-    value_offset = kept * HEAD_DIM
-    divisor = kept
-    if PARTIAL:
-        # A head that only other ranks store has no rows here, and nothing to divide.
-        divisor = tl.maximum(kept, 1)
-    per_unit = 16.0 / divisor
-    number = first + tile_rows
-    # Slots are read one tile ahead and carried as loaded: anything else takes the loads of keys and values out of
-    # the software pipeline.
-    slot = tl.load(slots_at + segment_of(number, per_unit), mask=number < last, other=0)
-    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        number = start + tile_rows
-        valid = number < last
-        at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
-        pointers = slabs_ptr + at[:, None] + dims[None, :]
-        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
-        values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
-        following = number + BLOCK_N
-        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < last, other=0)
-        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
-
+    history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
+    tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
+    best, total, output = walk_history(
+        query,
+        best,
+        total,
+        output,
+        slabs_ptr,
+        slots_ptr + request * slots_stride,
+        key_blocks_ptr + head,
+        slab_elems,
+        kept,
+        history_first,
+        history_last,
+        scale2,
+        HEAD_DIM,
+        BLOCK_N,
+        STAGES,
+        PRECISION,
+        PARTIAL,
+    )
     row = tl.load(rows_ptr + request).to(tl.int64)
-    tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
-    first, last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
-    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        number = start + tile_rows
-        valid = number < last
-        pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
-        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
-        values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
-        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
+    best, total, output = walk_tail(
+        query,
+        best,
+        total,
+        output,
+        tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM,
+        HEADS * TAIL * HEAD_DIM,
+        tail_first,
+        tail_last,
+        scale2,
+        HEAD_DIM,
+        BLOCK_N,
+        STAGES,
+        PRECISION,
+    )
 
     output = output / total[:, None]
     lse = (best + tl.log2(total)) * LN2
@@ -155,9 +156,7 @@ def decode_parts(
     slabs: torch.Tensor,
     tails: torch.Tensor,
     layer: int,
-    slots: torch.Tensor,
-    rows: torch.Tensor,
-    lengths: torch.Tensor,
+    view: DecodeView,
     ctas: torch.Tensor,
     kept: torch.Tensor,
     key_blocks: torch.Tensor,
@@ -171,9 +170,8 @@ def decode_parts(
 
     Args:
         queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
-        slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, S, d].
-        slots: int32 [batch, most segments], slots of each request's sealed segments.
-        rows: integers [batch], rows of `tails`. lengths: integers [batch], tokens with the new one; 0 for padding.
+        slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, capacity, d].
+        view: what each query sees.
         ctas: int32 [CTAs, 4], `split_map.cta_table` of this layer.
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
@@ -190,9 +188,10 @@ def decode_parts(
         queries,
         slabs,
         tails,
-        slots,
-        rows,
-        lengths,
+        view.slots,
+        view.rows,
+        view.seen,
+        view.open_lengths,
         ctas,
         kept,
         key_blocks,
@@ -202,12 +201,12 @@ def decode_parts(
         scale,
         queries.stride(0),
         slabs.stride(0),
-        slots.stride(0),
+        view.slots.stride(0),
         tails.stride(0),
         layer * tails.stride(1),
         HEADS=heads,
         Q_PER_KV=per_head,
-        SEGMENT=tails.shape[4],
+        TAIL=tails.shape[4],
         HEAD_DIM=dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

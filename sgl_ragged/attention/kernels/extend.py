@@ -14,13 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts, segment_of
+from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
-
-TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "sealed", "open_length")
-"""Columns of the tile table: index of the request; first token, in the batch, of the chunk's part of the segment;
-tokens in that part; first of the part's rows in this tile; earlier segments; tokens of the segment that are in the
-tail."""
+from sgl_ragged.attention.kernels.walk import walk_history, walk_tail
+from sgl_ragged.attention.view import TILE_COLUMNS
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 
@@ -54,7 +51,7 @@ def extend_kernel(
     layer_start,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    TAIL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -68,8 +65,9 @@ def extend_kernel(
     first_token = tl.load(table + 1)
     tokens = tl.load(table + 2)
     first_row = tl.load(table + 3)
-    sealed = tl.load(table + 4)
+    seen_segments = tl.load(table + 4)
     open_length = tl.load(table + 5)
+    listed = tl.load(table + 6)
     cta = ctas_ptr + tl.program_id(1) * 4
     head = tl.load(cta)
     part = tl.load(cta + 1)
@@ -89,33 +87,30 @@ def extend_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
 
-    history = sealed * kept
+    history = seen_segments * kept
     begin, end = 0, history
     if SPLIT:
         begin = history // 16 * part // parts * 16
         end = history // 16 * (part + 1) // parts * 16
-    slots_at = slots_ptr + request * slots_stride
-    # A constant factor is what tells the compiler that rows are aligned.
-    key_offset = tl.load(key_blocks_ptr + head) * 16
-    value_offset = kept * HEAD_DIM
-    divisor = kept
-    if PARTIAL:
-        # A head that only other ranks store has no rows here, and nothing to divide.
-        divisor = tl.maximum(kept, 1)
-    per_unit = 16.0 / divisor
-    number = begin + tile_rows
-    # One tile ahead and carried as loaded, as in decode.
-    slot = tl.load(slots_at + segment_of(number, per_unit), mask=number < end, other=0)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        number = start + tile_rows
-        valid = number < end
-        at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
-        pointers = slabs_ptr + at[:, None] + dims[None, :]
-        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
-        values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
-        following = number + BLOCK_N
-        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
-        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
+    best, total, output = walk_history(
+        query,
+        best,
+        total,
+        output,
+        slabs_ptr,
+        slots_ptr + listed * slots_stride,
+        key_blocks_ptr + head,
+        slab_elems,
+        kept,
+        begin,
+        end,
+        scale2,
+        HEAD_DIM,
+        BLOCK_N,
+        STAGES,
+        PRECISION,
+        PARTIAL,
+    )
 
     # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
     seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
@@ -128,14 +123,21 @@ def extend_kernel(
         seen = tl.where(part == parts - 1, seen, 0)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
-    tail_at = tails_ptr + row * row_stride + layer_start + head * SEGMENT * HEAD_DIM
-    for start in tl.range(0, open_length, BLOCK_N, num_stages=STAGES):
-        number = start + tile_rows
-        valid = number < open_length
-        pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
-        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
-        values = tl.load(pointers + HEADS * SEGMENT * HEAD_DIM, mask=valid[:, None], other=0.0)
-        best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
+    best, total, output = walk_tail(
+        query,
+        best,
+        total,
+        output,
+        tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM,
+        HEADS * TAIL * HEAD_DIM,
+        0,
+        open_length,
+        scale2,
+        HEAD_DIM,
+        BLOCK_N,
+        STAGES,
+        PRECISION,
+    )
 
     for start in tl.range(0, seen, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
@@ -230,9 +232,9 @@ def extend(
     Args:
         queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d]. Token strides may be any.
         slabs, tails, kept, key_blocks: as in `decode.decode_parts`.
-        slots: int32 [requests, most segments], slots of the segments before each request's last token.
+        slots: int32 [lists, most], the lists of slots that tiles see.
         rows: integers [requests], rows of `tails`.
-        tiles: int32 [tiles, len(TILE_COLUMNS)].
+        tiles: int32 [tiles, len(TILE_COLUMNS)], `view.ExtendView.tiles`.
         ctas: int32 [CTAs, 4], `split_map.cta_table`. parts: int32 [heads, 2], `split_map.head_parts`.
         output: [tokens, heads, q_per_kv, d], contiguous.
         scratch: where some head has several parts, float32 of at least [tiles, CTAs, block_m, d] and
@@ -272,7 +274,7 @@ def extend(
         layer * tails.stride(1),
         HEADS=num_heads,
         Q_PER_KV=per_head,
-        SEGMENT=tails.shape[4],
+        TAIL=tails.shape[4],
         HEAD_DIM=dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

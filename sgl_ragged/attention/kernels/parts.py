@@ -27,16 +27,6 @@ def accumulate(query, keys, values, valid, scale, best, total, output, PRECISION
 
 
 @triton.jit
-def segment_of(number, per_unit):
-    """Which segment the kept row `number` of a head is of; per_unit is 16 / kept.
-
-    A division by multiplication: integer division in every row of every tile would take a third of the kernel's
-    instructions. Rows are kept in units of 16, and half a unit keeps float32 exact up to millions of units.
-    """
-    return (((number >> 4).to(tl.float32) + 0.5) * per_unit).to(tl.int32)
-
-
-@triton.jit
 def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
     """Attention over all parts of one query: float32 [HEAD_DIM], 0 where no part has rows; and its log-sum-exp.
 

@@ -47,13 +47,13 @@ class Source:
 
     @staticmethod
     def of_tails(tails: torch.Tensor, rows: torch.Tensor, layer: int | None) -> Source:
-        """Full tails [rows, layers, 2 (K, V), heads, S, d] of some rows; `layer` None for the heads of all layers."""
-        _, layers, _, heads, segment, dim = tails.shape
+        """Full tails [rows, layers, 2 (K, V), heads, capacity, d] of some rows, of one layer or of all (None)."""
+        _, layers, _, heads, capacity, dim = tails.shape
         start = 0 if layer is None else layer
         row, layer_stride = tails.stride(0), tails.stride(1)
         count = heads if layer is not None else layers * heads
         keys, values = tails[:, start, 0], tails[:, start, 1]
-        return Source(keys, values, rows, row, row, dim, dim, layer_stride, segment * dim, heads, count)
+        return Source(keys, values, rows, row, row, dim, dim, layer_stride, capacity * dim, heads, count)
 
     @staticmethod
     def of_chunk(keys: torch.Tensor, values: torch.Tensor, first_tokens: torch.Tensor) -> Source:

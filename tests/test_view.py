@@ -1,11 +1,12 @@
-"""The tables of an extend batch, checked token by token against what they are for."""
+"""Views of chunks and of decode steps, checked token by token against what they are for."""
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.attention.extend_tables import extend_tables
+from sgl_ragged.attention.view import DecodeView, decode_view, extend_view, filled
 from tests.examples import examples
 
 SEGMENT, BLOCK_M = 32, 16
@@ -16,11 +17,14 @@ CHUNKS = st.lists(st.tuples(st.integers(0, 3 * SEGMENT), st.integers(0, 3 * SEGM
 @given(chunks=CHUNKS, q_per_kv=st.integers(1, 16))
 def test_every_row_is_in_one_tile_and_every_token_stored_where_it_belongs(chunks, q_per_kv):
     prefixes, lengths = [p for p, _ in chunks], [n for _, n in chunks]
-    tables = extend_tables(prefixes, lengths, SEGMENT, q_per_kv, BLOCK_M)
+    table = torch.arange(5 * 8 * SEGMENT, dtype=torch.int32).view(5, -1)
+    tables = extend_view(table, torch.arange(1, len(chunks) + 1), prefixes, lengths, SEGMENT)
+    tiles = tables.tiles(q_per_kv, BLOCK_M)
 
     rows_seen: list[tuple[int, int]] = []
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    for request, first_token, tokens, first_row, sealed, open_length in tables.tiles.tolist():
+    for request, first_token, tokens, first_row, sealed, open_length, listed in tiles.tolist():
+        assert listed == request
         position = prefixes[request] + first_token - starts[request]
         assert position // SEGMENT == sealed == (position + tokens - 1) // SEGMENT
         # What is neither sealed nor in the tail must be in the chunk: the part starts where the tail ends.
@@ -29,7 +33,7 @@ def test_every_row_is_in_one_tile_and_every_token_stored_where_it_belongs(chunks
         rows = range(first_row, min(first_row + BLOCK_M, tokens * q_per_kv))
         rows_seen += [(first_token + row // q_per_kv, row % q_per_kv) for row in rows]
     assert sorted(rows_seen) == [(token, q) for token in range(sum(lengths)) for q in range(q_per_kv)]
-    assert tables.tiles[:, 4].tolist() == sorted(tables.tiles[:, 4].tolist(), reverse=True)
+    assert tiles[:, 4].tolist() == sorted(tiles[:, 4].tolist(), reverse=True)
 
     token_at = {
         (request, prefixes[request] + i): starts[request] + i for request, n in enumerate(lengths) for i in range(n)
@@ -61,4 +65,31 @@ def test_every_row_is_in_one_tile_and_every_token_stored_where_it_belongs(chunks
         held.add((request, position))
     ends = [p + n for p, n in chunks]
     assert held == {(r, p) for r, end in enumerate(ends) for p in range(end // SEGMENT * SEGMENT, end)}
-    assert tables.most_sealed == max(end // SEGMENT for end in ends)
+    assert tables.pages.tolist() == [
+        [(request + 1) * 8 + number for number in range(max(ends) // SEGMENT)] for request in range(len(chunks))
+    ]
+    # What is cleared is what does not go on with what the tail held.
+    going_on = {r for r, (p, n) in enumerate(chunks) if n == 0 or (p % SEGMENT and p % SEGMENT + n < SEGMENT)}
+    assert dict(tables.emptied) == {r: end % SEGMENT for r, end in enumerate(ends) if r not in going_on}
+
+
+@examples(100)
+@given(lengths=st.lists(st.integers(0, 4 * SEGMENT), min_size=1, max_size=5))
+def test_a_decode_step_sees_what_is_before_it(lengths):
+    table = torch.arange(6 * 8 * SEGMENT, dtype=torch.int32).view(6, -1)
+    rows, on_host = torch.arange(1, len(lengths) + 1), torch.tensor(lengths)
+    view = decode_view(table, rows, on_host, SEGMENT, DecodeView.empty(5, 8, torch.device("cpu")))
+    for row, length, index in zip(rows.tolist(), lengths, range(len(lengths)), strict=True):
+        position = max(length - 1, 0)
+        assert int(view.rows[index]) == row
+        assert int(view.places[index]) == position % SEGMENT
+        assert int(view.seen[index]) == position // SEGMENT
+        assert int(view.open_lengths[index]) == min(length, position % SEGMENT + 1)
+        seen = view.slots[index, : position // SEGMENT].tolist()
+        assert seen == [row * 8 + number for number in range(position // SEGMENT)]
+    full = filled(table, rows, lengths, SEGMENT)
+    wanted = [(row, n // SEGMENT - 1) for row, n in zip(rows.tolist(), lengths, strict=True) if n and n % SEGMENT == 0]
+    found = [] if full is None else list(zip(full.rows.tolist(), full.numbers.tolist(), strict=True))
+    if full is not None:
+        assert full.slots.tolist() == [row * 8 + number for row, number in wanted]
+    assert found == wanted

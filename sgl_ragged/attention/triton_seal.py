@@ -1,0 +1,82 @@
+"""Sealing by Triton kernels: score, choose and write segments of one layer, or of all layers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_ragged.attention.kernels import seal
+from sgl_ragged.attention.transfer import head_rows
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.segments import Finished, InTails
+from sgl_ragged.mem_pool.slab_store import SlabStore
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """What kernels need to know of heads, those of one layer or of all.
+
+    kept: int32 [heads], rows of each sealed segment that are stored here. most_kept: the largest of them, at least 1.
+    key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
+    total: int32 [heads], rows that the head keeps on all ranks. first: int64 [heads], those stored on lower ranks.
+    """
+
+    kept: torch.Tensor
+    most_kept: int
+    key_blocks: torch.Tensor
+    total: torch.Tensor
+    first: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: SlabLayout, layers: slice, device: torch.device) -> HeadTable:
+        # One tensor a layer, not rows of one: kernels are compiled for addresses that divide by 16.
+        def table(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(array[layers].ravel(), dtype=dtype, device=device)
+
+        return cls(
+            kept=table(layout.kept, torch.int32),
+            most_kept=max(int(layout.kept[layers].max()), 1),
+            key_blocks=table(layout.key_offset // 16, torch.int64),
+            total=table(layout.totals, torch.int32),
+            first=table(layout.firsts, torch.int64),
+        )
+
+
+class TritonSealer:
+    """`SlabStore.sealer` by kernels: three launches for a scorer that has a kernel."""
+
+    def __init__(self, layout: SlabLayout, device: torch.device) -> None:
+        self._layers = [HeadTable.of(layout, slice(n, n + 1), device) for n in range(layout.num_layers)]
+        self._every = HeadTable.of(layout, slice(None), device)
+
+    def heads(self, layer: int | None) -> HeadTable:
+        return self._every if layer is None else self._layers[layer]
+
+    def __call__(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
+        layout, heads = store.layout, self.heads(layer)
+        if isinstance(segments, InTails):
+            source = seal.Source.of_tails(store.tails, segments.rows, layer)
+        else:
+            source = seal.Source.of_chunk(head_rows(segments.keys), head_rows(segments.values), segments.firsts)
+        if store.scorer.name in seal.SCORED:
+            scores = seal.score(source, store.scorer.name, layout.segment, layout.head_dim)
+        else:
+            numbers = range(layout.num_layers) if layer is None else [layer]
+            every = [store.scorer.score(store.segment_data(number, segments)) for number in numbers]
+            scores = torch.cat(every, dim=1).float().contiguous()
+        positions = seal.choose(scores, segments.numbers.to(torch.int32), heads.total)
+        if layout.shared:
+            stored = heads.first[:, None] + torch.arange(layout.segment, device=scores.device)
+            positions = positions.gather(2, stored.clamp_max_(layout.segment - 1).expand_as(positions))
+        seal.gather(
+            source,
+            store.slabs,
+            segments.slots,
+            positions,
+            heads.kept,
+            heads.key_blocks,
+            heads.most_kept,
+            layout.head_dim,
+        )

@@ -1,0 +1,248 @@
+"""Which segments, slots and tokens each query sees: the only place where positions become these.
+
+SGLang's request table has, for every token of a request, slot * segment + place. What lies in a slot is a sealed
+segment; the tokens behind the last sealed segment are open: they lie in the request's tail. Kernels and torch code take
+views and know nothing of positions. A view's lists of slots may leave segments out, and may differ between the pieces
+of one chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgl_ragged.mem_pool.segments import InTails
+
+
+@dataclass(frozen=True)
+class DecodeView:
+    """One query per request, padding included. All on one device.
+
+    rows: int64 [batch], tails. places: int32 [batch], where the new token goes in its tail.
+    open_lengths: int32 [batch], tokens in the tail with the new one; 0 for padding of no length.
+    slots: int32 [batch, most], slots of the sealed segments that each query sees, in position order.
+    seen: int32 [batch], how many of them count.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    open_lengths: torch.Tensor
+    slots: torch.Tensor
+    seen: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, requests: slice) -> DecodeView:
+        """The view of some of the requests; shares memory."""
+        return DecodeView(*(getattr(self, name)[requests] for name in self.__dataclass_fields__))
+
+    @classmethod
+    def empty(cls, batch: int, most: int, device: torch.device) -> DecodeView:
+        """Room for `decode_view` to write a batch to: zeros, which are padding."""
+        rows = torch.zeros(batch, dtype=torch.int64, device=device)
+        places, open_lengths, seen = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
+        return cls(rows, places, open_lengths, torch.zeros((batch, most), dtype=torch.int32, device=device), seen)
+
+
+def decode_view(
+    req_to_token: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, segment: int, out: DecodeView
+) -> DecodeView:
+    """Describe a decode batch in the first rows of `out`. Does not wait for the device.
+
+    Args:
+        req_to_token: int32 [rows, context], SGLang's table.
+        rows: integers [batch], its rows, which are those of the tails, too.
+        lengths: integers [batch], tokens of each request with the new one; 0 or 1 for padding.
+    """
+    view = out[: len(rows)]
+    view.rows.copy_(rows)
+    view.places.copy_(lengths)
+    view.places.sub_(1).clamp_min_(0)
+    torch.div(view.places, segment, rounding_mode="floor", out=view.seen)
+    view.places.remainder_(segment)
+    view.open_lengths.copy_(lengths)
+    torch.minimum(view.open_lengths, view.places + 1, out=view.open_lengths)
+    firsts = req_to_token[:, ::segment][:, : view.slots.shape[1]].index_select(0, view.rows)
+    view.slots[:, : firsts.shape[1]].copy_(firsts.div_(segment, rounding_mode="floor"))
+    return view
+
+
+def most_seen(lengths: torch.Tensor, segment: int) -> int:
+    """Sealed segments of the longest of some requests; lengths on the host, with the new token."""
+    return max(int(lengths.max()) - 1, 0) // segment
+
+
+def seen_segments(lengths: torch.Tensor, segment: int) -> np.ndarray:
+    """int64 [batch]: sealed segments that each request of a decode batch sees; lengths as in `most_seen`."""
+    return np.maximum(lengths.numpy() - 1, 0) // segment
+
+
+def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int], segment: int) -> InTails | None:
+    """The segments that a decode step fills, if any. Does not wait for the device.
+
+    Args:
+        rows: integers [batch], on the device. lengths: tokens of each request with the new one, on the host.
+    """
+    full = [index for index, length in enumerate(lengths) if length > 0 and length % segment == 0]
+    if not full:
+        return None
+    device = req_to_token.device
+    which, last, numbers = (
+        torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        for values in (full, [lengths[i] - 1 for i in full], [lengths[i] // segment - 1 for i in full])
+    )
+    own = rows[which].to(torch.int64)
+    return InTails(rows=own, slots=req_to_token[own, last].to(torch.int64) // segment, numbers=numbers)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a chunk that lie in one segment: their queries see the same sealed segments.
+
+    request: its index in the batch. number: the segment's, in its sequence.
+    first_token: index in the batch of the first token. tokens: how many there are.
+    place: of the first token in the segment: as many tokens of the segment are in the tail already.
+    finished: whether the chunk ends the segment.
+    listed: which of the view's lists the queries see. seen: how many slots of it.
+    """
+
+    request: int
+    number: int
+    first_token: int
+    tokens: int
+    place: int
+    finished: bool
+    listed: int
+    seen: int
+
+
+TILE_COLUMNS = ("request", "first_token", "tokens", "first_row", "seen", "open_length", "listed")
+"""Columns of `ExtendView.tiles`: index of the request; first token, in the batch, of the piece; tokens in it; first of
+the piece's rows in this tile; slots that it sees; tokens of its segment that are in the tail; its list of slots."""
+
+
+@dataclass(frozen=True)
+class ExtendView:
+    """Chunks of several requests. Tokens are numbered through the batch, requests in batch order.
+
+    rows: int64 [requests], tails.
+    pages: int32 [requests, most], slots of each request's segments, those included that its chunk finishes.
+    lists: int32 [lists, most], slots that pieces see; a piece's `seen` says how many of its list count.
+    prefixes, lengths: tokens before each chunk and in it.
+    """
+
+    rows: torch.Tensor
+    pages: torch.Tensor
+    lists: torch.Tensor
+    pieces: tuple[Piece, ...]
+    prefixes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    segment: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def most_seen(self) -> int:
+        return max((piece.seen for piece in self.pieces), default=0)
+
+    @property
+    def starts(self) -> list[int]:
+        """First token of each request, in the batch."""
+        return [sum(self.lengths[:index]) for index in range(len(self.lengths))]
+
+    @functools.cached_property
+    def open_copies(self) -> np.ndarray:
+        """int32 [copies, 3] of (token, request, place): tokens of segments that their tails hold already.
+
+        They are written before anything is sealed.
+        """
+        return _copies([piece for piece in self.pieces if piece.place])
+
+    @functools.cached_property
+    def rest_copies(self) -> np.ndarray:
+        """Like `open_copies`: tokens of segments that are open afterwards. Written once tails are read."""
+        return _copies([piece for piece in self.pieces if not piece.place and not piece.finished])
+
+    @functools.cached_property
+    def emptied(self) -> list[tuple[int, int]]:
+        """(request, tokens) of the tails that hold these tokens of a new segment afterwards, and nothing else."""
+        found = []
+        for request, (prefix, length) in enumerate(zip(self.prefixes, self.lengths, strict=True)):
+            if length and (prefix % self.segment == 0 or (prefix + length) // self.segment > prefix // self.segment):
+                found.append((request, (prefix + length) % self.segment))
+        return found
+
+    @functools.cached_property
+    def tail_seals(self) -> np.ndarray:
+        """int32 [segments, 2] of (request, number): finished segments that lie in tails, once `open_copies` are in."""
+        found = [(p.request, p.number) for p in self.pieces if p.finished and p.place]
+        return np.array(found, np.int32).reshape(-1, 2)
+
+    @functools.cached_property
+    def chunk_seals(self) -> np.ndarray:
+        """int32 [segments, 3] of (request, number, first token): finished segments that lie in their chunks."""
+        found = [(p.request, p.number, p.first_token) for p in self.pieces if p.finished and not p.place]
+        return np.array(found, np.int32).reshape(-1, 3)
+
+    def tiles(self, q_per_kv: int, block_m: int) -> np.ndarray:
+        """int32 [tiles, len(TILE_COLUMNS)], those with the longest history first.
+
+        A tile has `block_m` rows, pairs of a token and a query head.
+        """
+        found = [
+            (p.request, p.first_token, p.tokens, row, p.seen, p.place, p.listed)
+            for p in self.pieces
+            for row in range(0, p.tokens * q_per_kv, block_m)
+        ]
+        found.sort(key=lambda tile: -tile[4])
+        return np.array(found, np.int32).reshape(-1, len(TILE_COLUMNS))
+
+
+def extend_view(
+    req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], segment: int
+) -> ExtendView:
+    """Describe chunks of `lengths` tokens that follow `prefixes` tokens of their requests. Each sees all before it.
+
+    Args:
+        req_to_token, rows: as in `decode_view`.
+    """
+    pieces: list[Piece] = []
+    start = 0
+    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+        stop = prefix + length
+        for number in range(prefix // segment, -(-stop // segment)):
+            begin, end = max(number * segment, prefix), min((number + 1) * segment, stop)
+            if begin < end:
+                pieces.append(
+                    Piece(
+                        request=request,
+                        number=number,
+                        first_token=start + begin - prefix,
+                        tokens=end - begin,
+                        place=begin % segment,
+                        finished=end == (number + 1) * segment,
+                        listed=request,
+                        seen=number,
+                    )
+                )
+        start += length
+    most = max(((p + n) // segment for p, n in zip(prefixes, lengths, strict=True)), default=0)
+    rows = rows.to(torch.int64)
+    firsts = req_to_token[:, : most * segment : segment].index_select(0, rows)
+    pages = firsts.div_(segment, rounding_mode="floor")
+    return ExtendView(rows, pages, pages, tuple(pieces), tuple(prefixes), tuple(lengths), segment)
+
+
+def _copies(pieces: list[Piece]) -> np.ndarray:
+    parts = [np.empty((0, 3), np.int32)]
+    for piece in pieces:
+        count = np.arange(piece.tokens, dtype=np.int32)
+        parts.append(np.stack([piece.first_token + count, np.full_like(count, piece.request), piece.place + count], 1))
+    return np.concatenate(parts)

@@ -1,0 +1,39 @@
+"""Sealing in torch: the oracle of the kernels, and what runs on CPUs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_ragged.mem_pool.segments import Finished
+from sgl_ragged.scorers import keep_positions, rank_positions
+
+if TYPE_CHECKING:
+    from sgl_ragged.mem_pool.slab_store import SlabStore
+
+
+def seal_in_torch(store: SlabStore, layer: int | None, segments: Finished) -> None:
+    """`SlabStore.sealer`."""
+    for number in range(store.layout.num_layers) if layer is None else [layer]:
+        _seal_layer(store, number, segments)
+
+
+def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
+    data, order = store.segment_data(layer, segments), None
+    for index, band in enumerate(store.layout.bands[layer]):
+        if band.kept == 0:
+            continue
+        heads = store.band_heads(layer, index)
+        view = store.band_view(layer, band)
+        keys, values = data.keys.index_select(1, heads), data.values.index_select(1, heads)
+        stored = slice(band.first, band.first + band.kept)
+        if band.total < store.layout.segment:
+            if order is None:
+                order = rank_positions(store.scorer.score(data), segments.numbers == 0)
+            kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
+            rows = kept[..., None].expand(*kept.shape, store.layout.head_dim)
+            keys, values = keys.gather(2, rows), values.gather(2, rows)
+        else:
+            keys, values = keys[:, :, stored], values[:, :, stored]
+        view[segments.slots.long()] = torch.stack([keys, values], dim=2).to(view.dtype)
