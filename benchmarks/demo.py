@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import statistics
 import sys
@@ -20,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
 from openai import OpenAI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.launch import Server, serve
+from benchmarks.harness.launch import serve
+from benchmarks.harness.pools import Target
 from benchmarks.recall.task import Conversation, conversation
 
 MODEL = Path(__file__).parent / "recall" / "checkpoint"
@@ -113,15 +112,10 @@ def run_pool(pool: str, talks: list[Conversation], options: argparse.Namespace, 
             for turn in range(options.turns):
                 turns += threads.map(lambda index, turn=turn: speak(index, turn), range(len(talks)))
         wall_s = time.perf_counter() - started
-        virtual_tokens = int(httpx.get(f"{server.url}/server_info", timeout=30).json()["max_total_num_tokens"])
+        target = Target(server.url, server)
+        virtual_tokens, start_up_line = target.pool_tokens(), target.start_up_line()
         progress.update(task, description=f"{pool}: done")
-        return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line(server))
-
-
-def start_up_line(server: Server) -> str:
-    """The plugin's start-up line, empty on the token pool."""
-    found = re.search(r"ragged KV pool.*", server.log_text())
-    return found.group(0) if found else ""
+        return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line)
 
 
 def mean(values) -> float:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.character_model import make_character_model
-from benchmarks.launch import serve
+from benchmarks.harness.launch import serve
 from examples import chat, constrained, fork_join, streaming
 
 PROGRAMS = {

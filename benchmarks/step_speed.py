@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.demo import MODEL
-from benchmarks.launch import Server, ServerFailed
-from benchmarks.multi_turn_parts.errors import SettingsError
-from benchmarks.multi_turn_parts.machine import describe
-from benchmarks.multi_turn_parts.pools import Pool, Started
-from benchmarks.rows import Rows
+from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.launch import Server, ServerFailed
+from benchmarks.harness.machine import describe
+from benchmarks.harness.pools import Pool, Started
+from benchmarks.harness.rows import Rows
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""

@@ -1,4 +1,4 @@
-"""Coverage curves: how much of later attention the tokens that a head would keep receive (design section 4)."""
+"""Coverage curves: how much of later attention the tokens that a head would keep receive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From recordings to profiles: the methods `implied` and `coverage` (design section 4)."""
+"""From recordings to profiles: the methods `implied` and `coverage`."""
 
 from __future__ import annotations
 

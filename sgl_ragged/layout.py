@@ -1,7 +1,7 @@
 """Slab layout: where each head's kept rows lie inside the storage of one sealed segment.
 
 Budgets are static, so all sealed segments of a model have the same inner layout: one table of offsets
-addresses every one of them (design section 2). Offsets are in elements of the KV dtype.
+addresses every one of them. Offsets are in elements of the KV dtype.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.multi_turn_parts.client import Answer
-from benchmarks.multi_turn_parts.gauges import Sample
-from benchmarks.multi_turn_parts.point import Key, Point
+from benchmarks.multi_turn.client import Answer
+from benchmarks.multi_turn.gauges import Sample
+from benchmarks.multi_turn.point import Key, Point
 
 
 def answer(number: int, **changes: Any) -> Answer:

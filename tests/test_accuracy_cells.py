@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.accuracy_parts.asking import Asked, sessions_at_once
-from benchmarks.accuracy_parts.cell import TOKEN, Cell, Key, cells_of, mean_of, without_hits
-from benchmarks.accuracy_parts.intervals import interval, of_mean
-from benchmarks.accuracy_parts.plots import draw, panels
-from benchmarks.accuracy_parts.store import Prompts, Results
-from benchmarks.accuracy_parts.tables import notes, tables
-from benchmarks.multi_turn_parts.errors import SettingsError
+from benchmarks.accuracy.asking import AnsweredQuestion, sessions_at_once
+from benchmarks.accuracy.cell import TOKEN, Cell, Key, cells_of, mean_of, without_hits
+from benchmarks.accuracy.intervals import interval, of_mean
+from benchmarks.accuracy.plots import draw, panels
+from benchmarks.accuracy.store import Prompts, Results
+from benchmarks.accuracy.tables import notes, tables
+from benchmarks.harness.errors import SettingsError
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 SETTINGS = {"suite": "scbench", "model": "m", "segment": 256, "limit": None, "machine": {"torch": "2"}}
 RAGGED = Key("ragged", "keydiff", "auto", 0.5)
 
 
-def asked(session: str, score: float, *, task: str = "kv", before: int = 0, cached: int = 0) -> Asked:
-    return Asked(session, task, 1, score, prompt=1000, sent_before=before, cached=cached, text="")
+def asked(session: str, score: float, *, task: str = "kv", before: int = 0, cached: int = 0) -> AnsweredQuestion:
+    return AnsweredQuestion(session, task, 1, score, prompt=1000, sent_before=before, cached=cached, text="")
 
 
 def cell(key: Key = TOKEN, task: str = "kv", score: float = 0.5, cached: float | None = 0.9, **others) -> Cell:

@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from benchmarks.accuracy_parts import records, repoqa, ruler, scbench
-from benchmarks.accuracy_parts.scbench_tasks import MIXED, NEW_TOKENS
-from benchmarks.accuracy_parts.session import Session, SuiteError
+from benchmarks.accuracy import records, repoqa, ruler, scbench
+from benchmarks.accuracy.scbench_tasks import MIXED, NEW_TOKENS
+from benchmarks.accuracy.session import Session, SuiteError
 
 HAYSTACK = "Some numbers are hidden.\nOne of the numbers for tin is 7305.\n"
 QUESTION = "What are the numbers for tin? The numbers are"

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from benchmarks.accuracy_parts import metrics, repoqa
-from benchmarks.accuracy_parts.repoqa import Needle
-from benchmarks.accuracy_parts.session import SuiteError
+from benchmarks.accuracy import metrics, repoqa
+from benchmarks.accuracy.repoqa import Needle
+from benchmarks.accuracy.session import SuiteError
 
 OPTION = "in the old mill"
 FUNCTIONS = {

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from benchmarks import accuracy
-from benchmarks.accuracy_parts import recall
-from benchmarks.accuracy_parts.cell import TOKEN, Cell, Key
-from benchmarks.accuracy_parts.options import RESULTS, SCORERS, complete, form_of, keys_of, parser
-from benchmarks.accuracy_parts.prompts import Form
-from benchmarks.accuracy_parts.store import Results
+from benchmarks.accuracy import __main__ as accuracy
+from benchmarks.accuracy import recall
+from benchmarks.accuracy.cell import TOKEN, Cell, Key
+from benchmarks.accuracy.options import RESULTS, SCORERS, complete, form_of, keys_of, parser
+from benchmarks.accuracy.prompts import PromptFormat
+from benchmarks.accuracy.store import Results
 from benchmarks.demo import MODEL
-from benchmarks.multi_turn_parts.errors import SettingsError
+from benchmarks.harness.errors import SettingsError
 
 PROFILE = MODEL.parent / "keydiff-coverage.safetensors"
 RULER = ["--suite", "ruler", "--data", "/tmp", "--model", str(MODEL)]
@@ -84,16 +84,16 @@ def test_options_are_not_guessed(arguments, capsys):
 def test_defaults_of_suites():
     plain = options()
     assert (plain.model, plain.seed, plain.scorer) == (str(MODEL), 2**34, list(SCORERS))
-    assert form_of(plain) == Form("requests")
+    assert form_of(plain) == PromptFormat("requests")
     assert plain.output == RESULTS / "accuracy-cpu.json"
     assert len(keys_of(plain)) == 1 + 8 * 4 * 4
     assert next(iter(keys_of(plain))) == TOKEN
     bench = options(*SCBENCH)
-    assert form_of(bench) == Form("turns")
+    assert form_of(bench) == PromptFormat("turns")
     assert bench.output.name == "accuracy-scbench-checkpoint.json"
     assert list(keys_of(bench)) == [TOKEN, *(Key("ragged", "keydiff", "auto", ratio) for ratio in (0.5, 0.3))]
-    assert form_of(options(*RULER, "--chat")) == Form("requests", chat=True)
-    assert form_of(options(*SCBENCH, "--answers", "own")) == Form("turns", own=True)
+    assert form_of(options(*RULER, "--chat")) == PromptFormat("requests", chat=True)
+    assert form_of(options(*SCBENCH, "--answers", "own")) == PromptFormat("turns", own=True)
 
 
 def test_a_profile_is_called_by_its_file():

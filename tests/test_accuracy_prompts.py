@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.accuracy_parts import recall
-from benchmarks.accuracy_parts.prompts import Form, Said, common_prefix, load_tokenizer, make_talk, without_middle
-from benchmarks.accuracy_parts.session import Question, Session, SuiteError
+from benchmarks.accuracy import recall
+from benchmarks.accuracy.prompts import (
+    Completion,
+    PromptFormat,
+    common_prefix,
+    load_tokenizer,
+    make_talk,
+    without_middle,
+)
+from benchmarks.accuracy.session import Question, Session, SuiteError
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from benchmarks.recall.questions import interviews
@@ -22,7 +29,7 @@ TEMPLATE = (
     "{{- bos_token }}{%- for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{%- endfor %}"
     "{%- if add_generation_prompt %}<assistant>{%- endif %}"
 )
-FORMS = [Form(mode, own=own) for mode, own in (("turns", False), ("turns", True), ("requests", False))]
+FORMS = [PromptFormat(mode, own=own) for mode, own in (("turns", False), ("turns", True), ("requests", False))]
 
 
 def byte_level(*, bos: bool) -> PreTrainedTokenizerFast:
@@ -64,9 +71,9 @@ def ids(tokenizer, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def answers(session: Session) -> list[Said]:
+def answers(session: Session) -> list[Completion]:
     """Three tokens each, of which no text is made."""
-    return [Said((7 + turn, 8, 9), "") for turn in range(len(session.questions))]
+    return [Completion((7 + turn, 8, 9), "") for turn in range(len(session.questions))]
 
 
 @given(session=sessions(), form=st.sampled_from(FORMS), tokenizer=st.sampled_from([WITH_BOS, WITHOUT_BOS]))
@@ -121,7 +128,7 @@ def test_cutting_keeps_as_much_of_both_ends():
 def test_what_cannot_be_cut_is_refused_in_one_line(chat):
     questions = (Question("t", "\n\nab", "c", 3, no_score),)
     long = Session("book 7", "ab c " * 50, questions)
-    form = Form("requests", chat=chat)
+    form = PromptFormat("requests", chat=chat)
     talk = make_talk(long, WITH_BOS, form)
     assert talk.fitted(talk.longest()) is talk
     with pytest.raises(SuiteError, match=f"session book 7 has a prompt of {talk.longest()} tokens, .* 20") as caught:
@@ -135,8 +142,8 @@ def test_what_cannot_be_cut_is_refused_in_one_line(chat):
 @given(session=sessions(), mode=st.sampled_from(["turns", "requests"]), own=st.booleans())
 def test_a_chat_is_written_by_the_template(session, mode, own):
     assume(mode == "turns" or not own)
-    talk = make_talk(session, WITH_BOS, Form(mode, own=own, chat=True))
-    said = [Said((5,), f" said {turn}\n") for turn in range(len(session.questions))]
+    talk = make_talk(session, WITH_BOS, PromptFormat(mode, own=own, chat=True))
+    said = [Completion((5,), f" said {turn}\n") for turn in range(len(session.questions))]
     for turn, question in enumerate(session.questions):
         if mode == "requests":
             messages = [session.context + question.text]
@@ -160,7 +167,7 @@ def test_a_chat_is_written_by_the_template(session, mode, own):
 def test_a_chat_that_is_too_long_loses_the_middle_of_its_context(mode):
     context = "start " + "ab c\n" * 60 + " stop"
     questions = tuple(Question("t", f"\n\nab {n}", "c", 3, no_score) for n in range(3))
-    talk = make_talk(Session("s", context, questions, True), WITH_BOS, Form(mode, chat=True))
+    talk = make_talk(Session("s", context, questions, True), WITH_BOS, PromptFormat(mode, chat=True))
     cut = talk.fitted(100)
     assert cut.was_cut
     assert 90 <= cut.longest() <= 100
@@ -175,7 +182,7 @@ def test_a_model_without_a_template_cannot_chat():
     bare = byte_level(bos=True)
     bare.chat_template = None
     with pytest.raises(SuiteError, match="no chat template"):
-        make_talk(Session("s", "a", (Question("t", "b", "c", 1, no_score),)), bare, Form("turns", chat=True))
+        make_talk(Session("s", "a", (Question("t", "b", "c", 1, no_score),)), bare, PromptFormat("turns", chat=True))
 
 
 def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path):
@@ -189,7 +196,7 @@ def test_a_tokenizer_that_is_not_there_is_one_line(tmp_path):
 def test_the_recall_suite_asks_token_for_token_what_it_always_did():
     made = recall.load(3, 5, 2**34)
     for session, talk in zip(made, interviews(3, 5, seed=2**34), strict=True):
-        prompts = make_talk(session, RECALL, Form("requests"))
+        prompts = make_talk(session, RECALL, PromptFormat("requests"))
         assert prompts.primer() == list(talk.history)
         assert [prompts.prompt(turn, []) for turn in range(5)] == [talk.prompt(fact) for fact in talk.facts]
         for question, fact in zip(session.questions, talk.facts, strict=True):
@@ -205,7 +212,7 @@ def test_turns_of_the_recall_suite_are_a_conversation():
     words = [task.USER, task.QUESTION, first.key, task.ASSISTANT, first.value, task.EOS]
     words += [task.USER, task.QUESTION, second.key, task.ASSISTANT, second.value, task.EOS]
     words += [task.USER, task.QUESTION, third.key, task.ASSISTANT]
-    prompt = make_talk(session, RECALL, Form("turns")).prompt(2, [])
+    prompt = make_talk(session, RECALL, PromptFormat("turns")).prompt(2, [])
     assert prompt == [*talk.history, *(TOKEN_ID[word] for word in words)]
 
 

@@ -7,8 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.multi_turn_parts.errors import SettingsError
-from benchmarks.multi_turn_parts.writers import PlainWriter
+from benchmarks.harness.errors import SettingsError
+from benchmarks.multi_turn.writers import PlainWriter
 
 
 def tokenizer(words: int) -> PreTrainedTokenizerFast:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from benchmarks.demo import MODEL
-from benchmarks.multi_turn_parts.errors import SettingsError
-from benchmarks.multi_turn_parts.shapes import SHAPES, Load, Request, longest, working_set, workload
-from benchmarks.multi_turn_parts.writers import RecallWriter, Story, writer_for
+from benchmarks.harness.errors import SettingsError
+from benchmarks.multi_turn.shapes import SHAPES, Load, Request, longest, working_set, workload
+from benchmarks.multi_turn.writers import RecallWriter, Story, writer_for
 from benchmarks.recall import task
 from benchmarks.recall.tokenizer import build_tokenizer
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import multi_turn
-from benchmarks.multi_turn_parts.errors import SettingsError
-from benchmarks.multi_turn_parts.plan import Plan
-from benchmarks.multi_turn_parts.plots import PLOTS, draw
-from benchmarks.multi_turn_parts.point import Point
-from benchmarks.multi_turn_parts.store import Store
-from benchmarks.multi_turn_parts.tables import by_round, rejections, totals
-from benchmarks.multi_turn_parts.writers import RecallWriter
+from benchmarks.harness.errors import SettingsError
+from benchmarks.multi_turn import __main__ as multi_turn
+from benchmarks.multi_turn.plan import Plan
+from benchmarks.multi_turn.plots import PLOTS, draw
+from benchmarks.multi_turn.point import Point
+from benchmarks.multi_turn.store import Store
+from benchmarks.multi_turn.tables import by_round, rejections, totals
+from benchmarks.multi_turn.writers import RecallWriter
 from tests.multi_turn_points import point
 
 MANIFEST = {"settings": {"clients": [4], "seed": 1}, "date": "2026-01-02", "command": "python -m benchmarks.multi_turn"}

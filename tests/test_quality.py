@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from benchmarks.multi_turn_parts.errors import SettingsError
-from benchmarks.quality_parts import facts, head, peering, plot, table, texts
-from benchmarks.quality_parts.configuration import Configuration, configurations
-from benchmarks.quality_parts.measured import Measured, Tasks
-from benchmarks.quality_parts.store import Results
+from benchmarks.harness.errors import SettingsError
+from benchmarks.quality import facts, head, peering, plot, table, texts
+from benchmarks.quality.configuration import Configuration, configurations
+from benchmarks.quality.measured import Measured, Tasks
+from benchmarks.quality.store import Results
 
 
 class Words:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks import random_model
-from benchmarks.multi_turn_parts.writers import RecallWriter, writer_for
+from benchmarks.multi_turn.writers import RecallWriter, writer_for
 
 SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--context", "64"]
 

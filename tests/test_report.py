@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.multi_turn_parts.plots import colour, draw
-from benchmarks.multi_turn_parts.store import Store
-from benchmarks.multi_turn_parts.tables import overview
-from benchmarks.report import RESULTS
+from benchmarks.multi_turn.plots import colour, draw
+from benchmarks.multi_turn.store import Store
+from benchmarks.multi_turn.tables import overview
+from benchmarks.report.__main__ import RESULTS
 from tests.multi_turn_points import point
 
 HTML = "{http://www.w3.org/1999/xhtml}"

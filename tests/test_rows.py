@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from benchmarks.rows import Rows
+from benchmarks.harness.rows import Rows
 
 ROWS = Rows(
     "times",

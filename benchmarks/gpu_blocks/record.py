@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.files import write_whole
 
 MEASURED = "measured"
 COMPUTED = "computed, not measured"
@@ -37,6 +38,4 @@ class Record:
         self._write(document)
 
     def _write(self, document: dict[str, Any]) -> None:
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(partial, self.path)
+        write_whole(self.path, json.dumps(document, indent=1) + "\n")

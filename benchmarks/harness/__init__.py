@@ -1,1 +1,1 @@
-"""What benchmarks share."""
+"""What benchmarks share: servers, pools, errors, the machine, tables and plots."""

@@ -1,4 +1,4 @@
-"""How a KV budget in bytes is divided into slabs and tails (design section 5). Plain arithmetic."""
+"""How a KV budget in bytes is divided into slabs and tails. Plain arithmetic."""
 
 from __future__ import annotations
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
@@ -79,6 +81,11 @@ class RaggedMetrics:
             self._counted[name] = total
 
 
+def summary(plan: ServingPlan, size: PoolPlan) -> str:
+    """The start-up line."""
+    return f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
+
+
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
     """`ragged` in /server_info: what was asked for and what became of it.
 
@@ -88,6 +95,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
     layouts = plan.layouts
     share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
     return {
+        "summary": summary(plan, size),
         "ratio": plan.ratio,
         "segment": plan.segment,
         "scorer": plan.scorer,

@@ -15,6 +15,7 @@ from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
+from sgl_ragged.plugin.metrics import summary
 from sgl_ragged.plugin.model_support import refuse_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.placing import describe_placement
@@ -137,7 +138,7 @@ def build_pool(
     logger.info("%s; digest of the plan %s", serving.source, serving.digest)
     if serving.placement is not None:
         logger.info("%s", describe_placement(serving.placement, serving.kept))
-    logger.info("ragged KV pool (ratio %s, scorer %s): %s", serving.ratio, serving.scorer, plan.describe())
+    logger.info("%s", summary(serving, plan))
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return pool

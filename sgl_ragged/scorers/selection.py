@@ -1,4 +1,4 @@
-"""From scores to the positions that a head keeps (design section 3)."""
+"""From scores to the positions that a head keeps."""
 
 from __future__ import annotations
 

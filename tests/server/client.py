@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.launch import Server
+from benchmarks.harness.launch import Server
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.character_model import make_character_model
-from benchmarks.launch import Server
-from benchmarks.warm_start import Nursery
+from benchmarks.harness.launch import Server
+from benchmarks.harness.warm_start import Nursery
 
 
 class QuietNursery(Nursery):

@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import accuracy
-from benchmarks.accuracy_parts.store import Results
+from benchmarks.accuracy import __main__ as accuracy
+from benchmarks.accuracy.store import Results
 from benchmarks.demo import MODEL
-from benchmarks.multi_turn_parts import pools
+from benchmarks.harness import pools
 from benchmarks.recall.questions import Interview, interviews
 from benchmarks.recall.task import ASSISTANT, EOS, QUESTION, USER, VOCABULARY
 

@@ -16,10 +16,10 @@ import psutil
 import pytest
 
 from benchmarks.demo import MODEL
-from benchmarks.launch import Server
-from benchmarks.multi_turn_parts.measures import figures, rounds
-from benchmarks.multi_turn_parts.pools import Pool, server_arguments
-from benchmarks.multi_turn_parts.store import Store
+from benchmarks.harness.launch import Server
+from benchmarks.harness.pools import Pool, server_arguments
+from benchmarks.multi_turn.measures import figures, rounds
+from benchmarks.multi_turn.store import Store
 
 pytestmark = pytest.mark.server
 

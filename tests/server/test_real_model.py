@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from benchmarks import real_model
-from benchmarks.quality_parts.head import compare, load_head
-from benchmarks.quality_parts.served import hidden_states
-from benchmarks.quality_parts.texts import Text
+from benchmarks.harness.warm_start import Nursery
+from benchmarks.quality.head import compare, load_head
+from benchmarks.quality.served import hidden_states
+from benchmarks.quality.texts import Text
 from benchmarks.real_model import ROOT, NotFetched, ensure
-from benchmarks.warm_start import Nursery
 from tests.server.client import flush, generate
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.accuracy_parts import recall
-from benchmarks.accuracy_parts.asking import ask
-from benchmarks.accuracy_parts.prompts import Form, load_tokenizer, make_talk
+from benchmarks.accuracy import recall
+from benchmarks.accuracy.asking import ask
+from benchmarks.accuracy.prompts import PromptFormat, load_tokenizer, make_talk
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
@@ -116,7 +116,7 @@ def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(nursery, tmp_
     flags = ["--dtype", "float32", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", "0.08", "--ragged-profile", str(PROFILE)]
     tokenizer = load_tokenizer(str(MODEL))
-    talks = [make_talk(session, tokenizer, Form("requests")) for session in recall.load(4, 10, 2**35)]
+    talks = [make_talk(session, tokenizer, PromptFormat("requests")) for session in recall.load(4, 10, 2**35)]
     with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
         asked = ask(server.url, talks, at_once=4)
     assert len(asked) == 40

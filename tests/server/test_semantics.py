@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.demo import MODEL
-from benchmarks.launch import SGLANG_SERVE, serve
+from benchmarks.harness.launch import SGLANG_SERVE, serve
 from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
 from tests.models import make_profile

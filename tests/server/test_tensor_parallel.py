@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.warm_start import Nursery
+from benchmarks.harness.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept, uniform_kept
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement

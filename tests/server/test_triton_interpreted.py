@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.warm_start import Nursery
+from benchmarks.harness.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept
 from tests.models import make_llama, make_profile
 from tests.oracle import Oracle

@@ -1,0 +1,1 @@
+"""Accuracy of text suites through the server: `python -m benchmarks.accuracy`."""

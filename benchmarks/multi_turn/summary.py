@@ -1,0 +1,76 @@
+"""Repeated points together: the median over the runs that count, and their range."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.multi_turn.measures import Figures, figures, flat, peak_bytes, rounds
+from benchmarks.multi_turn.point import Point
+
+
+@dataclass(frozen=True)
+class RunSpread:
+    """Median, least and greatest of the runs; NaN where no run has a value."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> RunSpread:
+        known = [value for value in values if not math.isnan(value)]
+        if not known:
+            return cls(*[float("nan")] * 3)
+        return cls(statistics.median(known), min(known), max(known))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All runs of one pool with one number of clients: those that count, and why others do not."""
+
+    pool: str
+    clients: int
+    points: tuple[Point, ...]
+    rejected: tuple[str, ...]
+
+    def total(self, value: Callable[[Figures], float]) -> RunSpread:
+        """A figure of the whole run, over the runs."""
+        return RunSpread.of([value(figures(point.answers, point.samples)) for point in self.points])
+
+    def by_round(self, value: Callable[[Figures], float]) -> dict[int, RunSpread]:
+        """A figure of each round, over the runs."""
+        each = [rounds(point) for point in self.points]
+        numbers = sorted({number for one in each for number in one})
+        return {n: RunSpread.of([value(one[n]) for one in each if n in one]) for n in numbers}
+
+    def totals(self) -> dict[str, RunSpread]:
+        """All figures of the whole run by name, over the runs."""
+        each = [flat(figures(point.answers, point.samples)) for point in self.points]
+        return {name: RunSpread.of([one[name] for one in each]) for name in (each[0] if each else ())}
+
+    @property
+    def virtual_tokens(self) -> int:
+        return self.points[0].virtual_tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.points[0].kv_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(peak_bytes(point) for point in self.points)
+
+
+def cells(points: Sequence[Point]) -> list[Cell]:
+    """One cell for each number of clients and pool, in the order in which they were first measured."""
+    keys = dict.fromkeys((point.key.clients, point.key.pool) for point in points)
+    made = []
+    for clients, pool in sorted(keys, key=lambda key: key[0]):
+        own = [point for point in points if (point.key.clients, point.key.pool) == (clients, pool)]
+        counted = tuple(point for point in own if point.rejected is None)
+        reasons = tuple(f"run {point.key.repeat + 1}: {point.rejected}" for point in own if point.rejected is not None)
+        made.append(Cell(pool, clients, counted, reasons))
+    return made

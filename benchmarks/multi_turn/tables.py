@@ -1,0 +1,105 @@
+"""The tables of a benchmark, as rows of text: for the terminal, the report and the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.harness.rows import Rows
+from benchmarks.multi_turn.measures import Figures
+from benchmarks.multi_turn.point import Point
+from benchmarks.multi_turn.summary import Cell, RunSpread, cells
+
+
+def totals(points: Sequence[Point]) -> Rows:
+    """One row for each number of clients and pool; medians over the runs that count."""
+    columns = (
+        *("pool", "clients", "runs", "virtual tokens", "TTFT ms p50", "TTFT p95", "TTFT p99", "ITL ms p50", "ITL p95"),
+        *("latency ms p50", "latency p95", "output tokens/s", "cached", "hit rate", "retractions", "peak KV MiB"),
+        "recall",
+    )
+    rows = []
+    for cell in cells(points):
+        count = f"{len(cell.points)}/{len(cell.points) + len(cell.rejected)}"
+        if not cell.points:
+            rows.append((cell.pool, str(cell.clients), count, *["rejected"] * (len(columns) - 3)))
+            continue
+        values = (
+            _number(cell.total(lambda f: f.ttft_ms.p50)),
+            _number(cell.total(lambda f: f.ttft_ms.p95)),
+            _number(cell.total(lambda f: f.ttft_ms.p99)),
+            _number(cell.total(lambda f: f.itl_ms.p50), 1),
+            _number(cell.total(lambda f: f.itl_ms.p95), 1),
+            _number(cell.total(lambda f: f.latency_ms.p50)),
+            _number(cell.total(lambda f: f.latency_ms.p95)),
+            _number(cell.total(lambda f: f.output_tokens_per_s), 1),
+            _share(cell.total(lambda f: f.cached_share)),
+            _share(cell.total(lambda f: f.hit_rate)),
+            _number(cell.total(lambda f: f.retractions)),
+            f"{cell.peak_bytes / 2**20:.0f}",
+            _number(cell.total(lambda f: f.recall), 2),
+        )
+        rows.append((cell.pool, str(cell.clients), count, f"{cell.virtual_tokens:,}", *values))
+    return Rows("medians over the runs", columns, tuple(rows))
+
+
+def overview(results: Sequence[tuple[str, Sequence[Point]]]) -> Rows:
+    """One row for each named result, number of clients and pool, with ratios to the token pool of the same result."""
+    columns = ("traffic, clients", "pool", "TTFT ms mean", "TTFT ms p50", "ITL ms p50", "latency ms p50")
+    columns += ("output tokens/s", "cached")
+    rows = []
+    for name, points in results:
+        made = [cell for cell in cells(points) if cell.points]
+        for cell in made:
+            base = next((one for one in made if (one.pool, one.clients) == ("token", cell.clients)), cell)
+            values = (
+                _compared(cell, base, lambda f: f.ttft_ms.mean),
+                _compared(cell, base, lambda f: f.ttft_ms.p50),
+                _compared(cell, base, lambda f: f.itl_ms.p50, 1),
+                _compared(cell, base, lambda f: f.latency_ms.p50),
+                _compared(cell, base, lambda f: f.output_tokens_per_s, 1),
+                _share(cell.total(lambda f: f.cached_share)),
+            )
+            rows.append((f"{name}, {cell.clients}", cell.pool, *values))
+    return Rows("all traffic", columns, tuple(rows))
+
+
+def _compared(cell: Cell, base: Cell, value: Callable[[Figures], float], digits: int = 0) -> str:
+    """A figure and, in brackets, how many times the base's it is."""
+    own, other = cell.total(value), base.total(value)
+    text = _number(own, digits)
+    return text if cell is base or not text else f"{text} ({own.median / other.median:.2f})"
+
+
+def by_round(points: Sequence[Point], clients: int) -> Rows:
+    """One row for each round, all pools beside each other; medians over the runs that count."""
+    counted = [cell for cell in cells(points) if cell.clients == clients and cell.points]
+    columns = ["round"]
+    for cell in counted:
+        columns += [f"{cell.pool}: TTFT ms p50", "TTFT p95", "output tokens/s", "cached", "retractions"]
+    numbers = sorted({number for cell in counted for number in cell.by_round(lambda f: f.requests)})
+    rows = [(str(number + 1), *(text for cell in counted for text in _round(cell, number))) for number in numbers]
+    return Rows(f"{clients} clients, by round", tuple(columns), tuple(rows))
+
+
+def _round(cell: Cell, number: int) -> tuple[str, ...]:
+    nothing = RunSpread.of([])
+    return (
+        _number(cell.by_round(lambda f: f.ttft_ms.p50).get(number, nothing)),
+        _number(cell.by_round(lambda f: f.ttft_ms.p95).get(number, nothing)),
+        _number(cell.by_round(lambda f: f.output_tokens_per_s).get(number, nothing)),
+        _share(cell.by_round(lambda f: f.cached_share).get(number, nothing)),
+        _number(cell.by_round(lambda f: f.retractions).get(number, nothing)),
+    )
+
+
+def rejections(points: Sequence[Point]) -> list[str]:
+    """Which points were rejected and why, a line each."""
+    return [f"{point.key}: {point.rejected}" for point in points if point.rejected is not None]
+
+
+def _number(middle: RunSpread, digits: int = 0) -> str:
+    return "" if middle.median != middle.median else f"{middle.median:,.{digits}f}"
+
+
+def _share(middle: RunSpread) -> str:
+    return "" if middle.median != middle.median else f"{middle.median:.0%}"

@@ -1,1 +1,0 @@
-"""The parts of `benchmarks.multi_turn`, one concept a file."""

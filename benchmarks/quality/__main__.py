@@ -1,0 +1,149 @@
+"""What compression costs a real model: its distributions, the text it goes on with, the facts it still knows.
+
+    python -m benchmarks.real_model --output models/smollm2-135m
+    python -m benchmarks.quality --model models/smollm2-135m [--scorer gate keydiff] [--ratio 0.5 0.3 0.2]
+
+Each configuration is a server of its own; all read the same texts and answer the same questions as SGLang's token pool.
+With `--peers` (an environment made by `make peers`), methods of kvpress keep the same share of the same contexts.
+Writes JSON and a plot, prints a table. docs/quality.md says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoTokenizer
+
+from benchmarks.harness.errors import ServerLost, SettingsError
+from benchmarks.harness.launch import ServerFailed
+from benchmarks.harness.pools import Pool, Started
+from benchmarks.quality.configuration import Configuration, configurations
+from benchmarks.quality.facts import KINDS, interviews
+from benchmarks.quality.head import HeadMissing, load_head
+from benchmarks.quality.measured import Measured, Tasks, measure
+from benchmarks.quality.peering import PeersFailed, ask_peers
+from benchmarks.quality.plot import draw
+from benchmarks.quality.store import Results
+from benchmarks.quality.table import show
+from benchmarks.quality.texts import TextMissing, pieces
+
+CALIBRATION_S = 3600.0
+"""A server that calibrates its model first takes minutes to start."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", required=True, help="folder of a Hugging Face model with a chat template")
+    made.add_argument("--scorer", nargs="+", default=["default"], help="[default: the server's own choice]")
+    made.add_argument("--budgets", nargs="+", default=["auto"], help="auto, uniform or profiles by {scorer} [auto]")
+    made.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.3, 0.2])
+    made.add_argument("--segment", type=int, default=256)
+    made.add_argument("--length", type=int, default=1280, help="tokens of a text [1280]")
+    made.add_argument("--pieces", type=int, default=1, help="pieces of every source [1]")
+    made.add_argument("--interviews", type=int, default=6, help="contexts with facts, of each kind [6]")
+    made.add_argument("--facts", type=int, default=8, help="in a context [8]")
+    made.add_argument("--context", type=int, default=800, help="tokens of real text in a context with facts [800]")
+    made.add_argument("--kv-bytes", default="512MiB")
+    made.add_argument("--peers", type=Path, metavar="PYTHON", help="interpreter with kvpress, .venv-peers/bin/python")
+    made.add_argument("--output", type=Path, default=Path("quality.json"))
+    made.add_argument("--json", action="store_true", help="print the results as JSON")
+    return made
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what the output file lacks. Raises SettingsError, ServerLost, TextMissing, HeadMissing, PeersFailed."""
+    model = Path(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tasks = Tasks(
+        texts=pieces(tokenizer, options.length, options.pieces),
+        interviews=[
+            interview
+            for kind in KINDS
+            for interview in interviews(
+                tokenizer, kind, options.interviews, facts=options.facts, length=options.context
+            )
+        ],
+        segment=options.segment,
+    )
+    about = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.quality", *sys.argv[1:]]),
+    }
+    results = Results.open(options.output, {"model": model.resolve().name, **tasks.describe()}, about)
+    wanted = configurations(options.scorer, options.budgets, options.ratio)
+    console = Console(stderr=options.json)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    missing = [one for one in wanted if one not in results.known]
+    if missing:
+        head = load_head(model)
+        with (
+            Started(options.model, options.kv_bytes, ["--enable-return-hidden-states"], []) as servers,
+            Progress(*columns, console=console) as progress,
+        ):
+            bar = progress.add_task("servers", total=len(missing) + 1)
+            reference = results.load_reference() if Configuration.token() in results.known else None
+            if reference is None:
+                token = _measured(Configuration.token(), servers, options, tasks, tokenizer, progress)
+                reference = token.states
+                results.keep_reference(reference)
+                results.add(Configuration.token(), token.result(reference, head, tasks))
+            progress.advance(bar)
+            for one in missing:
+                found = _measured(one, servers, options, tasks, tokenizer, progress)
+                results.add(one, found.result(reference, head, tasks))
+                progress.advance(bar)
+    if options.peers is not None:
+        ask_peers(options.peers, options.model, tasks, tokenizer, options.ratio, results, console)
+    draw(results, options.output.with_suffix(".png"))
+    if options.json:
+        print(results.text(), end="")
+    else:
+        show(results, console)
+    console.print(f"results and plot: {options.output.with_suffix('')}.*", highlight=False, soft_wrap=True)
+
+
+def _measured(
+    one: Configuration,
+    servers: Started,
+    options: argparse.Namespace,
+    tasks: Tasks,
+    tokenizer: object,
+    progress: Progress,
+) -> Measured:
+    own = progress.add_task(str(one), total=tasks.count)
+    log = options.output.with_suffix(".log")
+    try:
+        flags = one.flags(options.segment)
+        with servers.target(Pool(one.ratio), 4, log, flags, ready_within_s=CALIBRATION_S) as target:
+            found = measure(target, tasks, tokenizer, lambda: progress.advance(own))
+    except ServerLost as error:
+        raise ServerLost(f"the server of {one} is gone ({error}); its log is {log}") from None
+    except ServerFailed as error:
+        raise SettingsError(f"the server of {one} did not start, its log is {log}: {error.reason}") from None
+    progress.remove_task(own)
+    log.unlink(missing_ok=True)
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    # A kill ends the servers as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        run(options)
+    except (SettingsError, ServerLost, TextMissing, HeadMissing, PeersFailed) as error:
+        print(f"quality: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

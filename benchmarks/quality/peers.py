@@ -1,0 +1,103 @@
+"""The peers: kvpress's methods on the same texts and questions. Runs in an environment of its own (`make peers`).
+
+kvpress needs another release of transformers than SGLang does. So this file imports nothing of this repository; orders
+and results are JSON on standard input and output.
+
+    .venv-peers/bin/python benchmarks/quality/peers.py < order.json > results.json
+
+The context is compressed once, by methods that do not know what comes behind it; then it is gone on with: by the
+text's continuation, or by one question after the other. Positions go on as if nothing had been taken out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from typing import Any
+
+import torch
+from kvpress import AdaKVPress, ExpectedAttentionPress, KeyDiffPress, SnapKVPress
+from transformers import AutoModelForCausalLM, DynamicCache
+
+METHODS = {
+    "KeyDiff": lambda ratio: KeyDiffPress(ratio),
+    "SnapKV": lambda ratio: SnapKVPress(ratio),
+    "ExpectedAttention": lambda ratio: ExpectedAttentionPress(ratio),
+    "AdaKV + SnapKV": lambda ratio: AdaKVPress(SnapKVPress(ratio)),
+    "AdaKV + ExpectedAttention": lambda ratio: AdaKVPress(ExpectedAttentionPress(ratio)),
+}
+
+
+def compressed(model: Any, method: str, share: float, context: list[int]) -> DynamicCache:
+    """The cache of a context of which `share` is kept; heads' masks, where a method has them, stay in the model."""
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    cache = DynamicCache()
+    with METHODS[method](1 - share)(model):
+        positions = torch.arange(len(context))
+        model.model(input_ids=torch.tensor([context]), past_key_values=cache, cache_position=positions)
+    return cache
+
+
+def go_on(model: Any, cache: DynamicCache, ids: list[int], position: int) -> torch.Tensor:
+    """Logits [tokens, vocabulary] of tokens that start at a position."""
+    # No cache_position: with it transformers masks by positions, and a cache that is shorter shows tokens to those
+    # before them.
+    positions = torch.arange(position, position + len(ids))[None]
+    return model(input_ids=torch.tensor([ids]), past_key_values=cache, position_ids=positions).logits[0].float()
+
+
+def check_order(model: Any, method: str) -> None:
+    """End with one line if tokens that go on from a compressed context see those behind them."""
+    ids = list(range(100, 260))
+    changed = [*ids[:-1], 7]
+    first, second = (go_on(model, compressed(model, method, 0.3, ids[:128]), own[128:], 128) for own in (ids, changed))
+    if not torch.allclose(first[:-1], second[:-1], atol=1e-3):
+        sys.exit(f"with these releases of kvpress and transformers, {method} shows tokens to those before them")
+
+
+def continuation_nll(model: Any, method: str, share: float, ids: list[int], context: int) -> list[float]:
+    """Minus the log-probabilities of all tokens but the first behind the context."""
+    cache = compressed(model, method, share, ids[:context])
+    logs = go_on(model, cache, ids[context:-1], context).log_softmax(dim=-1)
+    return (-logs.gather(1, torch.tensor(ids[context + 1 :])[:, None])[:, 0]).tolist()
+
+
+def answers(model: Any, method: str, share: float, interview: dict[str, Any], new_tokens: int) -> list[list[int]]:
+    """Tokens that answer each question, greedily."""
+    whole = compressed(model, method, share, interview["context"])
+    found = []
+    for suffix in interview["questions"]:
+        cache, position, ids = copy.deepcopy(whole), len(interview["context"]), list(suffix)
+        said: list[int] = []
+        while len(said) < new_tokens:
+            following = int(go_on(model, cache, ids, position)[-1].argmax())
+            position += len(ids)
+            ids = [following]
+            said.append(following)
+        found.append(said)
+    return found
+
+
+@torch.no_grad()
+def main() -> None:
+    order = json.load(sys.stdin)
+    model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=getattr(torch, order["dtype"])).eval()
+    for method in METHODS:
+        check_order(model, method)
+    results = []
+    for share in order["shares"]:
+        for method in METHODS:
+            nll = [continuation_nll(model, method, share, ids, order["context"]) for ids in order["texts"]]
+            said = [
+                answers(model, method, own, interview, order["new_tokens"])
+                for interview, own in zip(order["interviews"], order["interview_shares"][str(share)], strict=True)
+            ]
+            results.append({"method": method, "share": share, "nll": nll, "answers": said})
+            print(f"{method}, share {share}", file=sys.stderr, flush=True)
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

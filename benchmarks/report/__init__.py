@@ -1,0 +1,1 @@
+"""One page of all results: `python -m benchmarks.report`."""
