@@ -46,8 +46,8 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -
         check_weights(get_scorer(options.scorer), options.scorer_weights)
     if options.profile == "uniform":
         logger.warning(
-            "--ragged-profile uniform: every head keeps the same share. On SmolLM2-135M at ratio 0.5 that lost 16 of 88 "
-            "facts, calibrated budgets of the same size none (docs/quality.md); --ragged-profile auto calibrates once"
+            "--ragged-profile uniform: every head keeps the same share. On SmolLM2-135M at ratio 0.5 that lost 16 of "
+            "88 facts, calibrated budgets of the same size none (docs/quality.md); --ragged-profile auto calibrates"
         )
         return options.scorer or OTHER_SCORER, "uniform"
     if options.profile == "auto" and options.ratio == 1:
