@@ -8,7 +8,7 @@ import sys
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import check_limits, parse_bytes, plan_pool
+from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
 from sgl_ragged.model_options import add_model_options, choose_kept
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -48,7 +48,7 @@ def show_layout(options: argparse.Namespace) -> None:
     kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
-    plan = plan_pool(
+    plan = fit_pool(
         layout, DTYPE_BYTES[options.dtype], budget, options.max_running_requests, side, options.max_total_tokens
     )
     if plan.warning is not None:

@@ -24,7 +24,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolPlan, parse_bytes, plan_pool
+from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool, parse_bytes
 from sgl_ragged.profile import Profile, load_profile
 
 IMPORTS_SGLANG = re.compile(r"^\s*(import|from) sglang\b", re.MULTILINE)
@@ -260,7 +260,7 @@ def test_slab_bytes_are_the_mean_share_exactly(kept, itemsize):
 @pytest.mark.parametrize("ratio", [0.2, 0.3, 0.5])
 def test_start_up_line_is_within_two_percent_of_the_ratio(shape, ratio):
     layout = SlabLayout(kept=uniform_kept(*shape, ratio, 256), head_dim=128, segment=256)
-    plan = plan_pool(layout, 2, 2**33, None)
+    plan = fit_pool(layout, 2, 2**33, None)
     assert f"(mean share {layout.mean_kept_share:.4f})" in plan.describe()
     assert f"slab {plan.slab_bytes} bytes" in plan.describe()
     assert plan.slab_bytes / (256 * layout.full_bytes_per_token(2)) == pytest.approx(ratio, rel=0.02)
@@ -279,7 +279,7 @@ def test_bad_segments_are_refused(segment):
 def test_plan_never_exceeds_the_budget_and_wastes_less_than_a_slab(budget, requests):
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     try:
-        plan = plan_pool(layout, 4, budget, requests)
+        plan = fit_pool(layout, 4, budget, requests)
     except RaggedConfigError as error:
         assert "too small" in str(error)  # noqa: PT017 (either outcome is right, depending on the budget)
         return
@@ -297,7 +297,7 @@ def test_plan_never_exceeds_the_budget_and_wastes_less_than_a_slab(budget, reque
 )
 def test_the_default_number_of_requests_never_eats_the_gain(ratio, budget, max_tokens):
     layout = SlabLayout(kept=uniform_kept(4, 8, ratio, 256), head_dim=32, segment=256)
-    plan = plan_pool(layout, 4, budget, None, max_tokens=max_tokens)
+    plan = fit_pool(layout, 4, budget, None, max_tokens=max_tokens)
     assert plan.total_bytes <= budget
     assert plan.max_total_tokens <= (max_tokens or plan.max_total_tokens)
     if plan.max_requests > 1:
@@ -312,31 +312,31 @@ def test_the_default_number_of_requests_never_eats_the_gain(ratio, budget, max_t
 def test_a_small_pool_has_few_tails():
     """--max-total-tokens 1024 in 80 GB of free memory: not tails for hundreds of requests."""
     layout = SlabLayout(kept=uniform_kept(32, 8, 0.3, 256), head_dim=128, segment=256)
-    plan = plan_pool(layout, 2, 80 * 10**9, None, max_tokens=1024)
+    plan = fit_pool(layout, 2, 80 * 10**9, None, max_tokens=1024)
     assert (plan.max_total_tokens, plan.max_requests) == (1024, 1)
 
 
 def test_more_requests_than_pay_off_are_warned_of():
     """Llama-3.1-8B in 80 GB at ratio 0.5: the tails of 1,024 requests take more than compression frees."""
     layout = SlabLayout(kept=uniform_kept(32, 8, 0.5, 256), head_dim=128, segment=256)
-    plan = plan_pool(layout, 2, 60 * 10**9, 1024)
+    plan = fit_pool(layout, 2, 60 * 10**9, 1024)
     assert plan.max_total_tokens / plan.full_tokens < 1
     assert f"the open segments of 1024 requests take {plan.tails_bytes}" in plan.warning
-    assert plan_pool(layout, 2, 60 * 10**9, 64).warning is None
+    assert fit_pool(layout, 2, 60 * 10**9, 64).warning is None
     full = SlabLayout(kept=uniform_kept(32, 8, 1.0, 256), head_dim=128, segment=256)
-    assert "at ratio 1 nothing is compressed" in plan_pool(full, 2, 60 * 10**9, 64).warning
+    assert "at ratio 1 nothing is compressed" in fit_pool(full, 2, 60 * 10**9, 64).warning
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(0, None), (-1, None), (None, 255), (None, 0)])
 def test_limits_that_nothing_fits_are_refused(requests, tokens):
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     with pytest.raises(RaggedConfigError, match="must be at least"):
-        plan_pool(layout, 2, 2**33, requests, max_tokens=tokens)
+        fit_pool(layout, 2, 2**33, requests, max_tokens=tokens)
 
 
 def test_plan_counts_padding_slot_and_row():
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.5, 256), head_dim=32, segment=256)
-    plan = PoolPlan(layout=layout, itemsize=2, num_slots=11, num_rows=5)
+    plan = PoolSizes(layout=layout, itemsize=2, num_slots=11, num_rows=5)
     assert plan.max_total_tokens == 10 * 256
     assert plan.max_requests == 4
     assert plan.total_bytes == 11 * layout.slab_bytes(2) + 5 * layout.tail_bytes(2)

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.multi_turn import __main__ as multi_turn
-from benchmarks.multi_turn.plan import Plan
 from benchmarks.multi_turn.plots import PLOTS, draw
 from benchmarks.multi_turn.point import Point
+from benchmarks.multi_turn.schedule import Schedule
 from benchmarks.multi_turn.store import Store
 from benchmarks.multi_turn.tables import by_round, rejections, totals
 from benchmarks.multi_turn.writers import RecallWriter
@@ -94,7 +94,7 @@ def test_finished_points_are_not_measured_again_and_pools_take_turns(tmp_path):
     chosen = options("--pools", "token,ragged@0.5", "--repeats", "2", "--rounds", "2", "--request-length", "40")
     pools, _ = multi_turn.pools_of(chosen)
     store = Store.open(tmp_path / "new", MANIFEST)
-    benchmark = multi_turn.Benchmark(chosen, Plan.of(chosen, pools, RecallWriter()), store)
+    benchmark = multi_turn.Benchmark(chosen, Schedule.of(chosen, pools, RecallWriter()), store)
     assert [(key.pool, key.repeat) for _, key in benchmark.remaining()] == [
         ("token", 0),
         ("ragged@0.5", 0),
@@ -172,7 +172,7 @@ def test_pools_of_different_bytes_are_not_compared(tmp_path):
     chosen = options("--pools", "token,ragged@0.5", "--request-length", "40")
     pools, _ = multi_turn.pools_of(chosen)
     store = Store.open(tmp_path / "new", MANIFEST)
-    benchmark = multi_turn.Benchmark(chosen, Plan.of(chosen, pools, RecallWriter()), store)
+    benchmark = multi_turn.Benchmark(chosen, Schedule.of(chosen, pools, RecallWriter()), store)
     store.add(point("token"))
     # The ragged pool is a whole number of slabs, and a point that failed early never knew its bytes.
     for near in (int(24 * 2**20 * 0.95), 0):

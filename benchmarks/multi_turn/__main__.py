@@ -31,9 +31,9 @@ from benchmarks.harness.errors import PointFailed, ServerLost, SettingsError
 from benchmarks.harness.launch import ServerFailed
 from benchmarks.harness.pools import Connected, Pool, Servers, Started, Target
 from benchmarks.multi_turn import driver, tables
-from benchmarks.multi_turn.plan import Plan
 from benchmarks.multi_turn.plots import draw
 from benchmarks.multi_turn.point import Key, Point
+from benchmarks.multi_turn.schedule import Schedule
 from benchmarks.multi_turn.shapes import SHAPES, longest, working_set
 from benchmarks.multi_turn.store import Store
 from benchmarks.multi_turn.summary import cells
@@ -143,19 +143,21 @@ def settings_of(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Any
 class Benchmark:
     """The points of one command, and what they are measured with."""
 
-    def __init__(self, options: argparse.Namespace, plan: Plan, store: Store) -> None:
-        self.options, self.plan, self.store = options, plan, store
+    def __init__(self, options: argparse.Namespace, schedule: Schedule, store: Store) -> None:
+        self.options, self.schedule, self.store = options, schedule, store
 
     def remaining(self) -> list[tuple[Pool, Key]]:
         known = {point.key for point in self.store.points}
-        return [(pool, key) for pool, key in self.plan.keys if key not in known]
+        return [(pool, key) for pool, key in self.schedule.keys if key not in known]
 
     def run_all(self, servers: Servers, progress: Progress) -> None:
         """Measure what is missing. Raises ServerLost, with where the finished points are, when a server goes away."""
         remaining = self.remaining()
-        task = progress.add_task("points", total=len(self.plan.keys), completed=len(self.plan.keys) - len(remaining))
+        task = progress.add_task(
+            "points", total=len(self.schedule.keys), completed=len(self.schedule.keys) - len(remaining)
+        )
         for pool, key in remaining:
-            own = progress.add_task(f"{key}: server", total=len(self.plan.requests[key.clients]))
+            own = progress.add_task(f"{key}: server", total=len(self.schedule.requests[key.clients]))
             log = self.store.folder / f"{key.pool}-{key.clients}-{key.repeat + 1}.log"
             running = min(self.options.max_parallel, key.clients)
             try:
@@ -164,7 +166,7 @@ class Benchmark:
                     self.check_bytes(point)
                     self.store.add(point)
             except ServerLost as error:
-                finished = f"{len(self.store.points)} of {len(self.plan.keys)} points are finished"
+                finished = f"{len(self.store.points)} of {len(self.schedule.keys)} points are finished"
                 where = f"; its log is {log}" if log.is_file() else ""
                 raise ServerLost(
                     f"the server of {key} is gone ({error}): {finished} and kept in {self.store.folder}, the same "
@@ -177,7 +179,7 @@ class Benchmark:
 
     def _measure(self, target: Target, key: Key, progress: Progress, task: TaskID) -> Point:
         """One point. A request that is not served rejects it; a server that went away raises ServerLost."""
-        o, requests = self.options, self.plan.requests[key.clients]
+        o, requests = self.options, self.schedule.requests[key.clients]
         needed, limit = longest(requests, o.output_length), target.longest_prompt()
         if needed > limit:
             raise SettingsError(
@@ -189,7 +191,7 @@ class Benchmark:
         warm_up = driver.Traffic(min(4, o.output_length), o.max_parallel, math.inf, o.seed)
         try:
             progress.update(task, description=f"{key}: warm-up")
-            driver.run(target.url, o.model, self.plan.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
+            driver.run(target.url, o.model, self.schedule.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
             target.flush()
             progress.update(task, description=str(key))
             run = driver.run(
@@ -280,9 +282,9 @@ def run(options: argparse.Namespace) -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks.multi_turn", *sys.argv[1:]]),
     }
-    plan = Plan.of(options, pools, writer_for(options.model))
-    benchmark = Benchmark(options, plan, Store.open(folder, manifest))
-    for count, requests in plan.requests.items():
+    schedule = Schedule.of(options, pools, writer_for(options.model))
+    benchmark = Benchmark(options, schedule, Store.open(folder, manifest))
+    for count, requests in schedule.requests.items():
         console.print(
             f"{options.shape}, {count} clients: {len(requests)} requests, longest {longest(requests, 0)} tokens, "
             f"working set {working_set(requests, options.output_length)} tokens",

@@ -35,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class PoolPlan:
+class PoolSizes:
     """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
     `side_bytes`: what the scorer keeps beside each row's tail, counted as part of the tails.
@@ -108,14 +108,14 @@ class PoolPlan:
         )
 
 
-def plan_pool(
+def fit_pool(
     layout: SlabLayout,
     itemsize: int,
     budget_bytes: int,
     max_requests: int | None,
     side_bytes: int = 0,
     max_tokens: int | None = None,
-) -> PoolPlan:
+) -> PoolSizes:
     """Divide a KV budget into tails and slabs.
 
     Args:
@@ -124,7 +124,7 @@ def plan_pool(
         budget_bytes: everything the pool may allocate on this rank.
         max_requests: the user's --max-running-requests, or None to choose it so that tails take at most
             MAX_TAIL_SHARE of the bytes and half of what compression frees (but at least one request).
-        side_bytes: as in PoolPlan.
+        side_bytes: as in PoolSizes.
         max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
             smaller has fewer tails, too.
 
@@ -134,8 +134,8 @@ def plan_pool(
     check_limits(layout.segment, max_requests, max_tokens)
     most_slots = None if max_tokens is None else max_tokens // layout.segment + 1
 
-    def with_requests(requests: int) -> PoolPlan:
-        plan = PoolPlan(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
+    def with_requests(requests: int) -> PoolSizes:
+        plan = PoolSizes(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
         num_slots = (budget_bytes - plan.tails_bytes) // plan.slab_bytes
         if num_slots < 2:
             raise RaggedConfigError(

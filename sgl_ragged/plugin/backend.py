@@ -73,7 +73,7 @@ class RaggedAttnBackend(AttentionBackend):
         pool = model_runner.token_to_kv_pool
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
-        layers = _attention_layers(model_runner.model, pool.plan.layout.num_layers)
+        layers = _attention_layers(model_runner.model, pool.sizes.layout.num_layers)
         self.store = pool.store
         self.store.scales = [layer.scaling for layer in layers]
         self.observer = observer

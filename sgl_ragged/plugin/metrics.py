@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
@@ -65,23 +65,23 @@ class RaggedMetrics:
             name: Counter(PREFIX + name, text, labels.keys()).labels(**labels) for name, text in _COUNTERS.items()
         }
         self._counted = dict.fromkeys(_COUNTERS, 0.0)
-        self._gauges["kept_ratio"].set(pool.plan.layout.mean_kept_share)
+        self._gauges["kept_ratio"].set(pool.sizes.layout.mean_kept_share)
         self._gauges["rank_imbalance"].set(rank_imbalance)
         self.update()
 
     def update(self) -> None:
         """Write what has changed since the last call."""
-        plan, meter = self._pool.plan, self._pool.store.seal_meter
-        pages = (self._allocator.size - self._allocator.available_size()) // plan.layout.segment
+        sizes, meter = self._pool.sizes, self._pool.store.seal_meter
+        pages = (self._allocator.size - self._allocator.available_size()) // sizes.layout.segment
         rows = self._requests.size - self._requests.available_size()
-        self._gauges["slab_bytes_in_use"].set(pages * plan.slab_bytes)
-        self._gauges["tail_bytes_in_use"].set(rows * plan.row_bytes)
+        self._gauges["slab_bytes_in_use"].set(pages * sizes.slab_bytes)
+        self._gauges["tail_bytes_in_use"].set(rows * sizes.row_bytes)
         for name, total in (("sealed_segments", meter.segments), ("seal_seconds", meter.seconds)):
             self._counters[name].inc(total - self._counted[name])
             self._counted[name] = total
 
 
-def summary(plan: ServingPlan, size: PoolPlan) -> str:
+def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     return f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
 
@@ -91,7 +91,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
 
     Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
     """
-    plan, size = serving_plan(options), pool.plan
+    plan, size = serving_plan(options), pool.sizes
     layouts = plan.layouts
     share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
     return {

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer
 
@@ -22,7 +22,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     def __init__(
         self,
-        plan: PoolPlan,
+        sizes: PoolSizes,
         scorer: Scorer,
         statistics: Sequence[Mapping[str, torch.Tensor]],
         *,
@@ -32,17 +32,17 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         start_layer: int,
         end_layer: int,
     ) -> None:
-        self.plan = plan
+        self.sizes = sizes
         self._scorer = scorer
         self._statistics = statistics
         self._q_per_kv = q_per_kv
         super().__init__(
-            size=plan.max_total_tokens,
-            page_size=plan.layout.segment,
+            size=sizes.max_total_tokens,
+            page_size=sizes.layout.segment,
             dtype=dtype,
-            head_num=plan.layout.num_heads,
-            head_dim=plan.layout.head_dim,
-            layer_num=plan.layout.num_layers,
+            head_num=sizes.layout.num_heads,
+            head_dim=sizes.layout.head_dim,
+            layer_num=sizes.layout.num_layers,
             device=device,
             enable_memory_saver=False,
             start_layer=start_layer,
@@ -52,10 +52,10 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     def _create_buffers(self) -> None:
         self.store = SlabStore(
-            self.plan.layout,
+            self.sizes.layout,
             self._scorer,
-            self.plan.num_slots,
-            self.plan.num_rows,
+            self.sizes.num_slots,
+            self.sizes.num_rows,
             self.dtype,
             self.device,
             q_per_kv=self._q_per_kv,

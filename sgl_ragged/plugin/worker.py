@@ -11,7 +11,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolPlan, plan_pool
+from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
@@ -62,7 +62,7 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     require_equal_digests(serving.digest, ranks, group)
     budget = configurator._profile_available_bytes(pre_model_load_memory)
     layout = serving.layout(parallel.attn_tp_rank)
-    plan = plan_pool(
+    plan = fit_pool(
         layout,
         configurator.kv_cache_dtype.itemsize,
         budget,
@@ -114,7 +114,7 @@ def build_pool(
 
     serving, rank = serving_plan(options), get_parallel().attn_tp_rank
     layout = serving.layout(rank)
-    plan = PoolPlan(
+    plan = PoolSizes(
         layout=layout,
         itemsize=configurator.kv_cache_dtype.itemsize,
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_ragged.attention.kernel_choice import make_operations
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolPlan
+from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
@@ -36,7 +36,7 @@ class Runner:
     def __init__(self, kernel: str = "triton") -> None:
         layout = SlabLayout(KEPT[:LAYERS], DIM, SEGMENT)
         pool = RaggedTokenToKVPool(
-            PoolPlan(layout, 4, 12, len(LENGTHS) + 1),
+            PoolSizes(layout, 4, 12, len(LENGTHS) + 1),
             get_scorer("keydiff"),
             [{}] * LAYERS,
             q_per_kv=PER_HEAD,

@@ -18,7 +18,7 @@ WARM_UP_SEED = 2**31
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """Workloads by number of clients, and the points in the order in which they are measured.
 
     `warm_up`: the first messages of other conversations. What a server does only once is done after them.
@@ -29,7 +29,7 @@ class Plan:
     keys: tuple[tuple[Pool, Key], ...]
 
     @classmethod
-    def of(cls, options: argparse.Namespace, pools: Sequence[Pool], writer: Writer) -> Plan:
+    def of(cls, options: argparse.Namespace, pools: Sequence[Pool], writer: Writer) -> Schedule:
         """Pools take turns within each repetition. Raises SettingsError when a conversation is too long."""
 
         def requests(clients: int, seed: int) -> tuple[Request, ...]:
