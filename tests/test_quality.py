@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import save_file
 
 from benchmarks.harness.errors import SettingsError
@@ -169,6 +173,40 @@ def test_configurations_are_flags_of_the_server():
     assert Configuration.token().flags(64) == []
 
 
+FAKE_PEERS = """#!{python}
+import json, sys
+order = json.load(sys.stdin)
+for method, share in order["wanted"][:{count}]:
+    answers = [[[0]] * len(i["questions"]) for i in order["interviews"]]
+    nll = [[1.0, 2.0]] * len(order["texts"])
+    print(json.dumps(dict(method=method, share=share, nll=nll, answers=answers)), flush=True)
+if {count} < len(order["wanted"]):
+    sys.exit("out of memory")
+"""
+
+
+def fake_peers(path: Path, count: int) -> Path:
+    """An interpreter that answers as `peers.py` does, for so many of what is wanted."""
+    path.write_text(FAKE_PEERS.format(python=sys.executable, count=count))
+    path.chmod(0o755)
+    return path
+
+
+def test_peers_that_fail_keep_what_they_measured_and_go_on_from_there(tmp_path):
+    tokenizer, results = Words(), Results(tmp_path / "q.json", {}, {})
+    tokenizer.encode("apple")
+    ask = partial(peering.ask_peers, model="m", tasks=tasks(), tokenizer=tokenizer, ratios=[0.5, 0.3], results=results)
+    with pytest.raises(peering.PeersFailed, match=r"the peers failed \(1\): out of memory"), Progress() as progress:
+        ask(fake_peers(tmp_path / "python", 3), progress=progress)
+    assert list(Results.load(results.path).peers) == [(method, 0.5) for method in peering.METHODS[:3]]
+    with Progress() as progress:
+        ask(fake_peers(tmp_path / "python", 7), progress=progress)
+    assert set(results.peers) == {(method, share) for method in peering.METHODS for share in (0.5, 0.3)}
+    found = results.peers["KeyDiff", 0.3]
+    assert found["texts"]["continuation_nll"] == [1.5]
+    assert found["right"] == {kind: [[True, True]] for kind in facts.KINDS}
+
+
 def test_peers_without_an_environment_are_one_line(tmp_path):
-    with pytest.raises(peering.PeersFailed, match="make peers"):
-        peering.ask_peers(tmp_path / "python", "m", tasks(), Words(), [0.3], Results(tmp_path, {}, {}), Console())
+    with pytest.raises(peering.PeersFailed, match="make peers"), Progress() as progress:
+        peering.ask_peers(tmp_path / "python", "m", tasks(), Words(), [0.3], Results(tmp_path, {}, {}), progress)

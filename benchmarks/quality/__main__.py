@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> None:
                 results.add(one, found.result(reference, head, tasks))
                 progress.advance(bar)
     if options.peers is not None:
-        ask_peers(options.peers, options.model, tasks, tokenizer, options.ratio, results, console)
+        with Progress(*columns, console=console) as progress:
+            ask_peers(options.peers, options.model, tasks, tokenizer, options.ratio, results, progress)
     draw(results, options.output.with_suffix(".png"))
     if options.json:
         print(results.text(), end="")

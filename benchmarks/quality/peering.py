@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.progress import Progress
 
 from benchmarks.quality.facts import KINDS, is_right
 from benchmarks.quality.measured import Tasks
@@ -17,6 +18,9 @@ from benchmarks.quality.served import ANSWER_TOKENS
 from benchmarks.quality.store import Results
 
 SCRIPT = Path(__file__).with_name("peers.py")
+
+METHODS = ("KeyDiff", "SnapKV", "ExpectedAttention", "AdaKV + SnapKV", "AdaKV + ExpectedAttention")
+"""Those that `peers.py` knows: none of them sees the question when it compresses."""
 
 
 class PeersFailed(RuntimeError):
@@ -30,11 +34,15 @@ def ask_peers(
     tokenizer: Any,
     ratios: Sequence[float],
     results: Results,
-    console: Console,
+    progress: Progress,
 ) -> None:
-    """Add what the peers make of the tasks at the shares that the ratios leave. Raises PeersFailed."""
-    missing = [ratio for ratio in ratios if not any(share == ratio for _, share in results.peers)]
-    if not missing:
+    """Add what the peers make of the tasks at the shares that the ratios leave, each as soon as it is measured.
+
+    Raises:
+        PeersFailed: what was measured before is in the results, and the same command goes on from there.
+    """
+    wanted = [(method, ratio) for ratio in ratios for method in METHODS if (method, ratio) not in results.peers]
+    if not wanted:
         return
     if not python.is_file():
         raise PeersFailed(f"there is no {python}: make peers")
@@ -43,25 +51,43 @@ def ask_peers(
         "dtype": "float32",
         "texts": [text.ids for text in tasks.texts],
         "context": tasks.context,
-        "shares": missing,
+        "wanted": wanted,
         "interviews": [
             {"context": i.context, "questions": [question.suffix for question in i.questions]} for i in tasks.interviews
         ],
-        "interview_shares": {str(ratio): [tasks.share(i, ratio) for i in tasks.interviews] for ratio in missing},
+        "interview_shares": {str(ratio): [tasks.share(i, ratio) for i in tasks.interviews] for _, ratio in wanted},
         "new_tokens": ANSWER_TOKENS,
     }
-    with console.status("peers, ten minutes and more"):
-        done = subprocess.run(
-            [str(python.absolute()), str(SCRIPT)], input=json.dumps(order), capture_output=True, text=True
+    bar = progress.add_task("peers, minutes each", total=len(wanted))
+    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as given:
+        json.dump(order, given)
+        given.seek(0)
+        command = [str(python.absolute()), str(SCRIPT)]
+        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                found = json.loads(line)
+                results.add_peer(found["method"], found["share"], _result(found, tasks, tokenizer))
+                progress.advance(bar)
+        finally:
+            # Ctrl-C and a kill end it, too.
+            process.terminate()
+            status = process.wait()
+        errors.seek(0)
+        said = errors.read().strip().splitlines()
+    progress.remove_task(bar)
+    if any(pair not in results.peers for pair in wanted):
+        raise PeersFailed(f"the peers failed ({status}): {(said or ['no reason given'])[-1]}")
+
+
+def _result(found: dict[str, Any], tasks: Tasks, tokenizer: Any) -> dict[str, Any]:
+    """What is kept of one method at one share."""
+    right: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
+    for interview, said in zip(tasks.interviews, found["answers"], strict=True):
+        answers = [tokenizer.decode(ids) for ids in said]
+        right[interview.kind].append(
+            [is_right(question.answer, a) for question, a in zip(interview.questions, answers, strict=True)]
         )
-    if done.returncode:
-        raise PeersFailed(f"the peers failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-    for found in json.loads(done.stdout):
-        right: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
-        for interview, said in zip(tasks.interviews, found["answers"], strict=True):
-            answers = [tokenizer.decode(ids) for ids in said]
-            right[interview.kind].append(
-                [is_right(question.answer, a) for question, a in zip(interview.questions, answers, strict=True)]
-            )
-        nll = [round(float(np.mean(values)), 6) for values in found["nll"]]
-        results.add_peer(found["method"], found["share"], {"texts": {"continuation_nll": nll}, "right": right})
+    nll = [round(float(np.mean(values)), 6) for values in found["nll"]]
+    return {"texts": {"continuation_nll": nll}, "right": right}

@@ -1,9 +1,9 @@
 """The peers: kvpress's methods on the same texts and questions. Runs in an environment of its own (`make peers`).
 
-kvpress needs another release of transformers than SGLang does. So this file imports nothing of this repository; orders
-and results are JSON on standard input and output.
+kvpress needs another release of transformers than SGLang does. So this file imports nothing of this repository. It
+reads an order, JSON, from standard input and writes a line of JSON for each method and share as soon as it is measured.
 
-    .venv-peers/bin/python benchmarks/quality/peers.py < order.json > results.json
+    .venv-peers/bin/python benchmarks/quality/peers.py < order.json > results.jsonl
 
 The context is compressed once, by methods that do not know what comes behind it; then it is gone on with: by the
 text's continuation, or by one question after the other. Positions go on as if nothing had been taken out.
@@ -84,19 +84,15 @@ def answers(model: Any, method: str, share: float, interview: dict[str, Any], ne
 def main() -> None:
     order = json.load(sys.stdin)
     model = AutoModelForCausalLM.from_pretrained(order["model"], dtype=getattr(torch, order["dtype"])).eval()
-    for method in METHODS:
+    for method in dict.fromkeys(method for method, _ in order["wanted"]):
         check_order(model, method)
-    results = []
-    for share in order["shares"]:
-        for method in METHODS:
-            nll = [continuation_nll(model, method, share, ids, order["context"]) for ids in order["texts"]]
-            said = [
-                answers(model, method, own, interview, order["new_tokens"])
-                for interview, own in zip(order["interviews"], order["interview_shares"][str(share)], strict=True)
-            ]
-            results.append({"method": method, "share": share, "nll": nll, "answers": said})
-            print(f"{method}, share {share}", file=sys.stderr, flush=True)
-    json.dump(results, sys.stdout)
+    for method, share in order["wanted"]:
+        nll = [continuation_nll(model, method, share, ids, order["context"]) for ids in order["texts"]]
+        said = [
+            answers(model, method, own, interview, order["new_tokens"])
+            for interview, own in zip(order["interviews"], order["interview_shares"][str(share)], strict=True)
+        ]
+        print(json.dumps({"method": method, "share": share, "nll": nll, "answers": said}), flush=True)
 
 
 if __name__ == "__main__":
