@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sgl_ragged.budgets import check_ratio, check_segment
-from sgl_ragged.choice import BudgetChoice, choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.plan import BudgetChoice, choose_budgets
 
 T = TypeVar("T")
 

@@ -19,12 +19,12 @@ from scipy.optimize import isotonic_regression
 
 from sgl_ragged.budgets import GUARD, UNIT, _never_rising, coverage_kept, fit_kept, profile_kept, uniform_kept
 from sgl_ragged.bundled import FOLDER as BUNDLED
-from sgl_ragged.choice import choose_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool, parse_bytes
+from sgl_ragged.plan import choose_budgets
 from sgl_ragged.profile import Profile, load_profile
 
 IMPORTS_SGLANG = re.compile(r"^\s*(import|from) sglang\b", re.MULTILINE)
@@ -67,7 +67,7 @@ def test_sglang_is_imported_by_the_plugin_and_the_calibrators_engine_alone():
 
 def test_core_imports_neither_sglang_nor_torch():
     code = (
-        "import sys, sgl_ragged.choice, sgl_ragged.layout, sgl_ragged.mem_pool.sizing\n"
+        "import sys, sgl_ragged.plan, sgl_ragged.layout, sgl_ragged.mem_pool.sizing\n"
         "assert 'torch' not in sys.modules and 'sglang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

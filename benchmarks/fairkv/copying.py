@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -54,8 +54,10 @@ def plan_any(
     kept: np.ndarray, ranks: int, mode: str, *, extra_places: int = 1, cost: CostModel | None = None
 ) -> Placement:
     """`planner.plan_placement` with mode `copy`, too, which gives `FairCopies` wherever heads have copies."""
-    if mode != "copy" or ranks == 1:
-        return plan_placement(kept, ranks, "none" if mode == "copy" else mode, extra_places=extra_places, cost=cost)
+    if mode != "copy":
+        return plan_placement(kept, ranks, mode, extra_places=extra_places, cost=cost)
+    if ranks == 1:
+        return replace(plan_placement(kept, ranks, "none", extra_places=extra_places), mode=mode)
     kept = check_kept(kept, ranks, extra_places)
     whole = permuted(kept, ranks, mode)
     widest = min(extra_places, kept.shape[1] - whole.places)
