@@ -106,7 +106,7 @@ def first_and_latest(number: int) -> list[int]:
     return sorted({0, number - 1} & set(range(number)))
 
 
-@pytest.mark.parametrize("capacity", [SEGMENT, SEGMENT + 16])
+@pytest.mark.parametrize("capacity", [pytest.param(SEGMENT, marks=pytest.mark.thorough), SEGMENT + 16])
 def test_views_may_leave_segments_out(capacity):
     """Every query segment sees the first segment and the one before it, in prefill and in decode."""
     lengths = [4 * SEGMENT + 7, SEGMENT - 1, 2 * SEGMENT]

@@ -142,7 +142,7 @@ def test_half_precision_is_as_good_as_its_inputs():
         torch.testing.assert_close(output.double(), right, atol=5e-3, rtol=5e-3)
 
 
-@pytest.mark.parametrize("kept", [np.array([[32]]), np.array([[16, 16, 64, 64, 48, 48, 16, 16]])])
+@pytest.mark.parametrize("kept", [np.array([[32]]), thorough(np.array([[16, 16, 64, 64, 48, 48, 16, 16]]))])
 def test_one_head_and_eight(kept):
     lengths = [2 * SEGMENT + 9, 5]
     sequences = [Sequence(n + 1, *kept.shape, 2, 16, "key_norm", seed) for seed, n in enumerate(lengths)]

@@ -42,7 +42,7 @@ def test_scores_are_those_of_the_scorer(scorer, segment):
     torch.testing.assert_close(found, get_scorer(scorer).score(data), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("segment", [16, 32, 48, 256, 528])
+@pytest.mark.parametrize("segment", [16, 32, 48, 256, pytest.param(528, marks=pytest.mark.thorough)])
 def test_choice_is_that_of_the_torch_selection(segment):
     """Few different scores, so that ties decide; infinities and NaN; sequences' first segments and others."""
     scores = torch.randint(0, 5, (4, HEADS, segment), generator=generator(segment)).float()

@@ -20,7 +20,7 @@ def operations(store: SlabStore, max_segments: int) -> TritonOps:
     ("case", "scorer"),
     [
         ("parts of nothing", "keydiff"),
-        ("all tokens in parts", "h2o"),
+        pytest.param("all tokens in parts", "h2o", marks=pytest.mark.thorough),
     ],
 )
 def test_parts_add_up_to_the_whole(case, scorer):
