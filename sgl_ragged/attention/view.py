@@ -145,17 +145,8 @@ class ExtendView:
     segment: int
 
     @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
     def most_seen(self) -> int:
         return max((piece.seen for piece in self.pieces), default=0)
-
-    @property
-    def starts(self) -> list[int]:
-        """First token of each request, in the batch."""
-        return [sum(self.lengths[:index]) for index in range(len(self.lengths))]
 
     @functools.cached_property
     def open_copies(self) -> np.ndarray:
