@@ -20,6 +20,30 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.profile import Profile, load_profile
 
 
+TIER_FORMAT = 1
+"""Version of what rows of the host tier hold."""
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """What a tier below the device holds.
+
+    codec: how slabs lie there, a key of `mem_pool.slab_codec.CODECS`.
+    served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
+        model, and the digest of the plan.
+    sized: whether the user said how large the host's part is.
+    """
+
+    codec: str
+    served: str
+    sized: bool
+
+    def rank_identity(self, rank: int, dtype: str) -> str:
+        """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache."""
+        state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, dtype])
+        return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True, eq=False)
 class ServingPlan:
     """Pickled along to the workers, which open no file of their own.
@@ -32,6 +56,7 @@ class ServingPlan:
     statistics: per layer, the scorer's float32 tensors [heads, ...] by name, [1, ...] those in `shared`.
     shared: names of statistics that all heads of a layer share.
     fairkv: how heads are placed. placement: where; None for SGLang's own order.
+    tier: what is kept below the device, if anything is.
     """
 
     geometry: ModelGeometry
@@ -47,6 +72,7 @@ class ServingPlan:
     shared: tuple[str, ...] = ()
     fairkv: str = "none"
     placement: Placement | None = None
+    tier: TierPlan | None = None
 
     @functools.cached_property
     def digest(self) -> str:

@@ -131,14 +131,20 @@ class Operations(ABC):
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         if not batch.view.pieces:
             return output
-        firsts, slots, numbers = batch.chunk_seals
         self._store(layer, keys, values, sides, batch.open_copies, batch)
         store.seal(layer, batch.tail_seals)
-        store.seal(layer, InChunk(firsts, slots, numbers, keys, values, sides))
+        self.seal_chunks(layer, keys, values, sides, batch)
         self.attend_chunks(layer, queries, keys, values, batch, output, lse)
         self._empty_tails(layer, batch.view)
         self._store(layer, keys, values, sides, batch.rest_copies, batch)
         return output
+
+    def seal_chunks(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None, batch: ExtendBatch
+    ) -> None:
+        """Seal the segments that lie in chunks, all at once; tensors as in `extend`."""
+        firsts, slots, numbers = batch.chunk_seals
+        self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, sides))
 
     def _store(
         self,

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
 from sgl_ragged.layout import Band
+from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 CACHE_BYTES = 8 << 20
@@ -81,6 +82,15 @@ class TorchOps(Operations):
         rows = view.rows.tolist()
         for request, length in view.emptied:
             self.store.empty_tail(layer, rows[request], length)
+
+    def seal_chunks(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None, batch: ExtendBatch
+    ) -> None:
+        # Run by run: a copy of all keys and values would cost as much as choosing from them.
+        for run in batch.view.chunk_runs:
+            firsts, slots, numbers = (column[run] for column in batch.chunk_seals)
+            first = int(batch.view.chunk_seals[run.start, 2])
+            self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, sides, first))
 
     def attend_chunks(
         self,

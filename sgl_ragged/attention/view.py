@@ -9,6 +9,7 @@ of one chunk.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -181,6 +182,13 @@ class ExtendView:
         """int32 [segments, 3] of (request, number, first token): finished segments that lie in their chunks."""
         found = [(p.request, p.number, p.first_token) for p in self.pieces if p.finished and not p.place]
         return np.array(found, np.int32).reshape(-1, 3)
+
+    @functools.cached_property
+    def chunk_runs(self) -> list[slice]:
+        """Of `chunk_seals`, those that lie one behind the other."""
+        found = self.chunk_seals[:, 2]
+        borders = [0, *(np.flatnonzero(np.diff(found) != self.segment) + 1).tolist(), len(found)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(borders) if stop > start]
 
     def tiles(self, q_per_kv: int, block_m: int) -> np.ndarray:
         """int32 [tiles, len(TILE_COLUMNS)], those with the longest history first.

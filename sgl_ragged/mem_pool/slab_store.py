@@ -11,7 +11,7 @@ import torch
 
 from sgl_ragged.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.seal_meter import SealMeter
-from sgl_ragged.mem_pool.segments import Finished, InTails
+from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 from sgl_ragged.scorers import Scorer, SegmentData
 
@@ -129,12 +129,11 @@ class SlabStore:
             keys, values = tails[:, 0], tails[:, 1]
             sides = self.sides[segments.rows, layer, :, : self.side_places] if self.has_sides else None
         else:
-            tokens = segments.firsts[:, None] + torch.arange(self.layout.segment, device=segments.firsts.device)
-            keys, values = segments.keys[tokens].transpose(1, 2), segments.values[tokens].transpose(1, 2)
+            keys, values = self._of_segments(segments, segments.keys), self._of_segments(segments, segments.values)
             sides = None
             if segments.sides is not None:
-                last = tokens[:, self.layout.segment - self.side_places :]
-                sides = segments.sides[last].transpose(1, 2).to(self.sides.dtype)
+                sides = self._of_segments(segments, segments.sides)[:, :, self.layout.segment - self.side_places :]
+                sides = sides.to(self.sides.dtype)
         queries = token_scores = None
         if sides is not None and self.scorer.reads_hidden_states:
             token_scores = sides[..., 0]
@@ -142,6 +141,15 @@ class SlabStore:
             queries = sides.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
         scale, statistics = self.scales[layer], self.statistics[layer]
         return SegmentData(keys, values, queries, token_scores, scale, statistics, segments.numbers)
+
+    def _of_segments(self, segments: InChunk, tokens: torch.Tensor) -> torch.Tensor:
+        """[segments, heads, S, ...] of what a chunk has of each token, [tokens, heads, ...]; a view for a run."""
+        length = self.layout.segment
+        if segments.run is not None:
+            own = tokens[segments.run : segments.run + len(segments) * length]
+            return own.unflatten(0, (len(segments), length)).transpose(1, 2)
+        places = torch.arange(length, device=segments.firsts.device)
+        return tokens[segments.firsts[:, None] + places].transpose(1, 2)
 
     def seal(self, layer: int | None, segments: Finished) -> None:
         """Score finished segments of one layer, or of all, and write what each head keeps here to their slabs."""

@@ -74,7 +74,7 @@ class RaggedAttnBackend(AttentionBackend):
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
         layers = _attention_layers(model_runner.model, pool.sizes.layout.num_layers)
-        self.store = pool.store
+        self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
         self.observer = observer
         if observer is not None:
@@ -191,6 +191,9 @@ class RaggedAttnBackend(AttentionBackend):
         values: torch.Tensor,
         sides: torch.Tensor | None,
     ) -> torch.Tensor:
+        if self.pool.layer_transfer_counter is not None:
+            # Slabs on their way from the host: this layer's part must be there.
+            self.pool.layer_transfer_counter.wait_until(number)
         if self.exchange is None or not self.exchange.needed(number):
             return operation(number, queries, keys, values, self.forward_metadata, sides)
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)

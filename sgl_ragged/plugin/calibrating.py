@@ -70,7 +70,7 @@ def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileK
 
     return ProfileKey(
         model=view.model_path.rstrip("/").split("/")[-1],
-        weights=weights_identity(_folder(view)),
+        weights=weights_identity(model_folder(view)),
         fingerprint=geometry.fingerprint,
         scorer=options.scorer or CALIBRATED_SCORER,
         scorer_weights=options.scorer_weights or "",
@@ -94,7 +94,7 @@ def calibrate_if_missing(scorer: str, profile: str, options: RaggedOptions, view
             _calibrate(scorer, options, view, geometry, path)
 
 
-def _folder(view: Any) -> Path:
+def model_folder(view: Any) -> Path:
     """Where the model's files are: its path, or the hub's snapshot of it."""
     folder = Path(view.model_path)
     if folder.is_dir():

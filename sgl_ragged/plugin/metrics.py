@@ -32,6 +32,12 @@ _COUNTERS = {
     "it, not the time it takes there.",
 }
 
+_TIER_COUNTERS = {
+    "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read from "
+    "storage to the host, or computed again though the host has them.",
+    "restored_bytes": "Bytes that were moved for that on this rank.",
+}
+
 
 def imbalance(layouts: list[SlabLayout]) -> float:
     """Largest / mean kept elements of a segment over the ranks."""
@@ -65,6 +71,13 @@ class RaggedMetrics:
             name: Counter(PREFIX + name, text, labels.keys()).labels(**labels) for name, text in _COUNTERS.items()
         }
         self._counted = dict.fromkeys(_COUNTERS, 0.0)
+        self._tier_counters = {}
+        if pool.tier is not None:
+            for name, text in _TIER_COUNTERS.items():
+                counter = Counter(PREFIX + name, text, (*labels, "tier"))
+                for way in getattr(pool.tier, name.removeprefix("restored_")):
+                    self._tier_counters[name, way] = counter.labels(**labels, tier=way)
+                    self._counted[f"{name} {way}"] = 0.0
         self._gauges["kept_ratio"].set(pool.sizes.layout.mean_kept_share)
         self._gauges["rank_imbalance"].set(rank_imbalance)
         self.update()
@@ -79,6 +92,10 @@ class RaggedMetrics:
         for name, total in (("sealed_segments", meter.segments), ("seal_seconds", meter.seconds)):
             self._counters[name].inc(total - self._counted[name])
             self._counted[name] = total
+        for (name, way), counter in self._tier_counters.items():
+            total, key = getattr(self._pool.tier, name.removeprefix("restored_"))[way], f"{name} {way}"
+            counter.inc(total - self._counted[key])
+            self._counted[key] = total
 
 
 def summary(plan: ServingPlan, size: PoolSizes) -> str:

@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.tier_meter import TierMeter
 from sgl_ragged.scorers import Scorer
 
 
@@ -17,7 +18,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     """The token-to-KV pool that SGLang's allocator and radix tree hand out pages of.
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
-    read or write the wrong bytes, so those calls raise instead.
+    read or write the wrong bytes, so those calls raise instead. `tier` counts what comes back from below the device,
+    if there is a tier (`host_tier`).
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self._scorer = scorer
         self._statistics = statistics
         self._q_per_kv = q_per_kv
+        self.tier: TierMeter | None = None
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,

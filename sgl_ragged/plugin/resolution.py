@@ -14,7 +14,8 @@ from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
 from sgl_ragged.plugin.model_support import model_geometry, refuse_kv_scheme, refuse_model
 from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
-from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, resolve, seams_for
+from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
+from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, check_seams, resolve, seams_for
 
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
@@ -34,12 +35,15 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     check_seams(seams_for(options))
     if not options.ragged:
         return original(server_args)
+    if server_args.enable_hierarchical_cache:
+        check_seams(TIER_SEAMS, " with --enable-hierarchical-cache")
 
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     refuse_environment()
     refuse_flags(server_args, options)
     _hook_launcher()
+    sized = bool(server_args.hicache_ratio or server_args.hicache_size)
     # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
     declare_resolution(
         server_args,
@@ -51,6 +55,9 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     )
     original(server_args)
     view = resolving_view(server_args)
+    if view.enable_hierarchical_cache and view.device == "cpu":
+        # SGLang would leave 10 GiB free for a host beside the device; `host_tier.host_pages` sizes the host's part.
+        declare_resolution(server_args, "sgl_ragged", hicache_host_memory_fraction=None)
     kernel = choose_kernel(options.kernel, view.device)
     graphs = _cuda_graphs(view.cuda_graph_config, in_decode=kernel == "triton" and view.device == "cuda")
     declare_resolution(server_args, "sgl_ragged", cuda_graph_config=graphs)
@@ -68,6 +75,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
     plan = _decide(options, view, model_config, kernel)
+    if view.enable_hierarchical_cache:
+        plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized))
     setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))
     overrides = model_overrides(plan, view.json_model_override_args)
     if overrides is not None:
@@ -174,7 +183,16 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("decode_attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop the flag"),
     ("speculative_algorithm", (None,), "speculative decoding is not supported with --kv-pool ragged; drop it"),
     ("disaggregation_mode", ("null",), "prefill/decode disaggregation is not supported with --kv-pool ragged"),
-    ("enable_hierarchical_cache", (False,), "host tiers of the KV cache are not supported with --kv-pool ragged"),
+    (
+        "hicache_host_memory_mode",
+        ("cache",),
+        "host memory as a mere buffer in front of storage is not supported with --kv-pool ragged; drop the flag",
+    ),
+    (
+        "enable_unified_cache_external_linker",
+        (False,),
+        "external linkers read single tokens, which --kv-pool ragged does not store; use --enable-hierarchical-cache",
+    ),
     ("enable_lmcache", (False,), "LMCache is not supported with --kv-pool ragged"),
     ("enable_flexkv", (False,), "FlexKV is not supported with --kv-pool ragged"),
     ("enable_memory_saver", (False,), "releasing KV memory at run time is not supported with --kv-pool ragged"),
@@ -234,6 +252,8 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
             f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
         )
     check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
+    if server_args.enable_hierarchical_cache:
+        refuse_storage(server_args.hicache_storage_backend)
     asked = {
         Phase.PREFILL: server_args.cuda_graph_backend_prefill,
         Phase.DECODE: server_args.cuda_graph_backend_decode,

@@ -84,6 +84,26 @@ RAGGED_SEAMS = (
     Seam(f"{_BACKEND}.shared_read_ends", ("self", "fm")),
 )
 
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+
+TIER_SEAMS = (
+    Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.register_stack_strategy", ("strategy",)),
+    Seam(f"{_CONTROLLER}.start_writing", ("self",)),
+    Seam(f"{_CONTROLLER}.start_loading", ("self",)),
+    Seam(f"{_CONTROLLER}._generic_page_get", ("self", "operation", "hash_values", "host_indices", "extra_info")),
+    Seam(
+        f"{_HOST_POOL}.__init__",
+        (
+            *("self", "dtype", "device_capacity_tokens", "size_per_token", "start_layer", "end_layer"),
+            *("host_to_device_ratio", "host_size", "page_size", "layout", "pin_memory", "device", "allocator_type"),
+            *("dcp_size", "dcp_rank", "pool_label", "is_dummy", "host_token_capacity"),
+        ),
+    ),
+    Seam(f"{_HOST_POOL}._allocate_host_buffer", ("self",)),
+)
+"""What a host tier needs beside the rest; 0.5.22 lacks some of it."""
+
 
 def resolve(target: str) -> object | None:
     """The object at a dotted path, or None; the function itself where it is a class method."""
@@ -114,8 +134,11 @@ def is_served(release: str) -> bool:
     return version.base_version in SERVED and not version.is_prerelease
 
 
-def check_seams(seams: tuple[Seam, ...]) -> None:
-    """Raise RaggedConfigError with what is wrong: the release, seams that are missing or take other parameters."""
+def check_seams(seams: tuple[Seam, ...], asked: str = "") -> None:
+    """Raise RaggedConfigError with what is wrong: the release, seams that are missing or take other parameters.
+
+    asked: what they are needed for, if that is not all serving, such as " with --flag".
+    """
     release = installed_release()
     wrong = [] if is_served(release) else [f"a server was tested with {' and '.join(SERVED)} alone"]
     for seam in seams:
@@ -127,7 +150,7 @@ def check_seams(seams: tuple[Seam, ...]) -> None:
         if parameters != seam.parameters:
             wrong.append(f"{seam.target} (takes {', '.join(parameters)})")
     if wrong:
-        raise RaggedConfigError(f"SGLang {release} cannot be served on: {'; '.join(wrong)}; {REMEDY}")
+        raise RaggedConfigError(f"SGLang {release} cannot be served on{asked}: {'; '.join(wrong)}; {REMEDY}")
 
 
 def install(options: RaggedOptions) -> None:

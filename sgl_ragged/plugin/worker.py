@@ -30,6 +30,12 @@ NO_WEIGHT_UPDATES = (
 )
 """What SGLang answers to requests that would write weights in the checkpoint's order."""
 
+TIER_HOLDS_WEIGHTS = (
+    "weights cannot be updated at run time while a tier below the device holds slabs of the ones before; restart without "
+    "--enable-hierarchical-cache"
+)
+"""What SGLang answers to requests that would write any weights."""
+
 
 def bind(hook: Callable, options: RaggedOptions) -> Callable:
     """The hook as SGLang calls it, the original function first; a refusal ends the worker with one line."""
@@ -135,6 +141,12 @@ def build_pool(
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
+    if serving.tier is not None:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
+
+        from sgl_ragged.plugin.host_tier import RaggedStack
+
+        register_stack_strategy(RaggedStack(bind(build_tier, options)))
     logger.info("%s; digest of the plan %s", serving.source, serving.digest)
     if serving.placement is not None:
         logger.info("%s", describe_placement(serving.placement, serving.kept))
@@ -142,6 +154,15 @@ def build_pool(
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return pool
+
+
+def build_tier(options: RaggedOptions, **asked: Any) -> Any:
+    """Host pool and controller of SGLang's HiCache."""
+    from sgl_ragged.plugin.host_tier import build_stack
+
+    tier = serving_plan(options).tier
+    assert tier is not None, "it was registered because there is one"
+    return build_stack(tier, **asked)
 
 
 def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch: Any) -> bool:
@@ -161,6 +182,8 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
         raise RaggedConfigError(
             "SGLang loaded the model without the loader that places heads on ranks; use --ragged-fairkv none"
         )
+    if plan.tier is not None:
+        model_runner.model._derived_weight_cache_error = TIER_HOLDS_WEIGHTS
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     logger.info("ragged attention kernels: %s", plan.kernel)
     return RaggedAttnBackend(

@@ -61,9 +61,18 @@ def flush(server: Server) -> None:
 
 
 def ragged_metrics(server: Server) -> dict[str, float]:
-    """What /metrics says under sglang:ragged_, names without that prefix; one rank's server."""
+    """What /metrics says under sglang:ragged_, names without that prefix; one rank's server.
+
+    Those that are counted per tier are named `name/tier`.
+    """
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert any(sample.name == "sglang:num_running_reqs" for sample in samples), "no metrics at all"
     start = "sglang:ragged_"
-    return {sample.name.removeprefix(start): sample.value for sample in samples if sample.name.startswith(start)}
+    return {
+        "/".join([sample.name.removeprefix(start), *([sample.labels["tier"]] if "tier" in sample.labels else [])]): (
+            sample.value
+        )
+        for sample in samples
+        if sample.name.startswith(start)
+    }

@@ -1,0 +1,38 @@
+"""A slab's row as it is written to storage: the row and a footer that tells a whole page from any other bytes."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import torch
+
+FORMAT_VERSION = 1
+
+_FOOTER = struct.Struct("<4sII")
+_MAGIC = b"SLAB"
+
+FOOTER_BYTES = _FOOTER.size
+
+
+def write_page(row: torch.Tensor, identity: str) -> torch.Tensor:
+    """uint8 [row bytes + FOOTER_BYTES]: the row with its footer; a copy.
+
+    Args:
+        row: uint8 [row bytes], on the host.
+        identity: names all that decides what a row holds; the checksum starts from it.
+    """
+    footer = _FOOTER.pack(_MAGIC, FORMAT_VERSION, _checksum(row, identity))
+    return torch.cat([row, torch.frombuffer(bytearray(footer), dtype=torch.uint8)])
+
+
+def read_page(page: torch.Tensor, identity: str) -> torch.Tensor | None:
+    """The row of a page: a view, uint8 [row bytes]; None if it is not a whole page that was written as `identity`."""
+    row, footer = page[:-FOOTER_BYTES], page[-FOOTER_BYTES:]
+    magic, version, checksum = _FOOTER.unpack(footer.numpy().tobytes())
+    whole = magic == _MAGIC and version == FORMAT_VERSION and checksum == _checksum(row, identity)
+    return row if whole else None
+
+
+def _checksum(row: torch.Tensor, identity: str) -> int:
+    return zlib.crc32(memoryview(row.numpy()), zlib.crc32(identity.encode()))

@@ -1,0 +1,45 @@
+"""What the launcher decides about tiers below the device (`--enable-hierarchical-cache`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plan import ServingPlan, TierPlan
+from sgl_ragged.plugin.calibrating import model_folder
+from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.profile_cache import weights_identity
+
+STORAGE_BACKENDS = ("file",)
+"""Where pages may go beside the host: SGLang's backends whose keys name the model, as far as they were tried."""
+
+NAMED = ("dtype", "quantization", "json_model_override_args", "load_format", "torchao_config")
+"""Settings of the server that change what a model computes, beside its files."""
+
+
+def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool) -> TierPlan:
+    """What the tiers hold.
+
+    Args:
+        view: SGLang's resolved settings.
+        sized: whether the user said how large the host's part is.
+    """
+    settings = {name: str(getattr(view, name, None)) for name in NAMED}
+    # Whoever has an empty page of the same weights elsewhere may share it: the path is not named.
+    state = json.dumps([plan.digest, weights_identity(model_folder(view)), settings], sort_keys=True)
+    return TierPlan(
+        codec="exact",
+        served=hashlib.sha256(state.encode()).hexdigest()[:16],
+        sized=sized,
+    )
+
+
+def refuse_storage(backend: str | None) -> None:
+    """Raise RaggedConfigError for a storage backend that pages of slabs are not given to."""
+    if backend is not None and backend not in STORAGE_BACKENDS:
+        raise RaggedConfigError(
+            f"--hicache-storage-backend {backend} was not tried with --kv-pool ragged, or its keys do not name the "
+            f"model, so that it could give slabs of another ratio or profile; use {' or '.join(STORAGE_BACKENDS)}"
+        )
