@@ -128,7 +128,9 @@ def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
     memory, parallel = get_memory(), get_parallel()
     on_cpu = torch.device(pool.device).type == "cpu"
     # On a CPU nothing needs to be left for a host beside the device.
-    free = available_host_memory_bytes(allow_cgroup_fallback=True) - (0 if on_cpu else HICACHE_HOST_MEMORY_RESERVE_BYTES)
+    free = available_host_memory_bytes(allow_cgroup_fallback=True) - (
+        0 if on_cpu else HICACHE_HOST_MEMORY_RESERVE_BYTES
+    )
     free = max(free, 0) // ranks_per_host()
     if memory.hicache_size > 0:
         pages = int(memory.hicache_size * 1e9) // row_bytes
