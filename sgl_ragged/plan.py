@@ -19,7 +19,6 @@ from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.profile import Profile, load_profile
 
-
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -25,7 +26,7 @@ def layer_groups(layout: SlabLayout, groups: int = LAYER_GROUPS) -> tuple[tuple[
     """First layers and those behind the last of groups that hold about equally many bytes."""
     borders = np.searchsorted(layout.layer_start, np.linspace(0, layout.slab_elems, groups + 1)[1:-1])
     edges = sorted({0, *np.clip(borders, 1, layout.num_layers).tolist(), layout.num_layers})
-    return tuple(zip(edges, edges[1:], strict=False))
+    return tuple(itertools.pairwise(edges))
 
 
 class SlabTransfer:

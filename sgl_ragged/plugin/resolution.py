@@ -14,8 +14,8 @@ from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
 from sgl_ragged.plugin.model_support import model_geometry, refuse_kv_scheme, refuse_model
 from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
-from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, check_seams, resolve, seams_for
+from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""

@@ -17,7 +17,7 @@ from benchmarks.harness.launch import Server
 from benchmarks.harness.warm_start import Nursery
 from benchmarks.recall import task
 from tests.models import make_profile
-from tests.server.client import Answer, flush, generate, generate_all, ragged_metrics
+from tests.server.client import Answer, flush, generate, ragged_metrics
 
 pytestmark = pytest.mark.server
 
