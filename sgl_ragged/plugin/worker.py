@@ -31,8 +31,8 @@ NO_WEIGHT_UPDATES = (
 """What SGLang answers to requests that would write weights in the checkpoint's order."""
 
 TIER_HOLDS_WEIGHTS = (
-    "weights cannot be updated at run time while a tier below the device holds slabs of the ones before; restart without "
-    "--enable-hierarchical-cache"
+    "weights cannot be updated at run time while a tier below the device holds slabs of the ones before; restart "
+    "without --enable-hierarchical-cache"
 )
 """What SGLang answers to requests that would write any weights."""
 
