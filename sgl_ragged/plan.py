@@ -31,11 +31,13 @@ class TierPlan:
     served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
         model, and the digest of the plan.
     sized: whether the user said how large the host's part is.
+    restore: what is loaded and what is computed again, one of `mem_pool.restore_schedule.MODES`.
     """
 
     codec: str
     served: str
     sized: bool
+    restore: str
 
     def rank_identity(self, rank: int, dtype: str) -> str:
         """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache."""

@@ -76,13 +76,13 @@ def test_no_changed_bit_goes_unseen(place, bit):
 
 
 def test_identities_differ_in_everything_that_slabs_depend_on():
-    plan = TierPlan(codec="exact", served="a", sized=True)
+    plan = TierPlan(codec="exact", served="a", sized=True, restore="auto")
     others = [
-        TierPlan(codec="exact", served="b", sized=True).rank_identity(0, "float32"),
+        TierPlan(codec="exact", served="b", sized=True, restore="auto").rank_identity(0, "float32"),
         plan.rank_identity(1, "float32"),
         plan.rank_identity(0, "bfloat16"),
     ]
     own = plan.rank_identity(0, "float32")
     assert own not in others
     assert len(set(others)) == 3
-    assert TierPlan(codec="exact", served="a", sized=False).rank_identity(0, "float32") == own
+    assert TierPlan(codec="exact", served="a", sized=False, restore="load").rank_identity(0, "float32") == own

@@ -20,12 +20,15 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.restore_schedule import LOAD, Rate, StoragePays, recomputed_first
 from sgl_ragged.mem_pool.slab_codec import CODECS
 from sgl_ragged.mem_pool.tier_meter import HOST, STORAGE, TierMeter
 from sgl_ragged.plan import TierPlan
 from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, KERNEL_LAYOUT, RaggedHostPool
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.plugin.ranks import least_over_ranks
+from sgl_ragged.plugin.restoring import Restorer
+from sgl_ragged.plugin.stopwatch import Stopwatch
 from sgl_ragged.plugin.tier_plan import refuse_storage
 
 logger = logging.getLogger(__name__)
@@ -43,11 +46,14 @@ class RaggedCacheController(HybridCacheController):
 
     mem_pool_device: RaggedTokenToKVPool
 
-    @property
-    def meter(self) -> TierMeter:
-        meter = self.mem_pool_device.tier
-        assert meter is not None, "it is made before the controller"
-        return meter
+    def __init__(self, *args: Any, mode: str, **more: Any) -> None:
+        """mode: one of `mem_pool.restore_schedule.MODES`; the other arguments are SGLang's."""
+        self.restorer: Restorer = args[0].get_kvcache().tier
+        self.meter = self.restorer.meter
+        self._mode = mode
+        self._loading = Stopwatch(Rate(), self.restorer.on_cpu)
+        self._storage_pays = StoragePays(mode, self.restorer.prefill.rate)
+        super().__init__(*args, **more)
 
     def _settle(self, forward_stream: Any) -> None:
         """Seal behind the forward passes that are under way: transfers wait for their stream."""
@@ -64,11 +70,41 @@ class RaggedCacheController(HybridCacheController):
             self._settle(self.write_fence_stream)
         super().start_writing()
 
+    def load(self, host_indices: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor | None:
+        """Of the segments to load, leave the first to be computed, if that pays."""
+        device_indices = super().load(host_indices, *args, **more)
+        if device_indices is None:
+            return None
+        rates = self.restorer.prefill.rate, self._loading.rate
+        count = recomputed_first(len(host_indices) // self.page_size, self._mode, *rates)
+        if self._mode != LOAD:
+            # Forward passes are over all ranks, whose rates differ.
+            parallel = get_parallel()
+            count = least_over_ranks(count, parallel.attn_tp_size, parallel.world_group.cpu_group)
+        if count:
+            tokens = count * self.page_size
+            self.restorer.mark(device_indices[:tokens], host_indices[:tokens])
+            operation = self.load_queue[-1]
+            operation.host_indices, operation.device_indices = host_indices[tokens:], device_indices[tokens:]
+        return device_indices
+
     def start_loading(self) -> int:
-        if self.load_queue:
-            self._settle(self.load_fence_stream)
-            self.meter.count(HOST, sum(len(one.host_indices) for one in self.load_queue))
-        return super().start_loading()
+        if not self.load_queue:
+            return super().start_loading()
+        self._settle(self.load_fence_stream)
+        tokens = sum(len(one.host_indices) for one in self.load_queue)
+        self.meter.count(HOST, tokens)
+        if self.restorer.on_cpu:
+            with self._loading.measuring(tokens / self.page_size):
+                return super().start_loading()
+        producer = super().start_loading()
+        done = self.ack_load_queue[-1]
+        self._loading.add_events(done.start_event, done.finish_event, tokens / self.page_size)
+        return producer
+
+    def _storage_hit_query(self, operation: Any) -> tuple[list[str], int]:
+        """What storage has of a request's tokens; nothing where computing them is faster than reading."""
+        return super()._storage_hit_query(operation) if self._storage_pays() else ([], 0)
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **more: Any) -> None:
         # At start and at run time: what a backend's keys do not name could be another model's.
@@ -84,6 +120,7 @@ class RaggedCacheController(HybridCacheController):
         for count, key in enumerate(hash_values):
             if operation.is_terminated():
                 return count
+            began = time.perf_counter()
             try:
                 page = backend.get(key, pool.get_dummy_flat_data_page())
                 if page is None:
@@ -93,6 +130,7 @@ class RaggedCacheController(HybridCacheController):
                 logger.warning("removing the damaged page %s from storage: %s", key, error)
                 _remove(backend, key)
                 return count
+            self._storage_pays.read.add(1, time.perf_counter() - began)
             self.meter.count(STORAGE, self.page_size)
         return len(hash_values)
 
@@ -195,7 +233,7 @@ def build_stack(
         DIRECT_LAYOUT if memory.hicache_io_backend == "direct" else KERNEL_LAYOUT,
         identity,
     )
-    kvcache.tier = TierMeter(kvcache.page_size, codec.row_bytes)
+    kvcache.tier = Restorer(kvcache, host, TierMeter(kvcache.page_size, codec.row_bytes))
     layers = layout.num_layers
     group = HostPoolGroup(
         [
@@ -227,6 +265,7 @@ def build_stack(
         transfer_layer_id_max=layers,
         enable_storage_metrics=enable_storage_metrics,
         host_memory_mode=memory.hicache_host_memory_mode,
+        mode=tier.restore,
     )
     logger.info(
         "host tier: %d segments of %d bytes (codec %s), %d tokens; identity %s",

@@ -67,35 +67,40 @@ class RaggedMetrics:
             name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
             for name, text in _GAUGES.items()
         }
-        self._counters = {
-            name: Counter(PREFIX + name, text, labels.keys()).labels(**labels) for name, text in _COUNTERS.items()
-        }
-        self._counted = dict.fromkeys(_COUNTERS, 0.0)
-        self._tier_counters = {}
+        families = {name: Counter(PREFIX + name, text, labels.keys()) for name, text in _COUNTERS.items()}
         if pool.tier is not None:
-            for name, text in _TIER_COUNTERS.items():
-                counter = Counter(PREFIX + name, text, (*labels, "tier"))
-                for way in getattr(pool.tier, name.removeprefix("restored_")):
-                    self._tier_counters[name, way] = counter.labels(**labels, tier=way)
-                    self._counted[f"{name} {way}"] = 0.0
+            families |= {n: Counter(PREFIX + n, text, (*labels, "tier")) for n, text in _TIER_COUNTERS.items()}
+        self._counters = {
+            (name, way): families[name].labels(**labels, **({"tier": way} if way else {})) for name, way in self._totals
+        }
+        self._counted = dict.fromkeys(self._counters, 0.0)
         self._gauges["kept_ratio"].set(pool.sizes.layout.mean_kept_share)
         self._gauges["rank_imbalance"].set(rank_imbalance)
         self.update()
 
     def update(self) -> None:
         """Write what has changed since the last call."""
-        sizes, meter = self._pool.sizes, self._pool.store.seal_meter
+        sizes = self._pool.sizes
         pages = (self._allocator.size - self._allocator.available_size()) // sizes.layout.segment
         rows = self._requests.size - self._requests.available_size()
         self._gauges["slab_bytes_in_use"].set(pages * sizes.slab_bytes)
         self._gauges["tail_bytes_in_use"].set(rows * sizes.row_bytes)
-        for name, total in (("sealed_segments", meter.segments), ("seal_seconds", meter.seconds)):
-            self._counters[name].inc(total - self._counted[name])
-            self._counted[name] = total
-        for (name, way), counter in self._tier_counters.items():
-            total, key = getattr(self._pool.tier, name.removeprefix("restored_"))[way], f"{name} {way}"
-            counter.inc(total - self._counted[key])
+        for key, total in self._totals.items():
+            self._counters[key].inc(total - self._counted[key])
             self._counted[key] = total
+
+    @property
+    def _totals(self) -> dict[tuple[str, str], float]:
+        """Counts by the counter's name and, of counters that have one, tier."""
+        seals, tier = self._pool.store.seal_meter, self._pool.tier
+        totals: dict[tuple[str, str], float] = {
+            ("sealed_segments", ""): seals.segments,
+            ("seal_seconds", ""): seals.seconds,
+        }
+        if tier is not None:
+            totals |= {("restored_segments", way): count for way, count in tier.meter.segments.items()}
+            totals |= {("restored_bytes", way): count for way, count in tier.meter.bytes.items()}
+        return totals
 
 
 def summary(plan: ServingPlan, size: PoolSizes) -> str:

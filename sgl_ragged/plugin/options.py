@@ -10,6 +10,7 @@ from typing import Any
 from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.plan import ServingPlan
 
@@ -85,6 +86,12 @@ class RaggedOptions:
         "store and read, or with heads in parts on several ranks.",
         shown="permute, where that is possible",
         choices=("none", "permute", "split"),
+    )
+    restore: str = _flag(
+        AUTO,
+        "With --enable-hierarchical-cache: load segments from the host, or compute the first of them meanwhile; auto: "
+        "what pays.",
+        choices=MODES,
     )
     from_command_line: bool = False
     observer: Any = None

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.mem_pool.tier_meter import TierMeter
 from sgl_ragged.scorers import Scorer
+
+if TYPE_CHECKING:
+    from sgl_ragged.plugin.restoring import Restorer
 
 
 class RaggedTokenToKVPool(MHATokenToKVPool):
     """The token-to-KV pool that SGLang's allocator and radix tree hand out pages of.
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
-    read or write the wrong bytes, so those calls raise instead. `tier` counts what comes back from below the device,
-    if there is a tier (`host_tier`).
+    read or write the wrong bytes, so those calls raise instead. `tier` brings segments back from below the
+    device, if there is such a tier (`host_tier`).
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self._scorer = scorer
         self._statistics = statistics
         self._q_per_kv = q_per_kv
-        self.tier: TierMeter | None = None
+        self.tier: Restorer | None = None
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,

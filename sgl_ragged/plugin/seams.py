@@ -101,6 +101,14 @@ TIER_SEAMS = (
         ),
     ),
     Seam(f"{_HOST_POOL}._allocate_host_buffer", ("self",)),
+    Seam(
+        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+        (
+            *("self", "batch", "forward_batch", "pp_proxy_tensors", "is_verify", "skip_attn_backend_init"),
+            *("capture_hidden_mode", "return_kv_loc_plan"),
+        ),
+        "recompute_segments",
+    ),
 )
 """What a host tier needs beside the rest; 0.5.22 lacks some of it."""
 
@@ -117,7 +125,9 @@ def resolve(target: str) -> object | None:
 
 def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
     """The seams that serving with these options needs."""
-    return RAGGED_SEAMS if options.ragged else KV_BYTES_SEAMS
+    if not options.ragged:
+        return KV_BYTES_SEAMS
+    return RAGGED_SEAMS if options.plan is None or options.plan.tier is None else RAGGED_SEAMS + TIER_SEAMS
 
 
 def installed_release() -> str:

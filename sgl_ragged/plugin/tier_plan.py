@@ -33,6 +33,7 @@ def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool)
         codec="exact",
         served=hashlib.sha256(state.encode()).hexdigest()[:16],
         sized=sized,
+        restore=options.restore,
     )
 
 

@@ -165,6 +165,20 @@ def build_tier(options: RaggedOptions, **asked: Any) -> Any:
     return build_stack(tier, **asked)
 
 
+def recompute_segments(
+    options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any
+) -> Any:
+    """Before a batch, the segments of its cached prefixes that were not loaded; its prefill is timed."""
+    restorer = worker.model_runner.token_to_kv_pool.tier
+    if batch is None or restorer is None:
+        return original(worker, batch, *args, **more)
+    restorer.run(worker, batch)
+    if not batch.forward_mode.is_extend():
+        return original(worker, batch, *args, **more)
+    with restorer.prefill.measuring(batch.extend_num_tokens / restorer.pool.page_size):
+        return original(worker, batch, *args, **more)
+
+
 def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch: Any) -> bool:
     """Models must hand K and V to the backend: a kernel that writes them by token location would miss the slabs."""
     return False

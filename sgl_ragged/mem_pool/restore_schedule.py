@@ -1,0 +1,80 @@
+"""How much of what a tier holds is loaded, and how much is computed again meanwhile. Plain arithmetic.
+
+A sealed segment is a function of the tokens before it, so loading its slab and computing it again give the same. Krul
+("bubble-free restoration") computes the first segments of a conversation while the last ones are loaded, so that both
+end together.
+"""
+
+from __future__ import annotations
+
+AUTO, LOAD, RECOMPUTE = "auto", "load", "recompute"
+MODES = (AUTO, LOAD, RECOMPUTE)
+"""Values of --ragged-restore: what pays, everything loaded, and Krul's schedule whether it pays or not."""
+
+WORTH = 0.2
+"""Share of the loading time that has to be saved in `auto`: what is computed takes time from other requests."""
+
+WORTH_S = 0.005
+"""Seconds that have to be saved in `auto`; a forward pass of its own costs about as much."""
+
+PROBE_EVERY = 16
+"""One in so many hits of a storage that is slower than computing is read all the same: it may have become faster."""
+
+_NEW_SHARE = 0.3
+"""Weight of the newest measurement in a mean."""
+
+
+class Rate:
+    """Running mean of the seconds that a segment takes; None before the first measurement."""
+
+    def __init__(self) -> None:
+        self.segment_s: float | None = None
+
+    def add(self, segments: float, seconds: float) -> None:
+        """A measurement; one of no segments says nothing."""
+        if segments <= 0:
+            return
+        found = seconds / segments
+        self.segment_s = found if self.segment_s is None else (1 - _NEW_SHARE) * self.segment_s + _NEW_SHARE * found
+
+
+def recomputed_first(segments: int, mode: str, compute: Rate, load: Rate) -> int:
+    """How many of the first of so many segments to compute while the others are loaded.
+
+    k segments take k * c seconds to compute, the other n - k take (n - k) * l to load: both end together at
+    k = n * l / (l + c).
+    """
+    if mode == LOAD or segments < 2:
+        return 0
+    if compute.segment_s is None or load.segment_s is None:
+        return segments // 2 if mode == RECOMPUTE else 0
+    both = compute.segment_s + load.segment_s
+    count = int(segments * load.segment_s / both) if both else 0
+    if mode == RECOMPUTE:
+        return max(count, 1)
+    alone = segments * load.segment_s
+    saved = alone - max(count * compute.segment_s, (segments - count) * load.segment_s)
+    return count if saved >= max(WORTH * alone, WORTH_S) else 0
+
+
+class StoragePays:
+    """Whether to read hits of a storage, or to compute them: where reading is slower, computing all is faster.
+
+    SGLang reads from the first page on before a request starts, so what is read cannot be the end of a history whose
+    start is computed meanwhile, as from the host.
+    """
+
+    def __init__(self, mode: str, compute: Rate) -> None:
+        self._mode = mode
+        self._compute = compute
+        self._skipped = 0
+        self.read = Rate()
+
+    def __call__(self) -> bool:
+        """Ask once per hit."""
+        if self._mode != AUTO or self.read.segment_s is None or self._compute.segment_s is None:
+            return True
+        if self.read.segment_s <= self._compute.segment_s:
+            return True
+        self._skipped += 1
+        return self._skipped % PROBE_EVERY == 0
