@@ -17,7 +17,7 @@ from benchmarks.harness.launch import Server
 from benchmarks.harness.warm_start import Nursery
 from benchmarks.recall import task
 from tests.models import make_profile
-from tests.server.client import Answer, flush, generate, ragged_metrics
+from tests.server.client import Answer, flush, generate, generate_all, ragged_metrics
 
 pytestmark = pytest.mark.server
 
@@ -155,6 +155,47 @@ def test_conversations_come_back_from_the_host(nursery, tmp_path, variant):
             assert computed >= len(CONVERSATIONS), "of each conversation one segment at least"
             come_back += computed - recomputed_before
         assert come_back == sum(map(held, firsts, CONVERSATIONS)) // SEGMENT
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_freed_page_is_not_sealed_over(nursery, tmp_path, overlap):
+    """Two equal requests fill a page each at once and end; the page that is freed then is loaded to at once."""
+    with serve(nursery, tmp_path, Variant(overlap=overlap), "--max-running-requests", "2") as server:
+        twin, other = conversation(60, 10 * SEGMENT - 15), CONVERSATIONS[-1]
+        first = generate(server, other, NEW)
+        forget(server)
+        second = generate(server, second_turn(first, other), NEW)
+        forget(server)
+        generate(server, other, NEW)
+        for seed in range(5):
+            fill_device(server)
+            flood = [[*twin[:-1], 100 + seed], [*twin[:-1], 100 + seed], second_turn(first, other)]
+            before = restored(server)
+            *_, found = generate_all(server, flood, NEW)
+            assert found.cached >= held(first, other)
+            assert_same(found, second)
+
+
+@pytest.mark.thorough
+def test_500_requests_over_40_conversations(nursery, tmp_path):
+    """On a device with room for a tenth of them: every answer is a quiet server's."""
+    rng = np.random.default_rng(3)
+    prompts = [conversation(200 + seed, int(rng.integers(500, 800))) for seed in range(40)]
+    # Three turns each: prefixes of one token sequence, at whatever the server answered alone.
+    turns = [[prompt[: len(prompt) // 3 * turn] for turn in (1, 2, 3)] for prompt in prompts]
+    with serve(nursery, tmp_path, Variant(), "--hicache-ratio", "14") as server:
+        quiet = {}
+        for tokens in (tuple(turn) for conversation_turns in turns for turn in conversation_turns):
+            forget(server)
+            quiet[tokens] = generate(server, tokens, 8)
+        forget(server)
+        asked = [tuple(turns[rng.integers(40)][rng.integers(3)]) for _ in range(500)]
+        for start in range(0, 500, 8):
+            batch = asked[start : start + 8]
+            for tokens, found in zip(batch, generate_all(server, batch, 8), strict=True):
+                assert_same(found, quiet[tokens])
+        assert restored(server) > 100
+        flush(server)
 
 
 def pages(folder: Path) -> list[Path]:
