@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,11 +21,12 @@ from rich.table import Table
 
 from benchmarks.fairkv.copying import MODES, plan_any
 from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, evenness, plot_modes
+from benchmarks.harness.command import command
+from benchmarks.harness.files import write_whole
 from benchmarks.harness.plots import save_plot
 from calib.measured import load_measured
 from sgl_ragged.budgets import fit_kept
 from sgl_ragged.bundled import FOLDER
-from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,12 @@ def main() -> None:
     parser.add_argument("--image", type=Path, default=IMAGE)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     options = parser.parse_args()
+    with command("fairkv"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compute, write, draw and print. Raises RaggedConfigError."""
     profiles = load_profiles(options.profiles)
     found = {name: measure(shares, name, options.ratio, options.segment) for name, shares in profiles.items()}
     rows = by_load(profiles[PICTURED], PICTURED, options.ratio, options.segment)
@@ -152,7 +158,7 @@ def main() -> None:
         "loads": rows,
     }
     text = json.dumps(document, separators=(",", ":"))
-    options.output.write_text(text + "\n")
+    write_whole(options.output, text + "\n")
     if options.json:
         print(text)
     else:
@@ -168,7 +174,4 @@ def _plain(entry: dict) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RaggedConfigError as error:
-        sys.exit(f"fairkv: {error}")
+    main()

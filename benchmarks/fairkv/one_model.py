@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, plot_modes
+from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
@@ -90,10 +90,9 @@ def _table(modes: Mapping[str, Evenness], ranks: int, limit: float, cost: CostMo
 
 def main() -> None:
     """Ends with status 1 and one line on bad input."""
-    try:
-        show_placements(options_parser().parse_args())
-    except RaggedConfigError as error:
-        sys.exit(f"fairkv: {error}")
+    options = options_parser().parse_args()
+    with command("fairkv"):
+        show_placements(options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from benchmarks.harness.errors import BenchmarkError
+
 NAMES = ("lm_head.weight", "model.embed_tokens.weight")
 """Of the matrix in a checkpoint; without a matrix of its own, a model uses that of its embeddings."""
 
@@ -16,7 +18,7 @@ BLOCK = 128
 """Positions whose distributions are held at a time."""
 
 
-class HeadMissing(RuntimeError):
+class HeadMissing(BenchmarkError):
     """The checkpoint has no such matrix under a known name; the message is one line."""
 
 

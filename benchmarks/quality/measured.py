@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.pools import Target
+from benchmarks.harness.client import ServerClient
 from benchmarks.quality import served
 from benchmarks.quality.facts import KINDS, Interview
 from benchmarks.quality.head import compare
@@ -92,13 +92,13 @@ class Measured:
         return {"texts": rows, "right": right, "start_up": self.start_up}
 
 
-def measure(target: Target, tasks: Tasks, tokenizer: Any, advance: Callable[[], None]) -> Measured:
-    """Ask one server. Raises ServerLost."""
+def measure(client: ServerClient, tasks: Tasks, tokenizer: Any, advance: Callable[[], None]) -> Measured:
+    """Ask one server. Raises ServerLost and PointFailed."""
     states = []
     for text in tasks.texts:
         # Of cached tokens no hidden states are returned, and texts may begin with the same token.
-        target.flush()
-        states.append(served.hidden_states(target.url, text))
+        client.flush()
+        states.append(served.hidden_states(client, text))
         advance()
-    right = served.recall(target.url, tokenizer, tasks.interviews, advance)
-    return Measured(states, right, target.start_up_line())
+    right = served.recall(client, tokenizer, tasks.interviews, advance)
+    return Measured(states, right, client.start_up_line())

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
+from benchmarks.harness.errors import BenchmarkError
 from benchmarks.quality.facts import KINDS, is_right
 from benchmarks.quality.measured import Tasks
 from benchmarks.quality.served import ANSWER_TOKENS
@@ -23,7 +24,7 @@ METHODS = ("KeyDiff", "SnapKV", "ExpectedAttention", "AdaKV + SnapKV", "AdaKV + 
 """Those that `peers.py` knows: none of them sees the question when it compresses."""
 
 
-class PeersFailed(RuntimeError):
+class PeersFailed(BenchmarkError):
     """The peers' environment is missing or its program failed; the message is one line."""
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,10 +19,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.command import command
+from benchmarks.harness.files import write_whole
 from benchmarks.harness.plots import save_plot
 from benchmarks.split_map.loads import MethodLoads, compare_methods, plot_loads
 from sgl_ragged.budgets import fit_kept
-from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.split_map import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +150,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     options = parser.parse_args()
+    with command("split_map"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compute, write, draw and print. Raises RaggedConfigError."""
     rows, layers = [], {}
     for ratio in options.ratios:
         for batch in options.batches:
@@ -162,7 +168,7 @@ def main() -> None:
     settings = {"resident_ctas": RESIDENT_CTAS, "segment": SEGMENT, "profiles": str(PROFILES.relative_to(ROOT))}
     document = {"settings": settings, "rows": [asdict(row) for row in rows], "layers": layers}
     text = json.dumps(document, separators=(",", ":"))
-    options.output.write_text(text + "\n")
+    write_whole(options.output, text + "\n")
     if options.json:
         print(text)
     else:
@@ -170,7 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RaggedConfigError as error:
-        sys.exit(f"split_map: {error}")
+    main()

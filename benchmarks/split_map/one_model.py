@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
 from benchmarks.split_map.loads import MethodLoads, compare_methods, plot_loads
 from sgl_ragged.errors import RaggedConfigError
@@ -83,10 +83,9 @@ def _table(loads: Mapping[str, MethodLoads], batch: int, resident: int) -> Table
 
 def main() -> None:
     """Ends with status 1 and one line on bad input."""
-    try:
-        show_split_map(options_parser().parse_args())
-    except RaggedConfigError as error:
-        sys.exit(f"split_map: {error}")
+    options = options_parser().parse_args()
+    with command("split_map"):
+        show_split_map(options)
 
 
 if __name__ == "__main__":
