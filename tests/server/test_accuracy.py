@@ -141,6 +141,7 @@ def test_turns_of_scbench_and_a_killed_server_costs_its_cell_only(scbench, bench
     (kept,) = Results.load(path).cells
     assert kept.pool == "token"
 
+    capsys.readouterr()
     benchmark(*command, "--json")
     printed = capsys.readouterr()
     assert "3 of them lost the middle of their context" in printed.err
