@@ -1,4 +1,4 @@
-"""SGLang's frontend programs of `examples/` against both pools: are the outputs equal, and what did the cache give?
+"""SGLang's frontend programs of `examples/` on both pools: whether outputs are equal, and how much came from the cache.
 
     python -m benchmarks.frontend [--ratio 1] [--model PATH] [--json]
 
@@ -92,7 +92,7 @@ def server_args(pool: str, kv_bytes: str, ratio: float, segment: int) -> list[st
 
 
 def show(outcomes: dict[str, list[Outcome]], title: str, console: Console) -> None:
-    """One row a program."""
+    """One row for each program."""
     table = Table(title=title)
     table.add_column("program")
     for column in ("prompt tokens", "cached, token", "cached, ragged", "equal"):

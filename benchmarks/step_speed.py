@@ -97,7 +97,7 @@ class Phases:
 
 
 class Spoilt(BenchmarkError):
-    """A request did not meet the cache that its phase is about."""
+    """A request did not find the cache in the state that its phase needs."""
 
 
 def summary(times: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def table(result: dict[str, Any], title: str) -> Rows:
 
 
 def measure(options: argparse.Namespace, pools: list[Pool], console: Console) -> dict[str, Any]:
-    """Start one server for each pool, take turns, stop them. Returns what is written as JSON."""
+    """Start one server for each pool, time them in turns, stop them. Returns the JSON document."""
     phases = Phases(options.batch, options.context, options.extend, options.steps, options.seed)
     timed = {"prefill": phases.prefill, "extend": phases.extend, "decode": phases.decode}
     times: dict[str, dict[str, list[float]]] = {phase: {pool.name: [] for pool in pools} for phase in timed}

@@ -153,7 +153,7 @@ class Sweep:
                 raise ServerLost(
                     f"the server of {key} is gone ({error}): {len(self.wanted) - len(self.missing())} of "
                     f"{len(self.wanted)} servers are finished, their cells are in {self.results.path}, and the same "
-                    f"command goes on from there; its log is {log}"
+                    f"command continues from there; its log is {log}"
                 ) from None
             except ServerFailed as error:
                 raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
@@ -177,8 +177,8 @@ class Sweep:
         longest = max(talk.longest() for talk in self.talks)
         if longest > most:
             raise SettingsError(
-                f"the server of {key} takes prompts of {most} tokens and an answer, the longest has {longest}: "
-                "more --kv-bytes, or a smaller --max-length and another --output"
+                f"the server of {key} takes prompts of {most} tokens beside an answer, but the longest prompt has "
+                f"{longest}: more --kv-bytes, or a smaller --max-length and another --output"
             )
         o = self.options
         at_once = sessions_at_once(self.talks, self.new_tokens, client.pool_tokens(), o.max_running_requests, o.segment)
@@ -200,7 +200,7 @@ class Sweep:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Ask, draw, print. Raises SettingsError, SuiteError, RaggedConfigError, ServerLost."""
+    """Measure what the output file lacks, draw and print. Raises BenchmarkError and RaggedConfigError."""
     complete(options)
     sessions = load_sessions(options)
     results = Results.open(options.output, settings_of(options, sessions), provenance("benchmarks.accuracy"))

@@ -1,4 +1,4 @@
-"""What one server's answers come to: a cell for each task."""
+"""The figures of one server's answers: a cell for each task."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from benchmarks.harness.errors import BenchmarkError
 
 
 class SuiteError(BenchmarkError):
-    """The data of a suite cannot be used."""
+    """The data or options of a suite cannot be used."""
 
 
 @dataclass(frozen=True)

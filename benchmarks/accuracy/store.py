@@ -1,4 +1,4 @@
-"""The file of a sweep: settings, what became of the sessions, and the cells of all servers that are finished."""
+"""The file of a sweep: settings, how sessions were cut, and the cells of all servers that are finished."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors that benchmarks end with, and what ends a single point of one."""
+"""The errors that end a benchmark, or a single point of one."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) 
     if on_cpu:
         args += ["--dtype", "float32"]
     if pool.ratio is not None:
-        # Equal budgets unless further flags say otherwise: whose speed is measured need not be calibrated first.
+        # Equal budgets unless further flags say otherwise: a server whose speed is measured needs no calibration.
         return [*args, "--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), "--ragged-profile", "uniform"]
     return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ())]
 

@@ -1,4 +1,4 @@
-"""Results in one JSON file, which grows entry by entry and is gone on with by a later run of the same settings."""
+"""Results in one JSON file that grows entry by entry, and that a later run with the same settings continues."""
 
 from __future__ import annotations
 

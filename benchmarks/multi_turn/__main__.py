@@ -4,8 +4,8 @@
         --request-length 320 --output-length 16 --request-rate inf --kv-bytes 96MiB
 
 Every point is a pool, a number of clients and a repetition, on a server of its own with nothing cached; the pools take
-turns. Finished points are kept in --output, and the same command goes on where it was stopped. docs/multi-turn.md says
-what is measured. Lengths are in tokens; those of SGLang's own multi-turn benchmark have its defaults.
+turns. Finished points are kept in --output, and the same command continues where it was stopped. docs/multi-turn.md
+says what is measured. Lengths are in tokens; options of SGLang's own multi-turn benchmark have its defaults.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises SettingsError for numbers that mean nothing."""
+    """Raises SettingsError for numbers out of range."""
     for name in ("rounds", "request_length", "output_length", "max_parallel", "shared_length", "group", "repeats"):
         if getattr(options, name) < 1:
             raise SettingsError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
@@ -107,7 +107,7 @@ def check(options: argparse.Namespace) -> None:
     if min(options.clients) < 1 or len(set(options.clients)) < len(options.clients):
         raise SettingsError("--clients must be different numbers of at least 1")
     if not options.request_rate > 0 or not options.poll_every > 0:
-        raise SettingsError("--request-rate and --poll-every must be more than nought")
+        raise SettingsError("--request-rate and --poll-every must be greater than 0")
     if options.seed < 0 or not 0 <= options.min_load <= 1 or not 0 <= options.min_hit_rate <= 1:
         raise SettingsError("--seed must not be negative; --min-load and --min-hit-rate are shares from 0 to 1")
 
@@ -169,7 +169,7 @@ class Benchmark:
                 where = f"; its log is {log}" if log.is_file() else ""
                 raise ServerLost(
                     f"the server of {key} is gone ({error}): {finished} and kept in {self.store.folder}, the same "
-                    f"command goes on from there{where}"
+                    f"command continues from there{where}"
                 ) from None
             except ServerFailed as error:
                 raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
@@ -263,7 +263,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, draw, print."""
+    """Measure what the folder lacks, draw and print. Raises BenchmarkError."""
     check(options)
     pools, urls = pools_of(options)
     console = Console(stderr=options.json)

@@ -1,4 +1,4 @@
-"""What compression costs a real model: its distributions, the text it goes on with, the facts it still knows.
+"""What compression costs a real model: changed distributions, changed continuations, lost facts.
 
     python -m benchmarks.real_model --output models/smollm2-135m
     python -m benchmarks.quality --model models/smollm2-135m [--scorer gate keydiff] [--ratio 0.5 0.3 0.2]
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what the output file lacks. Raises SettingsError, ServerLost, TextMissing, HeadMissing, PeersFailed."""
+    """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
     model = Path(options.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tasks = Tasks(

@@ -1,4 +1,4 @@
-"""What one server is asked, and what its answers come to."""
+"""What one server is asked, and the figures from its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.quality.head import compare
 from benchmarks.quality.texts import Text
 
 BORDER = 16
-"""Tokens behind a border of segments that are looked at on their own: they see the least uncompressed history."""
+"""Tokens behind each border of segments that have figures of their own: they see the least uncompressed history."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Tasks:
 
     @property
     def context(self) -> int:
-        """Tokens of a text that are compressed before it is gone on with: all segments but the last."""
+        """Tokens of a text that are compressed before its continuation: all segments but the last."""
         return (len(self.texts[0].ids) - 1) // self.segment * self.segment
 
     def share(self, interview: Interview, ratio: float) -> float:
-        """What of an interview's context a ratio leaves: its last, open segment is whole."""
+        """Share of an interview's context that a ratio leaves, where its last, open segment stays whole."""
         length = len(interview.context)
         return 1 - (1 - ratio) * (length // self.segment * self.segment) / length
 

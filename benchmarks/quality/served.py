@@ -1,4 +1,4 @@
-"""What a server makes of texts and questions."""
+"""Hidden states and answers from a server."""
 
 from __future__ import annotations
 

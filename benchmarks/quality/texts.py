@@ -32,7 +32,7 @@ class Text:
 
 
 class TextMissing(BenchmarkError):
-    """A source is not installed, or is shorter than what is wanted of it; the message is one line."""
+    """A source is not installed, or too short."""
 
 
 def read(source: str) -> str:

@@ -14,7 +14,7 @@ from sgl_ragged.scorers import Scorer
 
 
 class RaggedTokenToKVPool(MHATokenToKVPool):
-    """The token-to-KV pool that SGLang's allocator and radix tree hand out pages of.
+    """The token-to-KV pool whose pages SGLang's allocator and radix tree hand out.
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
     read or write the wrong bytes, so those calls raise instead.
