@@ -1,4 +1,4 @@
-"""A random Llama that reads and writes single characters: for programs whose text does not matter, but its form does.
+"""A random Llama that reads and writes single characters, for programs of which only the form of the text matters.
 
 Every printable ASCII character is a token, so that grammars can build any JSON from them, and every answer is valid
 text. The weights are random: on another pool, or another prefix, an answer differs as soon as attention does.

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
-from benchmarks.harness.pools import Target
 from benchmarks.recall.task import Conversation, conversation
 
 MODEL = Path(__file__).parent / "recall" / "checkpoint"
@@ -112,8 +111,8 @@ def run_pool(pool: str, talks: list[Conversation], options: argparse.Namespace, 
             for turn in range(options.turns):
                 turns += threads.map(lambda index, turn=turn: speak(index, turn), range(len(talks)))
         wall_s = time.perf_counter() - started
-        target = Target(server.url, server)
-        virtual_tokens, start_up_line = target.pool_tokens(), target.start_up_line()
+        with ServerClient(server.url) as asked:
+            virtual_tokens, start_up_line = asked.pool_tokens(), asked.start_up_line()
         progress.update(task, description=f"{pool}: done")
         return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line)
 
@@ -170,8 +169,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
     options = parser.parse_args()
-    # A kill ends the servers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with command("demo"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Hold the conversations on both pools and print what was measured. Raises BenchmarkError."""
     console = Console(stderr=options.json)
     talks = [
         conversation(options.seed + number, options.turns, options.tokens_per_turn)
@@ -187,7 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

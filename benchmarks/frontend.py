@@ -1,4 +1,4 @@
-"""SGLang's frontend programs of `examples/` against both pools: are the outputs equal, and what did the cache give?
+"""SGLang's frontend programs of `examples/` on both pools: whether outputs are equal, and how much came from the cache.
 
     python -m benchmarks.frontend [--ratio 1] [--model PATH] [--json]
 
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import sglang
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.character_model import make_character_model
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
 from examples import chat, constrained, fork_join, streaming
 
@@ -70,8 +69,8 @@ def run_programs(url: str) -> list[Outcome]:
     outcomes = []
     for name, run in PROGRAMS.items():
         backend = RecordingEndpoint(url)
-        # An answered request may still be running for the server: it refuses unless it may wait for the end.
-        httpx.post(f"{url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+        with ServerClient(url) as client:
+            client.flush()
         sglang.set_default_backend(backend)
         state = run()
         error = state.error()
@@ -93,7 +92,7 @@ def server_args(pool: str, kv_bytes: str, ratio: float, segment: int) -> list[st
 
 
 def show(outcomes: dict[str, list[Outcome]], title: str, console: Console) -> None:
-    """One row a program."""
+    """One row for each program."""
     table = Table(title=title)
     table.add_column("program")
     for column in ("prompt tokens", "cached, token", "cached, ragged", "equal"):
@@ -112,8 +111,12 @@ def main() -> None:
     parser.add_argument("--kv-bytes", default="32MiB", help="KV budget of either pool [32MiB]")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON instead of the table")
     options = parser.parse_args()
-    # A kill ends the servers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with command("frontend"):
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Run the programs on both pools and print what was found. Raises BenchmarkError."""
     outcomes = {}
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or make_character_model(Path(folder) / "model")
@@ -129,7 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

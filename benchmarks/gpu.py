@@ -1,4 +1,4 @@
-"""What the Triton kernels do on a GPU: right against float64, and how fast. docs/gpu-benchmark.md explains the blocks.
+"""Checks the Triton kernels on a GPU against float64 and times them. docs/gpu-benchmark.md explains the blocks.
 
     python benchmarks/gpu.py [--output DIR] [--json] [--blocks correctness,decode,...] [--seconds 420]
     python benchmarks/gpu.py --dry-run      every case on paper, no GPU
@@ -22,7 +22,7 @@ from benchmarks.gpu_blocks import dry_run  # noqa: E402
 from benchmarks.gpu_blocks.record import COMPUTED, Record  # noqa: E402
 
 BLOCKS = ("bandwidth", "occupancy", "correctness", "decode", "extend", "seal", "append", "overhead")
-"""In the order of their worth, but for the first two, which take seconds and which the others need."""
+"""The first two take seconds, and the others need them; those are in the order of their importance."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Registers, shared memory and spills of the Triton kernels, compiled here for GPUs that need not be here.
+"""Registers, shared memory and spills of the Triton kernels, compiled for GPUs that this machine need not have.
 
     python -m benchmarks.kernel_resources [--json] [--output docs/kernel-resources.md]     (two to three minutes)
 
@@ -68,7 +68,7 @@ class Resources:
 
 
 def builds(architecture: int) -> Iterator[Build]:
-    """Every kernel with every dtype and head dimension that is promised, for a compute capability times ten."""
+    """Every kernel with every supported dtype and head dimension, for a compute capability times ten."""
     for dtype in ITEMSIZE:
         for dim in (64, 128, 256):
             yield from _attention_builds(dtype, dim, architecture)
@@ -124,11 +124,11 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         blocks["PRECISION"] = tile.precision
         if kernel is extend.extend_kernel:
-            blocks["SPLIT"] = False
+            blocks["DIVIDED"] = False
         yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim)
-        # Of heads in parts, one dtype stands for all: only what is done with the result differs.
+        # Of heads divided among CTAs, one dtype stands for all: only what is done with the result differs.
         if kernel is extend.extend_kernel and dtype == "bf16":
-            divided = common | blocks | {"SPLIT": True}
+            divided = common | blocks | {"DIVIDED": True}
             yield Build(kernel, types | strides, divided, tile.warps, dtype, dim, "extend in parts")
 
 

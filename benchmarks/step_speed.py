@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.demo import MODEL
-from benchmarks.harness.errors import SettingsError
-from benchmarks.harness.launch import Server, ServerFailed
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.command import command
+from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.files import write_whole
 from benchmarks.harness.machine import describe
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.harness.rows import Rows
@@ -42,14 +42,11 @@ TOKENS = (10, 300)
 SIZES = ("batch", "context", "extend", "steps", "rounds")
 
 
-def seconds(server: Server, prompts: list[list[int]], new: int) -> tuple[float, int]:
+def seconds(client: ServerClient, prompts: list[list[int]], new: int) -> tuple[float, int]:
     """Wall seconds until all prompts, sent at once, have `new` tokens each; the fewest cached tokens of any."""
 
     def send(prompt: list[int]) -> int:
-        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling}
-        answer = httpx.post(f"{server.url}/generate", json=body, timeout=600).raise_for_status().json()
-        return answer["meta_info"]["cached_tokens"]
+        return client.generate(prompt, new, ignore_eos=True)["meta_info"]["cached_tokens"]
 
     started = time.perf_counter()
     with ThreadPoolExecutor(len(prompts)) as threads:
@@ -67,24 +64,24 @@ class Phases:
     steps: int
     seed: int
 
-    def prefill(self, server: Server, number: int) -> float:
-        taken, cached = seconds(server, [self._tokens(self.context, 1, number)], 1)
+    def prefill(self, client: ServerClient, number: int) -> float:
+        taken, cached = seconds(client, [self._tokens(self.context, 1, number)], 1)
         if cached:
             raise Spoilt(f"{cached} tokens of a prompt that was never sent before were cached")
         return 1000 * taken
 
-    def extend(self, server: Server, number: int) -> float:
+    def extend(self, client: ServerClient, number: int) -> float:
         context = self._contexts()[0]
-        seconds(server, [context], 1)
-        taken, cached = seconds(server, [context + self._tokens(self.extend_by, 2, number)], 1)
+        seconds(client, [context], 1)
+        taken, cached = seconds(client, [context + self._tokens(self.extend_by, 2, number)], 1)
         self._check(cached)
         return 1000 * taken
 
-    def decode(self, server: Server, number: int) -> float:
-        seconds(server, self._contexts(), 1)
-        short, cached = seconds(server, self._contexts(), 1)
+    def decode(self, client: ServerClient, number: int) -> float:
+        seconds(client, self._contexts(), 1)
+        short, cached = seconds(client, self._contexts(), 1)
         self._check(cached)
-        return 1000 * (seconds(server, self._contexts(), 1 + self.steps)[0] - short) / self.steps
+        return 1000 * (seconds(client, self._contexts(), 1 + self.steps)[0] - short) / self.steps
 
     def _contexts(self) -> list[list[int]]:
         return [self._tokens(self.context, 0, number) for number in range(self.batch)]
@@ -99,8 +96,8 @@ class Phases:
             )
 
 
-class Spoilt(Exception):
-    """A request did not meet the cache that its phase is about."""
+class Spoilt(BenchmarkError):
+    """A request did not find the cache in the state that its phase needs."""
 
 
 def summary(times: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
@@ -133,7 +130,7 @@ def table(result: dict[str, Any], title: str) -> Rows:
 
 
 def measure(options: argparse.Namespace, pools: list[Pool], console: Console) -> dict[str, Any]:
-    """Start one server for each pool, take turns, stop them. Returns what is written as JSON."""
+    """Start one server for each pool, time them in turns, stop them. Returns the JSON document."""
     phases = Phases(options.batch, options.context, options.extend, options.steps, options.seed)
     timed = {"prefill": phases.prefill, "extend": phases.extend, "decode": phases.decode}
     times: dict[str, dict[str, list[float]]] = {phase: {pool.name: [] for pool in pools} for phase in timed}
@@ -148,15 +145,14 @@ def measure(options: argparse.Namespace, pools: list[Pool], console: Console) ->
         bar = progress.add_task("starting servers", total=(1 + options.rounds) * len(timed))
         running = {}
         for number, pool in enumerate(pools):
-            target = stack.enter_context(servers.target(pool, options.batch, Path(folder) / f"{number}.log"))
-            assert target.server is not None
-            running[pool.name] = target.server
+            log = Path(folder) / f"{number}.log"
+            running[pool.name] = stack.enter_context(servers.client(pool, options.batch, log))
         # Round 0 warms up: contexts get into the caches, and whatever compiles does so.
         for number in range(1 + options.rounds):
             for phase, time_it in timed.items():
                 progress.update(bar, description=f"round {number} of {options.rounds}, {phase}")
-                for name, server in running.items():
-                    taken = time_it(server, number)
+                for name, client in running.items():
+                    taken = time_it(client, number)
                     if number:
                         times[phase][name].append(taken)
                 progress.advance(bar)
@@ -188,15 +184,16 @@ def main() -> None:
     options = parser.parse_args()
     if min(getattr(options, name) for name in SIZES) < 1:
         parser.error(", ".join(f"--{name}" for name in SIZES) + " must be at least 1")
+    with command("step_speed"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure and print. Raises BenchmarkError."""
     console = Console(stderr=options.json)
-    try:
-        result = measure(options, [Pool.parse(text) for text in options.pools.split(",")], console)
-    except ServerFailed as error:
-        sys.exit(f"step_speed: a server did not start: {error.reason}")
-    except (SettingsError, Spoilt, httpx.HTTPError) as error:
-        sys.exit(f"step_speed: {error}")
+    result = measure(options, [Pool.parse(text) for text in options.pools.split(",")], console)
     if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_whole(options.output, json.dumps(result, indent=1) + "\n")
     if options.json:
         print(json.dumps(result, indent=1))
     else:
@@ -204,7 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main()

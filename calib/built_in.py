@@ -23,7 +23,7 @@ from calib.conversations import Message, code, recall, records, say
 from calib.facts import draw_facts, pick
 
 SAMPLES = 28
-"""How many are used unless somebody says otherwise."""
+"""How many samples are used by default."""
 
 LENGTH = 5000
 """Characters per sample of real text, about 1,250 tokens."""

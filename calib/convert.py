@@ -44,7 +44,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of `python -m calib`."""
     parser = commands.add_parser("convert", help="make a profile of a measured npz file", description=__doc__)
     parser.add_argument("measured", type=Path, metavar="PROFILE.npz")
-    parser.add_argument("--config", type=Path, help="the model's folder or config.json; without it no server takes it")
+    parser.add_argument(
+        "--config", type=Path, help="the model's folder or config.json; without it, no server accepts the profile"
+    )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.safetensors")
     parser.add_argument(
         "--share", choices=SHARES, default="evictable", help="; ".join(f"{k}: {v}" for k, v in SHARES.items())

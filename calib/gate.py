@@ -1,4 +1,4 @@
-"""Training of the scorer `gate`: which tokens will later segments look at, seen from their hidden states alone."""
+"""Training of the scorer `gate`, which predicts from hidden states alone which tokens later segments will attend to."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STEPS, BATCH, RATE, DECAY = 450, 512, 2e-3, 1e-2
 """Steps of AdamW per layer, tokens per step, largest learning rate (a linear rise over a tenth, then cosine), decay."""
 
 HELD_OUT = 8
-"""Of the samples, every eighth is not trained on but reported."""
+"""Every eighth sample is held out from training, and the results on it are reported."""
 
 FLOOR = 1e-6
-"""Attention below it counts as none: its logarithm is far from all others and means nothing."""
+"""Attention below this value counts as none: its logarithm is far from all others and has no meaning."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def train_gates(
     ratio: float,
     advance: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """Train on what `measure` left in the folder, and add what the gates say of each sample to its recording.
+    """Train on the files that `measure` left in the folder, and add the gates' scores of each sample to its recording.
 
     Returns:
         The scorer's tensors [layers, heads or 1, ...], and `Profile.held_out`.
@@ -111,7 +111,7 @@ def train(
 
 
 def target(peaks: torch.Tensor, segment: int) -> torch.Tensor:
-    """What the network is to foresee: log of the peak attention, centred in each segment.
+    """What the network has to predict: log of the peak attention, centred in each segment.
 
     Tokens compete within their segment, and later segments have fewer queries behind them.
 
@@ -126,7 +126,7 @@ def target(peaks: torch.Tensor, segment: int) -> torch.Tensor:
 
 
 def weight(peaks: torch.Tensor) -> torch.Tensor:
-    """How much an error counts: more where attention is, float32 [segments * S, heads]."""
+    """Weights of errors, larger where there is more attention: float32 [segments * S, heads]."""
     return (peaks.float().clamp_min(FLOOR) ** 0.25).T
 
 

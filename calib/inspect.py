@@ -1,4 +1,4 @@
-"""Command `inspect`: what a profile is, the budgets that it gives, and how far they can be relied on."""
+"""Command `inspect`: what a profile holds, the budgets that it gives, and how stable they are."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--segment", type=int, help="tokens per segment (default: the profile's)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there")
-    parser.add_argument("--format", choices=("png", "svg"), default="png", help="of the plots (default: png)")
+    parser.add_argument(
+        "--format", choices=("png", "svg"), default="png", help="file format of the plots (default: png)"
+    )
     parser.set_defaults(run=show_profile)
 
 

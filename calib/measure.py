@@ -21,7 +21,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import get_scorer
 
 BASELINE = "keydiff"
-"""The scorer without training that trained ones are reported beside."""
+"""The untrained scorer that trained ones are compared with in reports."""
 
 STATISTICS_FILE = "statistics.safetensors"
 _SETTINGS_FILE = "settings.json"
@@ -98,7 +98,7 @@ def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.T
 
 
 def recorded_scorers(scorers: Sequence[str]) -> tuple[str, ...]:
-    """Scorers whose scores are recorded: those that are not trained first, and one to report these beside."""
+    """Scorers whose scores are recorded: those that need no training, and one to compare trained ones with."""
     plain = [name for name in scorers if not get_scorer(name).trained]
     return tuple(dict.fromkeys(plain if len(plain) == len(scorers) else [*plain, BASELINE]))
 
@@ -214,14 +214,14 @@ def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file so that it exists as a whole or not at all."""
     partial = path.with_suffix(".partial")
     save_file(tensors, str(partial))
     partial.replace(path)
 
 
 def _claim(folder: Path, settings: Settings) -> None:
-    """Make the folder this calibration's own, or refuse it."""
+    """Mark the folder as that of this calibration; raise RaggedConfigError if it belongs to another."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _SETTINGS_FILE
     wanted = json.dumps(asdict(settings), indent=2)

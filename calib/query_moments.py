@@ -1,4 +1,4 @@
-"""Moments of the queries before RoPE, and what the positions behind a segment make of them."""
+"""Moments of the queries before RoPE, and under the rotations of the positions behind a segment."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ MOMENTS = ("query_mean", "query_covariance")
 """Sums over queries before RoPE."""
 
 ROPE = ("rope_frequencies", "rope_order")
-"""How the model rotates (`query_moments.Rope`), for every layer."""
+"""The model's rotary embedding (`query_moments.Rope`), for every layer."""
 
 STATISTICS = (*MOMENTS, *ROPE)
 """Statistics that can be calibrated."""
@@ -70,7 +70,7 @@ class Recorder:
         return replace(self, rank=rank, _state=_Sequence())
 
     def prepare(self, model: torch.nn.Module, store: SlabStore) -> None:
-        """Before anything is recorded: look at how the model rotates, if that is needed."""
+        """Call before anything is recorded: reads the model's rotary embedding, if it is needed."""
         if self.moments:
             self._state.rope = rope_of(model, store.layout.head_dim)
 
@@ -122,7 +122,7 @@ def _answer_queries(path: Path) -> torch.Tensor:
 
 
 class _Sequence:
-    """What is known of the current sequence, and of how the model rotates."""
+    """The state of the current sequence, and the model's rotary embedding."""
 
     rope: Rope
 

@@ -1,4 +1,4 @@
-"""How stable the shares of heads are over samples and tasks: what budgets that are fixed offline rest on."""
+"""How stable the shares of heads are over samples and tasks. Budgets that are fixed offline rely on this."""
 
 from __future__ import annotations
 

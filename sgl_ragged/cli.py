@@ -1,4 +1,4 @@
-"""Console script `sgl-ragged`: look at a layout, and check an installation, without starting a server."""
+"""Console script `sgl-ragged`: show a layout, or check an installation, without starting a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def show_layout(options: argparse.Namespace) -> None:
-    """Print the pool plan of one rank that holds all heads."""
+    """Print the pool's sizes on one rank that holds all heads."""
     import torch
 
     from sgl_ragged.mem_pool.slab_store import side_bytes
@@ -62,11 +62,11 @@ def show_layout(options: argparse.Namespace) -> None:
 
 
 def check_installation(_: argparse.Namespace) -> None:
-    """Print one line if the release is served and its seams are as expected; RaggedConfigError says what is not."""
+    """Print one line if the release is supported and its seams match, else raise RaggedConfigError."""
     from sgl_ragged.plugin.seams import RAGGED_SEAMS, check_seams, installed_release
 
     check_seams(RAGGED_SEAMS)
-    print(f"SGLang {installed_release()} is served on: all {len(RAGGED_SEAMS)} seams are as expected")
+    print(f"SGLang {installed_release()} is supported: all {len(RAGGED_SEAMS)} seams match")
 
 
 if __name__ == "__main__":

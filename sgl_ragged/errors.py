@@ -2,4 +2,4 @@
 
 
 class RaggedConfigError(ValueError):
-    """What was asked for cannot be honoured. The message says why and what to do, in one line."""
+    """The settings cannot be served. The message says why and what to do, in one line."""

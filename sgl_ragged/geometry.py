@@ -11,7 +11,7 @@ from sgl_ragged.fingerprint import config_fingerprint
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Layers, heads and fingerprint of one model; `name` is what messages call it."""
+    """Layers, heads and fingerprint of one model; `name` is for messages."""
 
     name: str
     fingerprint: str

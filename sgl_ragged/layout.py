@@ -92,7 +92,7 @@ class SlabLayout:
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks store parts of any of these heads."""
+        """Whether other ranks store some of the kept tokens of any of these heads."""
         return bool((self.kept < self.totals).any())
 
     @property

@@ -50,7 +50,7 @@ class ServingPlan:
     """Pickled along to the workers, which open no file of their own.
 
     geometry: the model as its checkpoint has it. ranks: tensor-parallel ranks.
-    ratio, segment: as asked for. scorer: its name. profile: "uniform" or a path.
+    ratio, segment: the flags. scorer: its name. profile: "uniform" or a path.
     kernel: which operations serve, as `attention.kernel_choice.choose_kernel` names them.
     kept: int64 [layers, heads], tokens of each segment that the model's heads keep. source: where they are from, for
         the log.

@@ -15,14 +15,14 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profile import FORMAT_VERSION
 
 VARIABLE = "SGL_RAGGED_CACHE"
-"""Environment variable that names another folder than ~/.cache/sgl_ragged."""
+"""Environment variable that names the folder to use instead of ~/.cache/sgl_ragged."""
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What decides which profile a model gets.
+    """Everything that decides which profile a model gets.
 
     model: last part of its path, for people. weights: `weights_identity`. fingerprint: of its attention geometry.
     samples: hash of the samples and their version.
@@ -39,14 +39,14 @@ class ProfileKey:
 
     @property
     def path(self) -> Path:
-        """The file of the cache, there or not."""
+        """Path of the file in the cache, which need not exist."""
         content = json.dumps(asdict(self) | {"format_version": FORMAT_VERSION}, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         return cache_folder() / f"{self.model}-{self.scorer}-{digest}.safetensors"
 
 
 def cache_folder() -> Path:
-    """The folder of the cache, there or not."""
+    """Path of the cache's folder, which need not exist."""
     given = os.environ.get(VARIABLE)
     return Path(given).expanduser() if given else Path.home() / ".cache" / "sgl_ragged"
 

@@ -218,7 +218,7 @@ def test_turns_of_the_recall_suite_are_a_conversation():
 
 def test_the_recall_suite_speaks_one_language():
     recall.check_language(RECALL)
-    with pytest.raises(SuiteError, match="does not speak"):
+    with pytest.raises(SuiteError, match="does not have"):
         recall.check_language(WITH_BOS)
     with pytest.raises(SuiteError, match="at least 1"):
         recall.load(0, 1, 1)

@@ -96,4 +96,4 @@ def test_bad_input_ends_with_one_line(model, monkeypatch, args, words):
 
 def test_check_finds_the_seams(monkeypatch, capsys):
     run(monkeypatch, "check")
-    assert "as expected" in capsys.readouterr().out
+    assert "seams match" in capsys.readouterr().out

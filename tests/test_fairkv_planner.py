@@ -17,12 +17,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from benchmarks.fairkv import paper
-from benchmarks.fairkv.copying import MODES, FairCopies, copy_layer, plan_any
+from benchmarks.fairkv.copying import MODES, FairCopies, copy_layer, place_any
 from sgl_ragged.budgets import fit_kept
 from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.fairkv.permute import equal_parts, least_possible
+from sgl_ragged.fairkv.permute import least_possible, permute_layer
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.splitting import split_layer
 from tests.examples import examples
@@ -62,8 +62,8 @@ def best_division(loads: list[int], ranks: int) -> int:
     )
 
 
-def busy(plan: Placement) -> float:
-    return float(plan.load.mean(axis=1).sum() / plan.load.max(axis=1).sum())
+def busy(placement: Placement) -> float:
+    return float(placement.load.mean(axis=1).sum() / placement.load.max(axis=1).sum())
 
 
 def test_it_imports_numpy_alone():
@@ -74,24 +74,24 @@ def test_it_imports_numpy_alone():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# What every plan promises
+# What every placement promises
 
 
 @given(layers_and_ranks(), st.sampled_from(MODES), st.integers(0, 2))
 def test_every_head_is_covered_exactly_once(case, mode, extra):
     kept, ranks = case
-    plan = plan_any(kept, ranks, mode, extra_places=extra)
-    assert plan.mode == mode
-    assert plan.heads.shape == plan.kept.shape == (len(kept), ranks, plan.places)
-    assert kept.shape[1] // ranks <= plan.places <= kept.shape[1] // ranks + extra
-    assert ((plan.kept % 16 == 0) & (plan.kept >= 0)).all()
-    copies = plan.copies if isinstance(plan, FairCopies) else np.ones_like(plan.heads)
+    placement = place_any(kept, ranks, mode, extra_places=extra)
+    assert placement.mode == mode
+    assert placement.heads.shape == placement.kept.shape == (len(kept), ranks, placement.places)
+    assert kept.shape[1] // ranks <= placement.places <= kept.shape[1] // ranks + extra
+    assert ((placement.kept % 16 == 0) & (placement.kept >= 0)).all()
+    copies = placement.copies if isinstance(placement, FairCopies) else np.ones_like(placement.heads)
     for layer, row in enumerate(kept.tolist()):
-        for held in plan.heads[layer].tolist():
+        for held in placement.heads[layer].tolist():
             assert held == sorted(set(held)), "a rank holds a head once, lower heads first"
         for head, kept_count in enumerate(row):
-            at = plan.heads[layer] == head
-            parts = zip(plan.kept[layer][at].tolist(), copies[layer][at].tolist(), strict=True)
+            at = placement.heads[layer] == head
+            parts = zip(placement.kept[layer][at].tolist(), copies[layer][at].tolist(), strict=True)
             covered = sum(Fraction(tokens, max(shared_by, 1)) for tokens, shared_by in parts)
             assert covered == kept_count
 
@@ -100,17 +100,17 @@ def test_every_head_is_covered_exactly_once(case, mode, extra):
 def test_no_plan_is_worse_than_none(case, mode, extra, with_cost):
     kept, ranks = case
     cost = CostModel(hidden=256, head_dim=64, q_per_kv=2, segment=256, batch=1, context=2048) if with_cost else None
-    plan, none = plan_any(kept, ranks, mode, extra_places=extra, cost=cost), plan_any(kept, ranks, "none")
-    assert (plan.load.max(axis=1) <= none.load.max(axis=1)).all()
+    placement, none = place_any(kept, ranks, mode, extra_places=extra, cost=cost), place_any(kept, ranks, "none")
+    assert (placement.load.max(axis=1) <= none.load.max(axis=1)).all()
     if cost is not None:
-        assert cost.step_bytes(plan.load, plan.places) <= cost.step_bytes(none.load, none.places)
+        assert cost.step_bytes(placement.load, placement.places) <= cost.step_bytes(none.load, none.places)
 
 
 @given(layers_and_ranks(), st.sampled_from(["permute", "copy", "split"]))
 def test_totals_over_layers_come_out_even(case, mode):
     """No two ranks differ by more than the widest spread of a layer."""
     kept, ranks = case
-    load = plan_any(kept, ranks, mode).load
+    load = place_any(kept, ranks, mode).load
     assert np.ptp(load.sum(axis=0)) <= np.ptp(load, axis=1).max() + 1e-9
 
 
@@ -118,8 +118,11 @@ def test_equal_heads_stay_where_they_are():
     kept = np.full((3, 8), 80)
     for mode in MODES:
         for ranks in (1, 2, 4, 8):
-            plan = plan_any(kept, ranks, mode)
-            assert plan.heads.tolist() == np.broadcast_to(np.arange(8).reshape(ranks, -1), plan.heads.shape).tolist()
+            placement = place_any(kept, ranks, mode)
+            assert (
+                placement.heads.tolist()
+                == np.broadcast_to(np.arange(8).reshape(ranks, -1), placement.heads.shape).tolist()
+            )
 
 
 def test_a_plan_by_hand():
@@ -128,24 +131,24 @@ def test_a_plan_by_hand():
     Rank 0 has more of it, so the first set of layer 0 goes to rank 1.
     """
     kept = np.array([[256, 128, 144, 16], [96, 32, 32, 16]])
-    plan = plan_any(kept, 2, "permute")
-    assert plan.heads.tolist() == [[[1, 2], [0, 3]], [[0, 3], [1, 2]]]
+    placement = place_any(kept, 2, "permute")
+    assert placement.heads.tolist() == [[[1, 2], [0, 3]], [[0, 3], [1, 2]]]
     # Layer 1 split: 176 tokens are 5.5 units a rank. Runs of two neighbours: 16 + 32 and 3 of the 6 units of head 0.
-    plan = plan_any(kept, 2, "split")
-    assert plan.places == 3
-    assert plan.load.max(axis=1).tolist() == [272, 96]
+    placement = place_any(kept, 2, "split")
+    assert placement.places == 3
+    assert placement.load.max(axis=1).tolist() == [272, 96]
 
 
 def test_places_that_hold_nothing():
     """Nine units on sixteen places: seven hold nothing, and their heads are no other's of the rank."""
-    plan = plan_any(np.array([[16] * 7 + [32]]), 8, "split")
-    assert plan.places == 1, "a second place would not help: some rank has two units in any case"
+    placement = place_any(np.array([[16] * 7 + [32]]), 8, "split")
+    assert placement.places == 1, "a second place would not help: some rank has two units in any case"
     kept = np.array([[16] * 7 + [32], [16] * 7 + [256]])
-    plan = plan_any(kept, 8, "split")
-    assert plan.places == 2
-    assert (plan.kept[0] == 0).sum() == 7
-    assert (plan.kept[1] == 0).sum() == 1
-    assert all(len(set(held)) == 2 for layer in plan.heads.tolist() for held in layer)
+    placement = place_any(kept, 8, "split")
+    assert placement.places == 2
+    assert (placement.kept[0] == 0).sum() == 7
+    assert (placement.kept[1] == 0).sum() == 1
+    assert all(len(set(held)) == 2 for layer in placement.heads.tolist() for held in layer)
 
 
 # Permute
@@ -153,9 +156,9 @@ def test_places_that_hold_nothing():
 
 @given(st.lists(st.integers(1, 40), min_size=8, max_size=8), st.sampled_from([2, 4, 8]))
 def test_permute_equals_brute_force(loads, ranks):
-    parts = equal_parts(np.array(loads), ranks)
-    assert sorted(parts.ravel().tolist()) == list(range(8))
-    assert max(np.array(loads)[parts].sum(axis=1)) == best_division(loads, ranks)
+    held = permute_layer(np.array(loads), ranks)
+    assert sorted(held.ravel().tolist()) == list(range(8))
+    assert max(np.array(loads)[held].sum(axis=1)) == best_division(loads, ranks)
 
 
 @examples(25)
@@ -164,8 +167,8 @@ def test_permute_equals_brute_force_on_finer_loads(data, shape):
     heads, ranks = shape
     loads = data.draw(st.lists(st.integers(1, 1000), min_size=heads, max_size=heads))
     best = best_division(loads, ranks)
-    parts = equal_parts(np.array(loads), ranks)
-    assert max(np.array(loads)[parts].sum(axis=1)) == best
+    held = permute_layer(np.array(loads), ranks)
+    assert max(np.array(loads)[held].sum(axis=1)) == best
     assert least_possible(np.array(loads), ranks) <= best
 
 
@@ -175,16 +178,16 @@ def test_permute_equals_brute_force_where_loads_repeat(shape):
     heads, ranks = shape
     rng = np.random.default_rng(heads)
     for loads in rng.integers(1, 17, ({9: 400, 12: 20}[heads], heads)):
-        parts = equal_parts(loads, ranks)
-        assert loads[parts].sum(axis=1).max() == best_division(loads.tolist(), ranks)
+        held = permute_layer(loads, ranks)
+        assert loads[held].sum(axis=1).max() == best_division(loads.tolist(), ranks)
 
 
 @given(st.lists(st.integers(1, 1000), min_size=32, max_size=32), st.sampled_from([2, 4, 8]))
 def test_permute_of_many_heads_keeps_within_its_bound(loads, ranks):
     """Greedy placing alone ends at most one head above the mean, and the bound is at least the mean."""
-    parts = equal_parts(np.array(loads), ranks)
-    fullest, bound = max(np.array(loads)[parts].sum(axis=1)), least_possible(np.array(loads), ranks)
-    assert sorted(parts.ravel().tolist()) == list(range(32))
+    held = permute_layer(np.array(loads), ranks)
+    fullest, bound = max(np.array(loads)[held].sum(axis=1)), least_possible(np.array(loads), ranks)
+    assert sorted(held.ravel().tolist()) == list(range(32))
     assert (
         -(-sum(loads) // ranks)
         <= bound
@@ -198,7 +201,7 @@ def test_two_heads_a_rank_are_optimal(loads):
     """Beyond the heads that are searched to the end: the largest with the smallest, and so on."""
     ascending = sorted(loads)
     pairs = max(small + large for small, large in zip(ascending[:10], ascending[:9:-1], strict=True))
-    assert max(np.array(loads)[equal_parts(np.array(loads), 10)].sum(axis=1)) == pairs
+    assert max(np.array(loads)[permute_layer(np.array(loads), 10)].sum(axis=1)) == pairs
 
 
 # Split
@@ -213,7 +216,7 @@ def test_split_reaches_the_mean_with_one_place(case):
         shares = split_layer(row, ranks)
         assert max(sum(held.values()) for held in shares) == -(-row.sum() // ranks)
         assert {len(held) for held in shares} == {len(row) // ranks + 1}
-    load = plan_any(kept, ranks, "split").load
+    load = place_any(kept, ranks, "split").load
     assert load.max(axis=1).tolist() == [16 * -(-total // (16 * ranks)) for total in kept.sum(axis=1).tolist()]
 
 
@@ -223,7 +226,7 @@ def test_split_is_within_five_percent_of_the_mean(case, seed):
     kept, ranks = case
     assume(ranks > 1)
     fine = kept * np.random.default_rng(seed).integers(20, 60, kept.shape)
-    load = plan_any(fine, ranks, "split").load
+    load = place_any(fine, ranks, "split").load
     assert (load.max(axis=1) <= 1.05 * load.mean(axis=1)).all()
 
 
@@ -291,11 +294,11 @@ def test_copy_equals_brute_force(data, shape, extra):
 @given(layers_and_ranks(8))
 def test_copies_are_on_different_ranks_and_load_is_their_mean(case):
     kept, ranks = case
-    plan = plan_any(kept, ranks, "copy")
-    assert plan.load.sum() == pytest.approx(kept.sum())
-    if isinstance(plan, FairCopies):
-        assert plan.copies.max() <= ranks
-        assert ((plan.copies == 0) == (plan.kept == 0)).all()
+    placement = place_any(kept, ranks, "copy")
+    assert placement.load.sum() == pytest.approx(kept.sum())
+    if isinstance(placement, FairCopies):
+        assert placement.copies.max() <= ranks
+        assert ((placement.copies == 0) == (placement.kept == 0)).all()
 
 
 # Cost
@@ -327,9 +330,9 @@ def test_copies_that_do_not_pay_are_declined():
         for batch, places in ((10, 2), (1, 1)):
             priced = replace(cost, batch=batch, hidden=saved // 2)
             assert priced.place_bytes == saved * 4
-            assert plan_any(kept, 2, mode, cost=priced).places == places
-        assert plan_any(kept, 2, mode, cost=replace(cost, hidden=saved // 2 - 1)).places == 2
-    assert plan_any(kept, 2, "split", extra_places=0).places == 1
+            assert place_any(kept, 2, mode, cost=priced).places == places
+        assert place_any(kept, 2, mode, cost=replace(cost, hidden=saved // 2 - 1)).places == 2
+    assert place_any(kept, 2, "split", extra_places=0).places == 1
 
 
 @pytest.mark.parametrize("name", ["hidden", "head_dim", "q_per_kv", "segment", "batch", "context", "kv_itemsize"])
@@ -355,12 +358,12 @@ def test_the_cost_model_refuses_what_is_not_positive(name):
 )
 def test_bad_input_is_refused(kept, ranks, mode, words):
     with pytest.raises(RaggedConfigError, match=words):
-        plan_any(np.array(kept), ranks, mode)
+        place_any(np.array(kept), ranks, mode)
 
 
 def test_fewer_places_than_heads_need_are_refused():
     with pytest.raises(RaggedConfigError, match="at least 0, not -1"):
-        plan_any(np.array([[16, 16]]), 2, "split", extra_places=-1)
+        place_any(np.array([[16, 16]]), 2, "split", extra_places=-1)
 
 
 # Measured profiles
@@ -372,14 +375,14 @@ def test_busy_rates_of_measured_profiles(name, ranks):
     """Split reaches what units of 16 tokens allow at segments of 256; with finer units, the mean itself."""
     scope = name.split("/")[2]
     kept = fit_kept(MEASURED[name], 0.3, 256, scope)
-    none, permute, split = (plan_any(kept, ranks, mode) for mode in ("none", "permute", "split"))
+    none, permute, split = (place_any(kept, ranks, mode) for mode in ("none", "permute", "split"))
     assert busy(none) <= busy(permute) <= busy(split)
     limit = kept.sum() / ranks / (16 * -(-kept.sum(axis=1) // (16 * ranks))).sum()
     assert busy(split) == pytest.approx(limit)
     if scope == "layer":
         # Layers of an odd number of units leave one over.
         assert busy(split) >= {2: 0.989, 4: 0.95, 8: 0.95}[ranks] - 1e-9
-    fine = plan_any(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
+    fine = place_any(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
     assert busy(fine) >= 0.995
 
 
@@ -387,7 +390,7 @@ def test_busy_rates_of_measured_profiles(name, ranks):
 @pytest.mark.parametrize("mode", MODES)
 def test_models_of_eighty_layers_are_planned(heads, ranks, mode):
     kept = fit_kept(np.random.default_rng(0).random((80, heads)) ** 3, 0.3, 256)
-    plan = plan_any(kept, ranks, mode)
-    assert {head for rank in plan.heads[0] for head in rank} >= set(range(heads))
+    placement = place_any(kept, ranks, mode)
+    assert {head for rank in placement.heads[0] for head in rank} >= set(range(heads))
     # Copies share requests in equal parts, which need not be whole tokens.
-    np.testing.assert_allclose(plan.load.sum(axis=1), kept.sum(axis=1))
+    np.testing.assert_allclose(placement.load.sum(axis=1), kept.sum(axis=1))

@@ -52,10 +52,10 @@ def test_decode_case_by_hand(dry):
     assert [sum(heads) for heads in quarter["kept"]] == [512] * 4
     kept_rows = 127 * 512 + 8 * 128
     assert quarter["bytes_per_layer"] == 4 * kept_rows * 2 * 128 * 2 + queries_and_output
-    assert quarter["split_map"]["none"]["ctas_per_layer"] == [8] * 4
-    assert quarter["split_map"]["uniform"]["ctas_per_layer"] == [8 * (396 // 4 // 8)] * 4
+    assert quarter["cta_map"]["none"]["ctas_per_layer"] == [8] * 4
+    assert quarter["cta_map"]["uniform"]["ctas_per_layer"] == [8 * (396 // 4 // 8)] * 4
     largest = [max(heads) / 64 for heads in quarter["kept"]]
-    assert quarter["split_map"]["none"]["largest_over_mean"] == pytest.approx(largest, abs=1e-3)
+    assert quarter["cta_map"]["none"]["largest_over_mean"] == pytest.approx(largest, abs=1e-3)
     assert row["ratios"]["1"]["bytes_per_layer"] == row["full"]["bytes_per_layer"]
 
 
@@ -67,9 +67,9 @@ def test_extend_case_by_hand(dry):
 
 
 def test_memory_decides_what_is_held_at_once(dry):
-    plans = {row["case"]: row.get("plan") for row in dry["blocks"]["decode"]["rows"]}
+    extents = {row["case"]: row.get("extent") for row in dry["blocks"]["decode"]["rows"]}
     # 34 GB a layer and cache: three ratios and the full cache fit once, not four times.
-    assert plans["Llama-3.1-8B, 128K, batch 64"]["layers"] == 1
-    assert plans["Llama-3.1-8B, 32K, batch 4"]["layers"] == 4
-    for plan in plans.values():
-        assert plan["gb"] * 1e9 < 127 * 2**30
+    assert extents["Llama-3.1-8B, 128K, batch 64"]["layers"] == 1
+    assert extents["Llama-3.1-8B, 32K, batch 4"]["layers"] == 4
+    for extent in extents.values():
+        assert extent["gb"] * 1e9 < 127 * 2**30

@@ -88,7 +88,7 @@ def test_split_gives_every_rank_more_heads(llama, profile):
 
 def test_split_needs_kernels_that_give_parts():
     placing.refuse_split("triton")
-    with pytest.raises(RaggedConfigError, match="not there for --ragged-kernel flashinfer"):
+    with pytest.raises(RaggedConfigError, match="not available with --ragged-kernel flashinfer"):
         placing.refuse_split("flashinfer")
 
 

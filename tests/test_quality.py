@@ -139,7 +139,7 @@ def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
     again = Results.open(path, {"model": "m"}, {})
     assert again.known == {Configuration.token(), one}
     assert json.loads(again.text()) == json.loads(path.read_text())
-    with pytest.raises(SettingsError, match="results of another model"):
+    with pytest.raises(SettingsError, match="model: there m, here other"):
         Results.open(path, {"model": "other"}, {})
     path.with_suffix(".txt").write_text("{}")
     with pytest.raises(SettingsError, match="cannot be read"):

@@ -33,7 +33,7 @@ def sglang_requirement() -> Requirement:
 
 
 def pretend(monkeypatch, release: str) -> None:
-    """Another SGLang, by its version alone: its seams are as expected."""
+    """Another SGLang, by its version alone: its seams match."""
     monkeypatch.setattr(seams, "installed_release", lambda: release)
 
 
@@ -58,7 +58,7 @@ def test_check_passes(monkeypatch, capsys, release):
     pretend(monkeypatch, release)
     monkeypatch.setattr(sys, "argv", ["sgl-ragged", "check"])
     cli.main()
-    assert capsys.readouterr().out.startswith(f"SGLang {release} is served on: all ")
+    assert capsys.readouterr().out.startswith(f"SGLang {release} is supported: all ")
 
 
 @pytest.mark.parametrize("release", ["0.5.20", "0.5.24"])
@@ -68,7 +68,7 @@ def test_check_refuses_releases_that_were_not_tested(monkeypatch, capsys, releas
     with pytest.raises(SystemExit) as ended:
         cli.main()
     message = str(ended.value.code)
-    assert message.startswith(f"sgl-ragged: SGLang {release} cannot be served on: a server was tested with 0.5.22 and ")
+    assert message.startswith(f"sgl-ragged: SGLang {release} is not supported: a server was tested with 0.5.22 and ")
     assert "install sglang==0.5.23" in message
     assert "\n" not in message
     assert capsys.readouterr().out == ""
@@ -88,7 +88,7 @@ def test_the_launcher_refuses_only_what_it_was_asked_for(monkeypatch, tmp_path):
     model = make_llama(tmp_path / "model")
     pretend(monkeypatch, "0.5.21")
     for flags in (("--kv-pool", "ragged"), ("--kv-bytes", "1GiB")):
-        with pytest.raises(SystemExit, match=r"^sgl_ragged: SGLang 0\.5\.21 cannot be served on: "):
+        with pytest.raises(SystemExit, match=r"^sgl_ragged: SGLang 0\.5\.21 is not supported: "):
             prepare_server_args(["--model-path", str(model), "--device", "cpu", *flags]).resolve_once()
     args = prepare_server_args(["--model-path", str(model), "--device", "cpu"])
     args.resolve_once()

@@ -10,7 +10,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.layout import SlabLayout
-from tests.parts import FULL_PARTS, PLACEMENTS, check_parts
+from tests.split_heads import FULL_PARTS, PLACEMENTS, check_parts
 
 
 @pytest.mark.parametrize("scorer", ["keydiff", "h2o", "fastkvzip"])

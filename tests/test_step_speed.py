@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from benchmarks import step_speed
-from benchmarks.harness.launch import ServerFailed
+from benchmarks.harness.errors import ServerFailed
 from benchmarks.step_speed import Phases, Spoilt, summary
 
 

@@ -12,13 +12,10 @@ docs/accuracy.md says what is measured.
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import importlib
 import json
 import shlex
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,10 +34,10 @@ from benchmarks.accuracy.session import Session, SuiteError
 from benchmarks.accuracy.store import Prompts, Results
 from benchmarks.accuracy.tables import notes, tables
 from benchmarks.harness import machine
-from benchmarks.harness.errors import PointFailed, ServerLost, SettingsError
-from benchmarks.harness.launch import ServerFailed
-from benchmarks.harness.pools import Pool, Started, Target
-from sgl_ragged.errors import RaggedConfigError
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.command import command, provenance
+from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.pools import Pool, Started
 
 SETTINGS = (
     *("suite", "tasks", "limit", "conversations", "questions", "seed", "mode", "answers", "chat", "max_length"),
@@ -149,14 +146,14 @@ class Sweep:
             began = time.perf_counter()
             pool = Pool(key.ratio)
             try:
-                with servers.target(pool, self.options.max_running_requests, log, flags) as target:
-                    asked = self._ask(target, key, lambda own=own: progress.advance(own))
-                    share = target.ragged().get("kept_ratio")
+                with servers.client(pool, self.options.max_running_requests, log, flags) as client:
+                    asked = self._ask(client, key, lambda own=own: progress.advance(own))
+                    share = client.ragged().get("kept_ratio")
             except ServerLost as error:
                 raise ServerLost(
                     f"the server of {key} is gone ({error}): {len(self.wanted) - len(self.missing())} of "
                     f"{len(self.wanted)} servers are finished, their cells are in {self.results.path}, and the same "
-                    f"command goes on from there; its log is {log}"
+                    f"command continues from there; its log is {log}"
                 ) from None
             except ServerFailed as error:
                 raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
@@ -173,22 +170,22 @@ class Sweep:
             progress.remove_task(own)
             progress.advance(bar)
 
-    def _ask(self, target: Target, key: Key, on_answer: Any) -> list[AnsweredQuestion]:
-        most = target.longest_prompt() - self.new_tokens
+    def _ask(self, client: ServerClient, key: Key, on_answer: Any) -> list[AnsweredQuestion]:
+        most = client.longest_prompt() - self.new_tokens
         if self.results.prompts is None:
             self._fit(self.options.max_length or most)
         longest = max(talk.longest() for talk in self.talks)
         if longest > most:
             raise SettingsError(
-                f"the server of {key} takes prompts of {most} tokens and an answer, the longest has {longest}: "
-                "more --kv-bytes, or a smaller --max-length and another --output"
+                f"the server of {key} takes prompts of {most} tokens beside an answer, but the longest prompt has "
+                f"{longest}: more --kv-bytes, or a smaller --max-length and another --output"
             )
         o = self.options
-        at_once = sessions_at_once(self.talks, self.new_tokens, target.pool_tokens(), o.max_running_requests, o.segment)
+        at_once = sessions_at_once(self.talks, self.new_tokens, client.pool_tokens(), o.max_running_requests, o.segment)
         try:
-            return ask(target.url, self.talks, at_once, on_answer)
+            return ask(client, self.talks, at_once, on_answer)
         except PointFailed as error:
-            target.check_alive()
+            client.check_alive()
             raise SettingsError(f"{key}: {error}") from None
 
     def _fit(self, limit: int) -> None:
@@ -203,14 +200,10 @@ class Sweep:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Ask, draw, print. Raises SettingsError, SuiteError, RaggedConfigError, ServerLost."""
+    """Measure what the output file lacks, draw and print. Raises BenchmarkError and RaggedConfigError."""
     complete(options)
     sessions = load_sessions(options)
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.accuracy", *sys.argv[1:]]),
-    }
-    results = Results.open(options.output, settings_of(options, sessions), about)
+    results = Results.open(options.output, settings_of(options, sessions), provenance("benchmarks.accuracy"))
     sweep = Sweep(options, sessions, results)
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -240,15 +233,8 @@ def run(options: argparse.Namespace) -> None:
 
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
-    # A kill ends the servers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
+    with command("accuracy"):
         run(options)
-    except (SettingsError, SuiteError, RaggedConfigError, ServerLost) as error:
-        print(f"accuracy: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from benchmarks.accuracy.prompts import Completion, TokenizedSession, common_prefix
-from benchmarks.harness.errors import PointFailed, ServerLost
-
-TIMEOUT_S = 1800
-"""Of one request; a long prompt on a few cores takes minutes."""
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.errors import PointFailed
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,10 @@ class AnsweredQuestion:
 
 
 def ask(
-    url: str, talks: Sequence[TokenizedSession], at_once: int, on_answer: Callable[[], object] = lambda: None
+    client: ServerClient,
+    talks: Sequence[TokenizedSession],
+    at_once: int,
+    on_answer: Callable[[], object] = lambda: None,
 ) -> list[AnsweredQuestion]:
     """Every question of every session, greedily; the questions of a session in order, `at_once` sessions together.
 
@@ -56,7 +55,7 @@ def ask(
             stop.set()
             raise
 
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(at_once) as threads:
+    with ThreadPoolExecutor(at_once) as threads:
         running = [threads.submit(run, talk) for talk in talks]
         try:
             return [asked for session in running for asked in session.result()]
@@ -82,7 +81,7 @@ def sessions_at_once(
 
 
 def _ask_session(
-    client: httpx.Client,
+    client: ServerClient,
     talk: TokenizedSession,
     stop: threading.Event,
     tokenizing: threading.Lock,
@@ -124,14 +123,8 @@ def _ask_session(
     return asked
 
 
-def _generate(client: httpx.Client, prompt: list[int], new_tokens: int, session: str) -> dict[str, Any]:
-    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
+def _generate(client: ServerClient, prompt: list[int], new_tokens: int, session: str) -> dict[str, Any]:
     try:
-        response = client.post("/generate", json=body)
-    except httpx.TransportError as error:
-        raise ServerLost(f"{type(error).__name__} on /generate") from None
-    answer = response.json() if response.status_code == 200 else {}
-    if (answer.get("meta_info", {}).get("finish_reason") or {}).get("type", "abort") == "abort":
-        reason = " ".join(response.text.split())[:300]
-        raise PointFailed(f"the server refused a prompt of {len(prompt)} tokens of session {session}: {reason}")
-    return answer
+        return client.generate(prompt, new_tokens)
+    except PointFailed as error:
+        raise PointFailed(f"session {session}: {error}") from None

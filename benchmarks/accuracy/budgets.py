@@ -25,7 +25,7 @@ CALIBRATED = {
     "coverage-layer": ("--method", "coverage", "--scope", "layer"),
     "coverage": ("--method", "coverage"),
 }
-"""Kinds of budgets that are calibrated here, and what `python -m calib run` makes them with."""
+"""Kinds of budgets that are calibrated here, with the options of `python -m calib run` for each."""
 
 SCORER = "{scorer}"
 """Stands for the scorer's name in the name of a profile file."""
@@ -36,7 +36,7 @@ def is_recall_model(model: str) -> bool:
 
 
 def check_names(budgets: Sequence[str], scorers: Sequence[str], model: str) -> None:
-    """Raises SettingsError for budgets that nothing is known of, or that cannot be made for this model."""
+    """Raises SettingsError for unknown budgets, and for those that cannot be made for this model."""
     for name in budgets:
         if name in ("uniform", "auto"):
             continue
@@ -58,7 +58,7 @@ def check_names(budgets: Sequence[str], scorers: Sequence[str], model: str) -> N
 
 
 def label(name: str) -> str:
-    """What results call these budgets: the kind, or the profile's file name less suffix."""
+    """Name of these budgets in results: the kind, or the profile's file name without suffix."""
     return name if name in ("uniform", "auto", *CALIBRATED) else Path(name).stem
 
 
@@ -79,7 +79,7 @@ def flags(scorer: str, name: str, profiles: Path) -> list[str]:
 
 
 def digest(key: Key, given: Sequence[str], model: str, segment: int) -> str | None:
-    """Of the profile that a server with these flags takes its budgets from; None where it takes none.
+    """Digest of the profile that a server with these flags takes its budgets from; None without a profile.
 
     Raises:
         RaggedConfigError: the profile is damaged, made for another model or scorer, does not serve the ratio, or the
@@ -131,7 +131,7 @@ def calibrate(scorers: Sequence[str], budgets: Sequence[str], profiles: Path, se
 
 
 def _needs_statistics(scorer: str) -> bool:
-    """Whether calibration gives the scorer what it lacks; trained gates it cannot give."""
+    """Whether calibration makes everything that the scorer needs; it does not make trained gates."""
     found = get_scorer(scorer)
     return bool(found.statistics) and not found.reads_hidden_states
 

@@ -1,4 +1,4 @@
-"""What one server's answers come to: a cell for each task."""
+"""The figures of one server's answers: a cell for each task."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cell:
     Attributes:
         score: mean of the scores; `low` and `high`: its 95 % interval.
         cached: mean share of the prompt that came from the cache, over prompts that could hit; None: no prompt could.
-        mean_share: kept / full KV of a segment, as the server's log has it; None for the token pool.
+        mean_share: kept / full KV of a segment, as /server_info has it; None for the token pool.
         profile: digest of the profile that the budgets come from; None: none, or not recorded.
         wall_s: seconds from starting the server to its end, of all tasks together.
     """

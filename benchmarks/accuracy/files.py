@@ -1,4 +1,4 @@
-"""The files of a suite, by task, and those of them that are asked for."""
+"""The files of a suite by task, and the choice of tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of `benchmarks.accuracy`, and what does not go together on it."""
+"""The command line of `benchmarks.accuracy`, and the combinations that it refuses."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ OWN_FLAGS = {
     "--ragged-profile": "--budgets",
     "--skip-tokenizer-init": "nothing: answers are scored as text",
 }
-"""Flags of a server that have an option here; given twice, cells would bear the wrong names."""
+"""Flags of a server that have an option here. If they were given as server flags, cells would have wrong names."""
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Options that have no value are None: what belongs to another suite, or to no pool asked for, is refused."""
+    """Options without a value are None, so that `complete` can refuse those of another suite or pool."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks.accuracy",
         description=description,
@@ -96,10 +96,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Put defaults in place, which depend on the suite.
+    """Fill in defaults, which depend on the suite.
 
     Raises:
-        SettingsError: options that do not go together, or numbers that mean nothing.
+        SettingsError: options that do not go together, or numbers out of range.
     """
     _check_suite(options)
     _check_numbers(options)
@@ -118,7 +118,7 @@ def form_of(options: argparse.Namespace) -> PromptFormat:
 
 
 def keys_of(options: argparse.Namespace) -> dict[Key, str]:
-    """The servers in their order, each with the budgets that it was asked for with; the token pool has none."""
+    """The servers in their order, each with its value of --budgets; the token pool has none."""
     keys = {TOKEN: ""} if "token" in options.pool else {}
     if "ragged" in options.pool:
         for scorer in options.scorer:

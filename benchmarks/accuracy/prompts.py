@@ -74,12 +74,12 @@ def load_tokenizer(model: str) -> Any:
 
 
 def make_talk(session: Session, tokenizer: Any, form: PromptFormat) -> TokenizedSession:
-    """Raises SuiteError when a chat is asked for and the tokenizer has no template for it."""
+    """Raises SuiteError for chats where the tokenizer has no template for them."""
     if not session.questions:
         raise SuiteError(f"session {session.name} has no question")
     if form.chat:
         if not getattr(tokenizer, "chat_template", None):
-            raise SuiteError("--chat: this model's tokenizer has no chat template; leave --chat away")
+            raise SuiteError("--chat: this model's tokenizer has no chat template; leave out --chat")
         return ChatTalk(session, tokenizer, form)
     return RawTalk(
         session,

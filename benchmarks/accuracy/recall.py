@@ -13,7 +13,7 @@ TASK = "facts"
 
 
 def load(conversations: int, questions: int, seed: int) -> list[Session]:
-    """Conversations of 2,049 tokens, each with so many of its facts that no turn of it asks for.
+    """Conversations of 2,049 tokens, each with `questions` of its facts that no turn of it asks for.
 
     Raises:
         SuiteError: less than one conversation or question, or a negative seed.
@@ -28,7 +28,9 @@ def check_language(tokenizer: Any) -> None:
     """Raises SuiteError unless the tokenizer has one token for each word of the recall model's language."""
     ids = tokenizer(" ".join(VOCABULARY), add_special_tokens=False).input_ids
     if list(ids) != list(range(len(VOCABULARY))):
-        raise SuiteError("--suite recall is in the recall model's language, which --model does not speak")
+        raise SuiteError(
+            "--suite recall is in the recall model's language, which the tokenizer of --model does not have"
+        )
 
 
 def _session(name: str, talk: Interview) -> Session:

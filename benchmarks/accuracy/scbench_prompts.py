@@ -24,7 +24,7 @@ _INSTRUCTIONS = {
     "Find the function that is described and repeat it exactly as it stands there, in a code block fenced by ```.",
     "mf": "A list of numbers follows, then questions about it. Answer each with a number and nothing else.",
 }
-"""What comes before a task's context; the contexts of other tasks say themselves what is wanted."""
+"""Instructions before a task's context; the contexts of the other tasks contain their own."""
 
 _STATISTIC = re.compile(r"\bThe (.+) is\b")
 

@@ -40,7 +40,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
 def find(data: Path) -> dict[str, tuple[Path, ...]]:
-    """The files of each task, shards in order. Files that are not called like a task are passed over.
+    """The files of each task, shards in order. Files whose names are not those of tasks are ignored.
 
     Raises:
         SuiteError: there is no such path, no file of SCBench, a shard is missing, or two folders hold the same task.
@@ -58,7 +58,7 @@ def find(data: Path) -> dict[str, tuple[Path, ...]]:
 
 
 def _task(path: Path) -> str | None:
-    """The task that a file is called after, or its folder where the file is called after a split."""
+    """The task in a file's name, or in its folder's name where the file has the name of a data split."""
     if path.suffix not in (".jsonl", ".parquet"):
         return None
     shard = _SHARD.fullmatch(path.stem)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.harness.errors import BenchmarkError
 
-class SuiteError(ValueError):
-    """Data that cannot be used as asked; the message is one line that says what is wrong and what to do."""
+
+class SuiteError(BenchmarkError):
+    """The data or options of a suite cannot be used."""
 
 
 @dataclass(frozen=True)

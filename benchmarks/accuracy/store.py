@@ -1,4 +1,4 @@
-"""The file of a sweep: settings, what became of the sessions, and the cells of all servers that are finished."""
+"""The file of a sweep: settings, how sessions were cut, and the cells of all servers that are finished."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.accuracy.asking import AnsweredQuestion
 from benchmarks.accuracy.cell import Cell, Key
 from benchmarks.harness.errors import SettingsError
-from benchmarks.harness.files import write_whole
+from benchmarks.harness.result_file import ResultFile
 
 
 @dataclass(frozen=True)
@@ -25,52 +25,27 @@ class Prompts:
     max_length: int
 
 
-class Results:
+class Results(ResultFile):
     """The file, and what it holds. `prompts` is None until the first server has said what it takes."""
 
-    def __init__(
-        self, path: Path, settings: dict[str, Any], about: dict[str, Any], prompts: Prompts | None, cells: list[Cell]
-    ) -> None:
-        self.path, self.settings, self.about, self.prompts, self.cells = path, settings, about, prompts, cells
+    benchmark = "benchmarks.accuracy"
 
-    @classmethod
-    def open(cls, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> Results:
-        """The file with the cells that it holds already, or a new one, which is not written yet.
+    def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+        super().__init__(path, settings, about)
+        self.prompts: Prompts | None = None
+        self.cells: list[Cell] = []
 
-        Args:
-            settings: what decides whether cells may stand together. What a file does not say is not compared: those
-                from before a setting was recorded lack it.
-            about: for readers.
+    def read_entries(self, document: dict[str, Any]) -> None:
+        # The first files have no prompts.
+        if prompts := document.get("prompts"):
+            self.prompts = Prompts(**prompts)
+        self.cells = [Cell(**cell) for cell in document["cells"]]
 
-        Raises:
-            SettingsError: it holds cells of other settings, or is no file of this benchmark.
-        """
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise SettingsError(f"--output {path}: give a file in a folder that exists")
-        if not path.exists():
-            return cls(path, settings, about, None, [])
-        before = cls.load(path)
-        if not before.cells:
-            return cls(path, settings, about, None, [])
-        if changed := _changes(before.settings, settings):
-            raise SettingsError(f"{path} holds cells of other settings ({changed}): choose another --output")
-        return before
-
-    @classmethod
-    def load(cls, path: Path) -> Results:
-        """A file to read from. Raises SettingsError when it is none of this benchmark's."""
-        try:
-            return cls.from_json(path, json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise SettingsError(f"{path} cannot be read as results of benchmarks.accuracy ({reason})") from None
-
-    @classmethod
-    def from_json(cls, path: Path, document: Any) -> Results:
-        prompts = document.get("prompts")
-        cells = [Cell(**cell) for cell in document["cells"]]
-        settings, about = document["settings"], document.get("about", {})
-        return cls(path, dict(settings), about, Prompts(**prompts) if prompts else None, cells)
+    def entries(self) -> dict[str, Any]:
+        return {
+            "prompts": dataclasses.asdict(self.prompts) if self.prompts else None,
+            "cells": [dataclasses.asdict(cell) for cell in self.cells],
+        }
 
     @property
     def known(self) -> set[Key]:
@@ -98,29 +73,3 @@ class Results:
     def requests(self) -> Path:
         """One line for each question that was asked; of a server that was run twice, the later lines count."""
         return self.path.with_suffix(".requests.jsonl")
-
-    def write(self) -> None:
-        write_whole(self.path, self.text())
-
-    def text(self) -> str:
-        document = {
-            "settings": self.settings,
-            "about": self.about,
-            "prompts": dataclasses.asdict(self.prompts) if self.prompts else None,
-            "cells": [dataclasses.asdict(cell) for cell in self.cells],
-        }
-        return json.dumps(document, indent=1) + "\n"
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """'limit: there 8, here 16; ...'; empty where nothing differs."""
-    there, here = _flat(before), _flat(now)
-    names = sorted(name for name in there if there[name] != here.get(name))
-    return "; ".join(f"{name}: there {there[name]}, here {here.get(name)}" for name in names)
-
-
-def _flat(settings: dict[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= _flat(value, f"{above}{name}.") if isinstance(value, dict) else {above + name: value}
-    return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,13 +19,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fairkv.copying import MODES, plan_any
+from benchmarks.fairkv.copying import MODES, place_any
 from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, evenness, plot_modes
+from benchmarks.harness.command import command
+from benchmarks.harness.files import write_whole
 from benchmarks.harness.plots import save_plot
 from calib.measured import load_measured
 from sgl_ragged.budgets import fit_kept
 from sgl_ragged.bundled import FOLDER
-from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 
 ROOT = Path(__file__).parents[2]
@@ -79,14 +79,14 @@ def measure(shares: np.ndarray, name: str, ratio: float, segment: int) -> dict[i
     cost = cost_of(name, segment)
     found: dict[int, dict[str, object]] = {}
     for ranks in RANKS:
-        finer = {mode: plan_any(fine, ranks, mode) for mode in MODES}
-        free = {mode: plan_any(kept, ranks, mode) for mode in MODES}
+        finer = {mode: place_any(fine, ranks, mode) for mode in MODES}
+        free = {mode: place_any(kept, ranks, mode) for mode in MODES}
         found[ranks] = {
             "busy_limit": busy_limit(kept, ranks),
             "modes": compare_modes(kept, ranks, 1, cost),
-            "free_weights": {mode: evenness(plan, free["none"], cost).busy for mode, plan in free.items()},
-            "two_places": evenness(plan_any(kept, ranks, "split", extra_places=2), free["none"], cost).busy,
-            "unrounded": {mode: evenness(plan, finer["none"], cost).busy for mode, plan in finer.items()},
+            "free_weights": {mode: evenness(placement, free["none"], cost).busy for mode, placement in free.items()},
+            "two_places": evenness(place_any(kept, ranks, "split", extra_places=2), free["none"], cost).busy,
+            "unrounded": {mode: evenness(placement, finer["none"], cost).busy for mode, placement in finer.items()},
         }
     return found
 
@@ -99,7 +99,7 @@ def by_load(shares: np.ndarray, name: str, ratio: float, segment: int) -> list[d
         for batch in BATCHES:
             for context in CONTEXTS:
                 cost = replace(cost_of(name, segment), batch=batch, context=context)
-                none, split = plan_any(kept, ranks, "none"), plan_any(kept, ranks, "split", cost=cost)
+                none, split = place_any(kept, ranks, "none"), place_any(kept, ranks, "split", cost=cost)
                 setting = {"profile": name, "ranks": ranks, "batch": batch, "context": context}
                 rows.append(setting | rounded(evenness(split, none, cost)))
     return rows
@@ -136,6 +136,12 @@ def main() -> None:
     parser.add_argument("--image", type=Path, default=IMAGE)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     options = parser.parse_args()
+    with command("fairkv"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compute, write, draw and print. Raises RaggedConfigError."""
     profiles = load_profiles(options.profiles)
     found = {name: measure(shares, name, options.ratio, options.segment) for name, shares in profiles.items()}
     rows = by_load(profiles[PICTURED], PICTURED, options.ratio, options.segment)
@@ -152,7 +158,7 @@ def main() -> None:
         "loads": rows,
     }
     text = json.dumps(document, separators=(",", ":"))
-    options.output.write_text(text + "\n")
+    write_whole(options.output, text + "\n")
     if options.json:
         print(text)
     else:
@@ -168,7 +174,4 @@ def _plain(entry: dict) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RaggedConfigError as error:
-        sys.exit(f"fairkv: {error}")
+    main()

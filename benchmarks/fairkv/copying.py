@@ -14,10 +14,10 @@ from functools import cache
 import numpy as np
 
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.fairkv.permute import equal_parts
+from sgl_ragged.fairkv.permute import permute_layer
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import MODES as SERVED
-from sgl_ragged.fairkv.planner import best_plan, check_kept, permuted, plan_placement
+from sgl_ragged.fairkv.planner import best_placement, check_kept, permuted, plan_placement
 
 MODES = (*SERVED[:-1], "copy", SERVED[-1])
 """The planner's modes and the paper's fair-copying."""
@@ -50,7 +50,7 @@ class FairCopies(Placement):
         return (self.kept / np.maximum(self.copies, 1)).sum(axis=2)
 
 
-def plan_any(
+def place_any(
     kept: np.ndarray, ranks: int, mode: str, *, extra_places: int = 1, cost: CostModel | None = None
 ) -> Placement:
     """`planner.plan_placement` with mode `copy`, too, which gives `FairCopies` wherever heads have copies."""
@@ -61,7 +61,7 @@ def plan_any(
     kept = check_kept(kept, ranks, extra_places)
     whole = permuted(kept, ranks, mode)
     widest = min(extra_places, kept.shape[1] - whole.places)
-    return best_plan([whole, *(copy_heads(kept, ranks, extra) for extra in range(1, widest + 1))], cost)
+    return best_placement([whole, *(copy_heads(kept, ranks, extra) for extra in range(1, widest + 1))], cost)
 
 
 def copy_heads(kept: np.ndarray, ranks: int, extra_places: int) -> FairCopies:
@@ -82,8 +82,8 @@ def copy_heads(kept: np.ndarray, ranks: int, extra_places: int) -> FairCopies:
 def copy_layer(loads: np.ndarray, ranks: int, places: int) -> list[set[int]]:
     """Heads of each rank, at most `places` of them; a head that c ranks hold is load / c on each.
 
-    The search starts from the heads without copies, as `equal_parts` divides them. Ways to hand out copies are tried in
-    the order of a lower bound, each by branch and bound over the ranks, until none can be better or MOST_STEPS are
+    The search starts from the heads without copies, as `permute_layer` divides them. Ways to hand out copies are tried
+    in the order of a lower bound, each by branch and bound over the ranks, until none can be better or MOST_STEPS are
     taken. For a handful of heads that is the optimum.
 
     Args:
@@ -98,7 +98,7 @@ def copy_layer(loads: np.ndarray, ranks: int, places: int) -> list[set[int]]:
     # The rank with the largest piece holds at least what the others have no places for.
     beside = np.maximum(vectors.sum(axis=1) - (ranks - 1) * places - 1, 0)
     bounds = np.maximum(-(-int(whole.sum()) // ranks), pieces.max(axis=1) + beside * pieces.min(axis=1))
-    uncopied = equal_parts(whole, ranks)
+    uncopied = permute_layer(whole, ranks)
     search = _Search(places, int(whole[uncopied].sum(axis=1).max()), uncopied.tolist())
     for index in np.argsort(bounds, kind="stable").tolist():
         if search.steps >= MOST_STEPS or search.best <= bounds[index]:

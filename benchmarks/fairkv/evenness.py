@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.fairkv.copying import MODES, plan_any
+from benchmarks.fairkv.copying import MODES, place_any
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evenness:
-    """One plan in figures. All of them are arithmetic on kept counts.
+    """One placement in figures. All of them are arithmetic on kept counts.
 
     `busy`: mean / largest load of the ranks, both summed over layers: the share of the time that a rank reads KV, if
     ranks wait for each other in every layer. `busy_worst`: the same of the worst layer. `busy_whole`: mean / largest
@@ -28,7 +28,7 @@ class Evenness:
     weights of extra places counted as time lost. `busy_step`: bytes that a rank reads in a step, mean over the slowest,
     with all weights: what comes nearest to the busy rate that the paper measures. `capacity`: slots in the same bytes
     over those of mode `none`, where the rank with the largest slab sets the number for all. `extra_bytes`: weights of
-    extra places, per rank. `speedup`: bytes of the slowest rank in a step under mode `none`, over those of this plan
+    extra places, per rank. `speedup`: bytes of the slowest rank in a step under mode `none`, over those here
     (`CostModel.step_bytes`).
     """
 
@@ -43,14 +43,14 @@ class Evenness:
     speedup: float
 
 
-def evenness(plan: Placement, none: Placement, cost: CostModel) -> Evenness:
-    """Figures of a plan beside that of mode `none` for the same heads and ranks."""
-    load, whole = plan.load, plan.load.sum(axis=0)
-    extra = (plan.places - none.places) * len(load) * cost.place_bytes
+def evenness(placement: Placement, none: Placement, cost: CostModel) -> Evenness:
+    """Figures of a placement beside that of mode `none` for the same heads and ranks."""
+    load, whole = placement.load, placement.load.sum(axis=0)
+    extra = (placement.places - none.places) * len(load) * cost.place_bytes
     useful, taken = (float(cost.kv_bytes(part).sum()) for part in (load.mean(axis=1), load.max(axis=1)))
-    step = cost.step_bytes(load, plan.places)
+    step = cost.step_bytes(load, placement.places)
     return Evenness(
-        places=plan.places,
+        places=placement.places,
         busy=useful / taken,
         busy_worst=float((load.mean(axis=1) / load.max(axis=1)).min()),
         busy_whole=float(whole.mean() / whole.max()),
@@ -64,12 +64,12 @@ def evenness(plan: Placement, none: Placement, cost: CostModel) -> Evenness:
 
 def compare_modes(kept: np.ndarray, ranks: int, extra_places: int, cost: CostModel) -> dict[str, Evenness]:
     """Every mode on the kept counts int [num_layers, num_heads], by name."""
-    plans = {mode: plan_any(kept, ranks, mode, extra_places=extra_places, cost=cost) for mode in MODES}
-    return {mode: evenness(plan, plans["none"], cost) for mode, plan in plans.items()}
+    placements = {mode: place_any(kept, ranks, mode, extra_places=extra_places, cost=cost) for mode in MODES}
+    return {mode: evenness(placement, placements["none"], cost) for mode, placement in placements.items()}
 
 
 def busy_limit(kept: np.ndarray, ranks: int) -> float:
-    """No plan with places in whole units has a higher `busy`: the fullest rank of a layer has the mean, rounded up."""
+    """The highest `busy` with places in whole units: the fullest rank of a layer has the mean, rounded up."""
     load = kept.sum(axis=1)
     return float(load.sum() / ranks / (-(-load // (UNIT * ranks)) * UNIT).sum())
 
@@ -93,7 +93,7 @@ def plot_modes(
     draw_busy(bars, {ranks: {m: e.busy for m, e in modes.items()} for ranks, modes in found.items()})
     most = max(found)
     for mode in MODES:
-        load = plan_any(kept, most, mode, extra_places=extra_places, cost=cost).load
+        load = place_any(kept, most, mode, extra_places=extra_places, cost=cost).load
         layers.plot(load.max(axis=1) / load.mean(axis=1), linewidth=1.1, marker=".", markersize=4, label=mode)
     layers.axhline(1.0, color="black", linewidth=0.8)
     layers.set(xlabel="layer", ylabel=f"fullest / mean of {most} ranks", ylim=(0, None))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, plot_modes
+from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
@@ -48,7 +48,7 @@ def show_placements(options: argparse.Namespace) -> None:
     )
     sizes = options.tp or [ranks for ranks in (2, 4, 8) if geometry.num_heads % ranks == 0]
     if not sizes:
-        raise RaggedConfigError(f"none of 2, 4 and 8 ranks divide {geometry.num_heads} heads: say --tp")
+        raise RaggedConfigError(f"none of 2, 4 and 8 ranks divide {geometry.num_heads} heads: give --tp")
     found = {ranks: compare_modes(kept, ranks, options.extra_places, cost) for ranks in sizes}
     if options.plot is not None:
         title = f"{options.model.name}, ratio {options.ratio:g}, segments of {options.segment}"
@@ -74,7 +74,9 @@ def show_placements(options: argparse.Namespace) -> None:
 
 
 def _table(modes: Mapping[str, Evenness], ranks: int, limit: float, cost: CostModel) -> Table:
-    setting = f"batch {cost.batch}, context {cost.context}; no plan in units of {UNIT} tokens exceeds busy {limit:.3f}"
+    setting = (
+        f"batch {cost.batch}, context {cost.context}; no placement in units of {UNIT} tokens exceeds busy {limit:.3f}"
+    )
     table = Table(title=f"{ranks} ranks, {setting}", title_justify="left")
     table.add_column("mode", no_wrap=True)
     for name in ("places", "busy", "worst", "whole", "net", "step", "capacity", "extra MiB", "speed-up"):
@@ -90,10 +92,9 @@ def _table(modes: Mapping[str, Evenness], ranks: int, limit: float, cost: CostMo
 
 def main() -> None:
     """Ends with status 1 and one line on bad input."""
-    try:
-        show_placements(options_parser().parse_args())
-    except RaggedConfigError as error:
-        sys.exit(f"fairkv: {error}")
+    options = options_parser().parse_args()
+    with command("fairkv"):
+        show_placements(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""FairKV's own planner, Algorithms 1 and 2 as printed: the reference for small layers. It visits everything."""
+"""FairKV's own planner, Algorithms 1 and 2 as printed: the reference for small layers. It visits all divisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes, floating-point operations and the time that a GPU cannot do them in less than. Plain numpy."""
+"""Bytes, floating-point operations, and the least time in which a GPU can do them. Plain numpy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TENSOR_RATE = 989e12
 
 @dataclass(frozen=True)
 class Work:
-    """The least that one call has to do: bytes moved once each, and floating-point operations."""
+    """The least work of one call: bytes moved once each, and floating-point operations."""
 
     bytes: int
     flop: int
@@ -87,7 +87,7 @@ def append_work(model: Model, tokens: int) -> Work:
 
 
 @dataclass(frozen=True)
-class DecodePlan:
+class DecodeExtent:
     """How a decode case is laid out in memory.
 
     layers: measured layers, fewer than the model's where memory is short.
@@ -101,10 +101,10 @@ class DecodePlan:
     bytes: int
 
 
-def plan_decode(
+def fit_decode(
     case: DecodeCase, ratios: tuple[float, ...], memory: int, replay_bytes: int = REPLAY_BYTES
-) -> DecodePlan | str:
-    """The plan with the most layers that fits `memory` bytes, or the reason why there is none.
+) -> DecodeExtent | str:
+    """The most layers that fit `memory` bytes, and what goes with them, or the reason why not even one layer fits.
 
     Args:
         ratios: what is held in memory at once, beside the uncompressed cache.
@@ -124,7 +124,7 @@ def plan_decode(
             tails = rows * layers * model.heads * 2 * model.segment * model.head_dim
             needed += ITEMSIZE * (slabs + tails)
         if needed <= memory:
-            return DecodePlan(layers, copies, full_calls, needed)
+            return DecodeExtent(layers, copies, full_calls, needed)
     return (
         f"one layer at ratios {', '.join(f'{r:g}' for r in ratios)} needs {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
     )

@@ -1,4 +1,4 @@
-"""What is measured: models, shapes and cases, each list in the order of its worth. Plain numpy.
+"""What is measured: models, shapes and cases, the most informative first in each list. Plain numpy.
 
 The dry run and the measurement take their cases from here, so that what is computed ahead is what is measured.
 """
@@ -16,7 +16,7 @@ from sgl_ragged.budgets import fit_kept
 PROFILES = Path(__file__).parents[2] / "tests" / "data" / "measured_profiles.npz"
 SEGMENT = 256
 ITEMSIZE = 2
-"""Bytes of a bf16 element: what all timed cases store and compute in."""
+"""Bytes of a bf16 element, the dtype of all timed cases."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class DecodeCase:
 
 
 def methods(ratio: float) -> tuple[str, ...]:
-    """Split methods timed at a ratio. At ratio 1 all heads are equal, and so are the methods that split."""
+    """Methods of the CTA map timed at a ratio. At ratio 1 all heads are equal, so all methods but `none` agree."""
     return ("exact", "uniform", "algorithm1", "none") if ratio < 1 else ("exact",)
 
 

@@ -1,4 +1,4 @@
-"""What every measuring block is given: where to run, how to time, and how long."""
+"""What every measuring block needs: where to run, how to time, and how long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block `decode`: one layer's decode attention by split method and ratio, against an uncompressed cache.
+"""Block `decode`: one layer's decode attention by method of the CTA map and ratio, against an uncompressed cache.
 
 What is timed is attention alone, ours in both its launches: writing the new token's key and value is block `append`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from benchmarks.gpu_blocks import flashinfer_calls
-from benchmarks.gpu_blocks.arithmetic import DecodePlan, decode_work, mean_work, plan_decode
+from benchmarks.gpu_blocks.arithmetic import DecodeExtent, decode_work, fit_decode, mean_work
 from benchmarks.gpu_blocks.cases import DECODE_CASES, RATIOS, DecodeCase, kept_counts, methods
 from benchmarks.gpu_blocks.context import Context, Row, short_error
 from benchmarks.gpu_blocks.full_cache import Attend, FullCache, decode_baselines, distance, working
@@ -19,19 +19,19 @@ from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call, Times
 
 MOST_PLANNED = 8
-"""Batches that FlashInfer plans for at most: each distinct n takes a plan, and plans take long."""
+"""Most batches with FlashInfer: each distinct n takes a FlashInfer plan, and making these takes long."""
 
 
 def run(
     context: Context, cases: Iterable[DecodeCase] = DECODE_CASES, ratios: tuple[float, ...] = RATIOS
 ) -> Iterator[Row]:
     for case in context.within_time(cases):
-        plan = plan_decode(case, ratios, context.memory, replay_bytes=context.replay_bytes)
-        if isinstance(plan, str):
-            context.skip(case.name, plan)
+        extent = fit_decode(case, ratios, context.memory, replay_bytes=context.replay_bytes)
+        if isinstance(extent, str):
+            context.skip(case.name, extent)
             continue
         try:
-            row = _Comparison(context, case, plan).measure()
+            row = _Comparison(context, case, extent).measure()
         except torch.OutOfMemoryError as error:
             context.skip(case.name, short_error(error))
             continue
@@ -42,8 +42,8 @@ def run(
 class _Comparison:
     """All variants of one case, in memory together so that they can take turns."""
 
-    def __init__(self, context: Context, case: DecodeCase, plan: DecodePlan) -> None:
-        self.context, self.case, self.plan = context, case, plan
+    def __init__(self, context: Context, case: DecodeCase, extent: DecodeExtent) -> None:
+        self.context, self.case, self.extent = context, case, extent
         model = case.model
         shape = (case.batch, model.heads, model.q_per_kv, model.head_dim)
         self.queries = torch.randn(shape, device=context.device).to(context.dtype)
@@ -53,7 +53,7 @@ class _Comparison:
         self.failed: list[Row] = []
 
     def measure(self) -> Row:
-        for ratio, copies in self.plan.copies.items():
+        for ratio, copies in self.extent.copies.items():
             self._add_ratio(ratio, copies)
         baselines = self._add_baselines()
         times = self.context.timer.compare(self.prepared, self.calls)
@@ -65,7 +65,7 @@ class _Comparison:
 
     def _add_ratio(self, ratio: float, copies: int) -> None:
         case, model, context = self.case, self.case.model, self.context
-        kept = kept_counts(model, ratio, self.plan.layers)
+        kept = kept_counts(model, ratio, self.extent.layers)
         stage = make_stage(
             kept,
             model.head_dim,
@@ -97,7 +97,7 @@ class _Comparison:
                     "name": name,
                     "ratio": ratio,
                     "method": method,
-                    "ctas_per_layer": [len(split.ctas) for split in batches[0].splits],
+                    "ctas_per_layer": [len(layer.ctas) for layer in batches[0].work],
                     "bytes": work.bytes,
                     "bytes_over_full": work.bytes / decode_work(case, None).bytes,
                 }
@@ -138,7 +138,7 @@ class _Comparison:
         )
 
     def _add_baselines(self) -> list[Row]:
-        case, model, calls = self.case, self.case.model, self.plan.full_calls
+        case, model, calls = self.case, self.case.model, self.extent.full_calls
         cache = FullCache(self.context, calls, case.batch, case.length, model.heads, model.head_dim)
         found = decode_baselines(cache, self.queries)
         if self.context.flashinfer is not None:
@@ -171,8 +171,8 @@ class _Comparison:
         return {
             "case": case.name,
             "length": case.length,
-            "layers": self.plan.layers,
-            "copies": {f"{ratio:g}": copies for ratio, copies in self.plan.copies.items()},
+            "layers": self.extent.layers,
+            "copies": {f"{ratio:g}": copies for ratio, copies in self.extent.copies.items()},
             "resident_ctas": context.residents[case.model.heads, case.model.q_per_kv, case.model.head_dim],
             "full_bytes": full.bytes,
             "best_baseline": fastest and fastest["baseline"],

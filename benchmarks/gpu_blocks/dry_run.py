@@ -1,4 +1,4 @@
-"""Every case of the measurement worked out on paper: bytes, arithmetic, split maps and the least possible time."""
+"""Every case of the measurement worked out on paper: bytes, arithmetic, CTA maps and the least possible time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.gpu_blocks.arithmetic import (
     append_work,
     decode_work,
     extend_work,
+    fit_decode,
     mean_work,
-    plan_decode,
     seal_work,
 )
 from benchmarks.gpu_blocks.record import COMPUTED
 from benchmarks.gpu_blocks.tables import show
-from sgl_ragged.split_map import METHODS, build_split_map, imbalance
+from sgl_ragged.cta_map import METHODS, build_cta_map, imbalance
 
 SMS, CTAS_PER_SM = 132, 3
 MEMORY = 127 << 30
@@ -71,23 +71,23 @@ def _decode_row(case: cases.DecodeCase) -> dict[str, Any]:
         "full": _work(decode_work(case, None)),
         "ratios": {},
     }
-    plan = plan_decode(case, cases.RATIOS, MEMORY)
-    if isinstance(plan, str):
-        row["does_not_fit"] = plan
+    extent = fit_decode(case, cases.RATIOS, MEMORY)
+    if isinstance(extent, str):
+        row["does_not_fit"] = extent
     else:
-        row["plan"] = {
-            "layers": plan.layers,
-            "copies": {f"{ratio:g}": n for ratio, n in plan.copies.items()},
-            "full_calls": plan.full_calls,
-            "gb": round(plan.bytes / 1e9, 2),
+        row["extent"] = {
+            "layers": extent.layers,
+            "copies": {f"{ratio:g}": n for ratio, n in extent.copies.items()},
+            "full_calls": extent.full_calls,
+            "gb": round(extent.bytes / 1e9, 2),
         }
     for ratio in cases.RATIOS:
         kept = cases.kept_counts(model, ratio)
         work = mean_work([decode_work(case, kept_row) for kept_row in kept])
-        splits = {}
+        by_method = {}
         for method in METHODS:
-            counts = build_split_map(kept, SMS * CTAS_PER_SM, [case.batch], method).for_batch(case.batch)
-            splits[method] = {
+            counts = build_cta_map(kept, SMS * CTAS_PER_SM, [case.batch], method).for_batch(case.batch)
+            by_method[method] = {
                 "ctas_per_layer": counts.sum(axis=1).tolist(),
                 "largest_over_mean": imbalance(kept, counts).round(3).tolist(),
             }
@@ -95,7 +95,7 @@ def _decode_row(case: cases.DecodeCase) -> dict[str, Any]:
             **kept_summary(kept, model.segment),
             **_work(work),
             "bytes_over_full": round(work.bytes / row["full"]["bytes_per_layer"], 4),
-            "split_map": splits,
+            "cta_map": by_method,
         }
     return row
 
@@ -165,11 +165,13 @@ BLOCKS = {
 def _decode_lines(row: dict[str, Any]) -> list[list[Any]]:
     lines = []
     for ratio, entry in row["ratios"].items():
-        splits = [entry["split_map"][method] for method in METHODS]
-        ctas = "/".join(str(max(split["ctas_per_layer"])) for split in splits)
-        loads = "/".join(f"{max(split['largest_over_mean']):.2f}" for split in splits)
+        maps = [entry["cta_map"][method] for method in METHODS]
+        ctas = "/".join(str(max(one["ctas_per_layer"])) for one in maps)
+        loads = "/".join(f"{max(one['largest_over_mean']):.2f}" for one in maps)
         lines.append([row["case"], ratio, f"{entry['min']}..{entry['max']}", *_figures(entry), ctas, loads])
-    held = row["does_not_fit"] if "does_not_fit" in row else f"{row['plan']['layers']} layers, {row['plan']['gb']} GB"
+    held = (
+        row["does_not_fit"] if "does_not_fit" in row else f"{row['extent']['layers']} layers, {row['extent']['gb']} GB"
+    )
     return [*lines, [row["case"], "full", None, *_figures(row["full"]), None, held]]
 
 

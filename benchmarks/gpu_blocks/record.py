@@ -1,4 +1,4 @@
-"""The results file: written anew after every block, so that a run that is cut keeps what it had."""
+"""The results file: written anew after every block, so that a run that is interrupted keeps the blocks before."""
 
 from __future__ import annotations
 

@@ -42,17 +42,17 @@ BLOCKS: dict[str, Block] = {
 }
 
 GROUPS = (("bandwidth", "occupancy"), ("correctness",), ("decode",), ("extend",), ("seal", "append", "overhead"))
-"""What shares a process, in the order in which they run."""
+"""Blocks that share a process, in the order in which they run."""
 
 KEPT_BACK = {"correctness": 110.0, "decode": 100.0, "extend": 45.0}
-"""Seconds that a group leaves for those after it, if it takes all it may."""
+"""Seconds that a group leaves for those after it when it uses all of its time."""
 
 MINIMUM = {"correctness": 40.0, "decode": 40.0, "extend": 25.0, "seal": 20.0}
 LEAST = 10.0
-"""Seconds below which a group is not begun: by its first block, LEAST for those not named."""
+"""Seconds that must be left for a group to begin, by its first block; LEAST for groups that are not listed."""
 
 GRACE = 40.0
-"""Seconds for the case that a process has in hand when its time is up."""
+"""Seconds for a process to finish its current case when its time is up."""
 
 CASE_SECONDS = 150.0
 PARALLEL_CASES = 6
@@ -169,7 +169,7 @@ def _run_correctness_case(name: str) -> int:
 
 
 def _run_correctness(script: Path, record: Record, seconds: float) -> None:
-    """Every case in a process of its own, some at once: what takes long is compiling, and no times are taken."""
+    """Every case in a process of its own, several at once: compiling takes most of the time, and nothing is timed."""
     started = time.monotonic()
     rows: list[Row] = []
     skipped: list[dict[str, str]] = []

@@ -10,10 +10,10 @@ import torch
 from sgl_ragged.attention.occupancy import resident_ctas
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView
+from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.split_map import build_split_map
 
 FALLBACK_RESIDENT = 24
 """Resident CTAs where there is no GPU to ask: in the interpreter."""
@@ -35,9 +35,9 @@ class Stage:
         return self.table.shape[1] // self.store.layout.segment
 
     def operations(self, method: str, resident: int, max_batch: int, chunk_ctas: int = 0) -> TritonOps:
-        """Operations with a split map for batches of `max_batch`; `chunk_ctas` as `TritonOps` takes it."""
-        split_map = build_split_map(self.store.layout.kept, resident, [max_batch], method)
-        return TritonOps(self.store, split_map, max_batch, self.max_segments, chunk_ctas)
+        """Operations with a CTA map for batches of `max_batch`; `chunk_ctas` as `TritonOps` takes it."""
+        cta_map = build_cta_map(self.store.layout.kept, resident, [max_batch], method)
+        return TritonOps(self.store, cta_map, max_batch, self.max_segments, chunk_ctas)
 
     def decode_batches(self, operations: TritonOps, batch: int, copies: int, length: int) -> list[TritonDecodeBatch]:
         """Descriptions of `copies` batches of different requests, each in buffers of its own."""
@@ -100,7 +100,7 @@ def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:
     ones = torch.ones(batch, dtype=torch.int64, device=stage.device)
     described = operations.describe_decode(stage.table, ones, ones, ones.cpu())
     queries = store.tails.new_zeros((batch, store.layout.num_heads, store.q_per_kv, store.layout.head_dim))
-    kernel = operations.attend_parts(0, queries, described.view, described.splits[0])
+    kernel = operations.attend_parts(0, queries, described.view, described.work[0])
     if kernel is None:
         return FALLBACK_RESIDENT, None
     return resident_ctas(kernel, stage.device), kernel

@@ -20,7 +20,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print at once: output that a pipe holds back is lost when the run is cut."""
+    """Print at once: output that a pipe buffers is lost when the run is interrupted."""
     print(table(title, columns, rows), flush=True)
 
 

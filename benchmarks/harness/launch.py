@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -14,18 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
-
-class ServerFailed(RuntimeError):
-    """The server ended or did not become ready; the message holds the end of its log."""
-
-    @property
-    def reason(self) -> str:
-        """The last line of its log that names an error, else the last one: SGLang logs how it ends after why."""
-        lines = [line for line in str(self).splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception): ", line)), lines[-1])
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.errors import ServerFailed
 
 
 @dataclass(frozen=True)
@@ -105,13 +96,13 @@ def serve(
 def wait_until_healthy(server: Server, within_s: float) -> None:
     """Return once the server answers; raises ServerFailed if it ends or takes longer."""
     deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        if _ended(server.process):
-            raise ServerFailed(f"server ended:\n{server.log_text()[-4000:]}")
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/health", timeout=20).status_code == 200:
+    with ServerClient(server.url) as client:
+        while time.monotonic() < deadline:
+            if _ended(server.process):
+                raise ServerFailed(f"server ended:\n{server.log_text()[-4000:]}")
+            if client.is_healthy():
                 return
-        time.sleep(0.5)
+            time.sleep(0.5)
     raise ServerFailed(f"server not healthy within {within_s} s:\n{server.log_text()[-4000:]}")
 
 

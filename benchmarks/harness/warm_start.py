@@ -1,4 +1,4 @@
-"""Start many SGLang servers, and programs that import it, each in seconds: forks of a process that has imported it.
+"""Start many SGLang servers, or programs that import it, each in seconds: as forks of a process that has imported it.
 
 A server spends most of its start on imports, three processes times thousands of files. The nursery process imports
 once; a server is then SGLang's own launcher in a fork of it, and its workers are forks in turn instead of fresh
@@ -161,7 +161,7 @@ def _main() -> None:
 
 
 def _execute(command: list[str], program: bool) -> int:
-    """Do what the command of a server or of a program would in a process of its own; its exit status."""
+    """Run the command of a server or program in this fork; returns its exit status."""
     import torch
     from sglang.srt.environ import envs
     from sglang.srt.managers import scheduler

@@ -4,8 +4,8 @@
         --request-length 320 --output-length 16 --request-rate inf --kv-bytes 96MiB
 
 Every point is a pool, a number of clients and a repetition, on a server of its own with nothing cached; the pools take
-turns. Finished points are kept in --output, and the same command goes on where it was stopped. docs/multi-turn.md says
-what is measured. Lengths are in tokens; those of SGLang's own multi-turn benchmark have its defaults.
+turns. Finished points are kept in --output, and the same command continues where it was stopped. docs/multi-turn.md
+says what is measured. Lengths are in tokens; options of SGLang's own multi-turn benchmark have its defaults.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import hashlib
 import json
 import math
 import shlex
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from benchmarks.demo import MODEL
 from benchmarks.harness import machine
-from benchmarks.harness.errors import PointFailed, ServerLost, SettingsError
-from benchmarks.harness.launch import ServerFailed
-from benchmarks.harness.pools import Connected, Pool, Servers, Started, Target
+from benchmarks.harness.client import ServerClient
+from benchmarks.harness.command import command, provenance
+from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.pools import Connected, Pool, Servers, Started
 from benchmarks.multi_turn import driver, tables
 from benchmarks.multi_turn.plots import draw
 from benchmarks.multi_turn.point import Key, Point
@@ -97,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises SettingsError for numbers that mean nothing."""
+    """Raises SettingsError for numbers out of range."""
     for name in ("rounds", "request_length", "output_length", "max_parallel", "shared_length", "group", "repeats"):
         if getattr(options, name) < 1:
             raise SettingsError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
@@ -108,7 +107,7 @@ def check(options: argparse.Namespace) -> None:
     if min(options.clients) < 1 or len(set(options.clients)) < len(options.clients):
         raise SettingsError("--clients must be different numbers of at least 1")
     if not options.request_rate > 0 or not options.poll_every > 0:
-        raise SettingsError("--request-rate and --poll-every must be more than nought")
+        raise SettingsError("--request-rate and --poll-every must be greater than 0")
     if options.seed < 0 or not 0 <= options.min_load <= 1 or not 0 <= options.min_hit_rate <= 1:
         raise SettingsError("--seed must not be negative; --min-load and --min-hit-rate are shares from 0 to 1")
 
@@ -161,8 +160,8 @@ class Benchmark:
             log = self.store.folder / f"{key.pool}-{key.clients}-{key.repeat + 1}.log"
             running = min(self.options.max_parallel, key.clients)
             try:
-                with servers.target(pool, running, log) as target:
-                    point = self._measure(target, key, progress, own)
+                with servers.client(pool, running, log) as client:
+                    point = self._measure(client, key, progress, own)
                     self.check_bytes(point)
                     self.store.add(point)
             except ServerLost as error:
@@ -170,17 +169,17 @@ class Benchmark:
                 where = f"; its log is {log}" if log.is_file() else ""
                 raise ServerLost(
                     f"the server of {key} is gone ({error}): {finished} and kept in {self.store.folder}, the same "
-                    f"command goes on from there{where}"
+                    f"command continues from there{where}"
                 ) from None
             except ServerFailed as error:
                 raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
             progress.remove_task(own)
             progress.advance(task)
 
-    def _measure(self, target: Target, key: Key, progress: Progress, task: TaskID) -> Point:
+    def _measure(self, client: ServerClient, key: Key, progress: Progress, task: TaskID) -> Point:
         """One point. A request that is not served rejects it; a server that went away raises ServerLost."""
         o, requests = self.options, self.schedule.requests[key.clients]
-        needed, limit = longest(requests, o.output_length), target.longest_prompt()
+        needed, limit = longest(requests, o.output_length), client.longest_prompt()
         if needed > limit:
             raise SettingsError(
                 f"the longest conversation may take {needed} tokens, but {key.pool} takes prompts of {limit} at most: "
@@ -191,11 +190,11 @@ class Benchmark:
         warm_up = driver.Traffic(min(4, o.output_length), o.max_parallel, math.inf, o.seed)
         try:
             progress.update(task, description=f"{key}: warm-up")
-            driver.run(target.url, o.model, self.schedule.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
-            target.flush()
+            driver.run(client.url, o.model, self.schedule.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
+            client.flush()
             progress.update(task, description=str(key))
             run = driver.run(
-                target.url,
+                client.url,
                 o.model,
                 requests,
                 traffic,
@@ -203,8 +202,8 @@ class Benchmark:
                 on_answer=lambda: progress.advance(task),
             )
         except PointFailed as error:
-            target.check_alive()
-            return Point(key, str(error), date, 0, 0, target.start_up_line(), 0.0, 0.0, (), ())
+            client.check_alive()
+            return Point(key, str(error), date, 0, 0, client.start_up_line(), 0.0, 0.0, (), ())
         targets = Targets(
             requests=len(requests),
             # A shape may have fewer requests than clients and rounds: branches share what is before the fork.
@@ -219,7 +218,7 @@ class Benchmark:
             date=date,
             virtual_tokens=run.pool.tokens,
             kv_bytes=run.pool.kv_bytes,
-            start_up=target.start_up_line(),
+            start_up=client.start_up_line(),
             rate_share=round(run.rate_share, 4),
             duration_s=round(run.duration_s, 4),
             answers=run.answers,
@@ -259,29 +258,17 @@ def figures_json(benchmark: Benchmark) -> str:
 
 def main() -> None:
     options = parser().parse_args()
-    # A kill ends the servers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
+    with command("multi_turn"):
         run(options)
-    except (SettingsError, ServerLost) as error:
-        print(f"multi_turn: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, draw, print."""
+    """Measure what the folder lacks, draw and print. Raises BenchmarkError."""
     check(options)
     pools, urls = pools_of(options)
     console = Console(stderr=options.json)
     folder = options.output or RESULTS / f"multi-turn-{options.shape}"
-    settings = settings_of(options, pools)
-    manifest = {
-        "settings": settings,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.multi_turn", *sys.argv[1:]]),
-    }
+    manifest = {"settings": settings_of(options, pools), **provenance("benchmarks.multi_turn")}
     schedule = Schedule.of(options, pools, writer_for(options.model))
     benchmark = Benchmark(options, schedule, Store.open(folder, manifest))
     for count, requests in schedule.requests.items():

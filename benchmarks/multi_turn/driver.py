@@ -1,4 +1,4 @@
-"""Sends the requests of a workload, each once its turn has come, and polls the server beside them."""
+"""Sends the requests of a workload, each when it is due, and polls the server meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a workload.
+    """Results of a workload.
 
     Attributes:
         rate_share: time that sending would have taken at the asked rate / time that it took; 1 at an infinite rate.
@@ -102,7 +102,7 @@ class _Driver:
         if request.context is not None and stream.prompt < reusable:
             raise PointFailed(
                 f"a prompt of {stream.prompt} tokens cannot hold the {reusable} tokens of the turns before it: "
-                "answers do not survive being read back as text"
+                "the text of answers is not tokenized to the same tokens again"
             )
         words = stream.text.split()
         right = None if request.answer is None else words[:1] == [request.answer]
@@ -180,7 +180,7 @@ async def _run(
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:
-    """The error that broke a task group. A lost server comes before what it did to single requests."""
+    """The error that broke a task group; a lost server rather than the requests that failed because of it."""
     lost = group.subgroup(ServerLost)
     error = (lost or group).exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

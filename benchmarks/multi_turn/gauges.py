@@ -1,4 +1,4 @@
-"""What a server says about itself: the pool's size and use, and retractions, polled from /metrics."""
+"""Gauges of a server, polled from /metrics: the pool's size and use, and retractions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sample:
 
 
 def read(text: str) -> dict[str, float]:
-    """The wanted values of an answer of /metrics; a counter that never counted is absent there and nought here.
+    """The wanted values of an answer of /metrics; a counter that never counted is absent there and 0 here.
 
     Raises:
         SettingsError: the server does not say what its pool holds.

@@ -15,7 +15,7 @@ from benchmarks.multi_turn.point import Point
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean and percentiles; NaN where there is nothing to take them of."""
+    """Mean and percentiles; NaN where there are no values."""
 
     mean: float
     p50: float
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is reported of a round, or of a whole point.
+    """Figures of a round, or of a whole point.
 
     Attributes:
         ttft_ms, itl_ms, latency_ms: time to first token, between tokens, to the last token; milliseconds.

@@ -28,7 +28,7 @@ class Point:
     Attributes:
         rejected: why it must not be used, None if it may be.
         date: when it began, ISO 8601 in UTC.
-        virtual_tokens, kv_bytes: size of the pool on one rank, nought if the server never said.
+        virtual_tokens, kv_bytes: size of the pool on one rank, 0 if the server never reported it.
         start_up: the plugin's start-up line.
         rate_share, duration_s: as in `driver.Run`.
     """

@@ -1,4 +1,4 @@
-"""All that a command is going to send and measure, before anything is started."""
+"""Everything that a command will send and measure, computed before anything is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shapes of conversations: which requests there are, what each says, and which answer each one waits for."""
+"""The shapes of conversations: the requests, their messages, and which answer each of them waits for."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class _Plan:
         self.requests: list[Request] = []
 
     def rng(self, *path: int) -> np.random.Generator:
-        """A generator for one message, independent of how many others there are."""
+        """A random generator for one message, which does not depend on the number of other messages."""
         # One up, since NumPy takes (1, 2) and (1, 2, 0) for the same seed.
         return np.random.default_rng([self.load.seed, *(number + 1 for number in path)])
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.files import write_whole
+from benchmarks.harness.result_file import differences
 from benchmarks.multi_turn.measures import flat, rounds
 from benchmarks.multi_turn.point import Point
 
 MANIFEST, POINTS, ROUNDS = "manifest.json", "points.jsonl", "rounds.csv"
-
-
-def fingerprint(settings: dict[str, Any]) -> str:
-    """Of everything that the points of one folder have to share."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Store:
@@ -44,19 +38,18 @@ class Store:
         known = folder / MANIFEST
         if known.is_file():
             before, points = _manifest(folder), _read_points(folder / POINTS)
-            if before.get("fingerprint") == fingerprint(settings):
+            changed = differences(before["settings"], settings)
+            if not changed:
                 # Without the rest of a line that was cut short, so that the next point stands on a line of its own.
                 write_whole(folder / POINTS, "".join(_line(point) for point in points))
                 return cls(folder, before, points)
             if points:
-                changed = _changes(before["settings"], settings)
                 raise SettingsError(
                     f"{folder} holds points of other settings ({changed}): choose another --output, or remove it"
                 )
         elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise SettingsError(f"{folder} exists and is no benchmark's folder: choose another --output")
         folder.mkdir(parents=True, exist_ok=True)
-        manifest = {"fingerprint": fingerprint(settings), **manifest}
         write_whole(known, json.dumps(manifest, indent=2) + "\n")
         return cls(folder, manifest, [])
 
@@ -124,9 +117,3 @@ def _read_points(path: Path) -> list[Point]:
             if number < len(lines) - 1:
                 raise SettingsError(f"{path}: line {number + 1} is not a point") from None
     return points
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """'clients: there [8], here [16]; ...'."""
-    names: Sequence[str] = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
-    return "; ".join(f"{name}: there {before.get(name)}, here {now.get(name)}" for name in names)

@@ -1,4 +1,4 @@
-"""Which points are rejected: those whose traffic was not what was asked for."""
+"""Which points are rejected: those whose traffic did not reach its targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Targets:
     Attributes:
         requests: how many answers there have to be.
         parallel: requests in flight at an unbounded request rate: as many as clients and --max-parallel allow.
-        request_rate: requests per second that were asked for; infinite: no rate.
+        request_rate: requests per second; infinite: no rate.
         min_load: share of `parallel` or of the request rate that has to be reached.
         min_hit_rate: share of the reusable tokens that has to come from the cache.
     """
@@ -41,7 +41,7 @@ def reason_to_reject(run: Run, targets: Targets) -> str | None:
         if parallel < targets.min_load * targets.parallel:
             return f"{parallel:.1f} requests in flight on average instead of {targets.parallel:.1f}"
     hit_rate = figures(run.answers, run.samples).hit_rate
-    # Nothing to reuse is not a miss; a target of nought asks for nothing.
+    # Where nothing can be reused, nothing is missed; a target of 0 requires nothing.
     if targets.min_hit_rate > 0 and not hit_rate >= targets.min_hit_rate:
         return f"hit rate {hit_rate:.2f} of the reusable tokens instead of at least {targets.min_hit_rate:.2f}"
     return None

@@ -1,4 +1,4 @@
-"""What messages say, to the token: facts and questions in the recall model's language, else random words."""
+"""Messages of exact length in tokens: facts and questions in the recall model's language, else random words."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RecallWriter:
 
 
 class PlainWriter:
-    """Random words of a tokenizer, for models that the recall task says nothing to."""
+    """Random words of a tokenizer, for models that do not know the recall task's language."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What compression costs a real model: its distributions, the text it goes on with, the facts it still knows.
+"""What compression costs a real model: changed distributions, changed continuations, lost facts.
 
     python -m benchmarks.real_model --output models/smollm2-135m
     python -m benchmarks.quality --model models/smollm2-135m [--scorer gate keydiff] [--ratio 0.5 0.3 0.2]
@@ -11,28 +11,24 @@ Writes JSON and a plot, prints a table. docs/quality.md says what is measured.
 from __future__ import annotations
 
 import argparse
-import datetime
-import shlex
-import signal
-import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer
 
-from benchmarks.harness.errors import ServerLost, SettingsError
-from benchmarks.harness.launch import ServerFailed
+from benchmarks.harness.command import command, provenance
+from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.quality.configuration import Configuration, configurations
 from benchmarks.quality.facts import KINDS, interviews
-from benchmarks.quality.head import HeadMissing, load_head
+from benchmarks.quality.head import load_head
 from benchmarks.quality.measured import Measured, Tasks, measure
-from benchmarks.quality.peering import PeersFailed, ask_peers
+from benchmarks.quality.peering import ask_peers
 from benchmarks.quality.plot import draw
 from benchmarks.quality.store import Results
 from benchmarks.quality.table import show
-from benchmarks.quality.texts import TextMissing, pieces
+from benchmarks.quality.texts import pieces
 
 CALIBRATION_S = 3600.0
 """A server that calibrates its model first takes minutes to start."""
@@ -58,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what the output file lacks. Raises SettingsError, ServerLost, TextMissing, HeadMissing, PeersFailed."""
+    """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
     model = Path(options.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tasks = Tasks(
@@ -72,11 +68,8 @@ def run(options: argparse.Namespace) -> None:
         ],
         segment=options.segment,
     )
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.quality", *sys.argv[1:]]),
-    }
-    results = Results.open(options.output, {"model": model.resolve().name, **tasks.describe()}, about)
+    settings = {"model": model.resolve().name, **tasks.describe()}
+    results = Results.open(options.output, settings, provenance("benchmarks.quality"))
     wanted = configurations(options.scorer, options.budgets, options.ratio)
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -122,10 +115,12 @@ def _measured(
     log = options.output.with_suffix(".log")
     try:
         flags = one.flags(options.segment)
-        with servers.target(Pool(one.ratio), 4, log, flags, ready_within_s=CALIBRATION_S) as target:
-            found = measure(target, tasks, tokenizer, lambda: progress.advance(own))
+        with servers.client(Pool(one.ratio), 4, log, flags, ready_within_s=CALIBRATION_S) as client:
+            found = measure(client, tasks, tokenizer, lambda: progress.advance(own))
     except ServerLost as error:
         raise ServerLost(f"the server of {one} is gone ({error}); its log is {log}") from None
+    except PointFailed as error:
+        raise SettingsError(f"{one}: {error}; the log of its server is {log}") from None
     except ServerFailed as error:
         raise SettingsError(f"the server of {one} did not start, its log is {log}: {error.reason}") from None
     progress.remove_task(own)
@@ -135,15 +130,8 @@ def _measured(
 
 def main() -> None:
     options = parser().parse_args()
-    # A kill ends the servers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
+    with command("quality"):
         run(options)
-    except (SettingsError, ServerLost, TextMissing, HeadMissing, PeersFailed) as error:
-        print(f"quality: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEFAULT = "default"
-"""Scorer: what the server takes without being asked."""
+"""The server's own choice of a scorer."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Configuration:
         return cls("", "", None)
 
     def flags(self, segment: int) -> list[str]:
-        """Of the server, beside the ratio."""
+        """Flags of the server, without that of the ratio."""
         if self.ratio is None:
             return []
         scorer = [] if self.scorer == DEFAULT else ["--ragged-scorer", self.scorer]

@@ -57,12 +57,12 @@ WORDS = (
 KINDS = tuple(STATEMENTS)
 INTRODUCTION = "Read the following text.\n\n"
 QUESTION = "Quote a sentence that does not belong to the text."
-"""The beginning of the sentence is not in it: a model that copies would go on from there."""
+"""It does not quote the beginning of the sentence: a model that copies would continue from there."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """`suffix`: what follows the context, up to where the model is to go on with the answer."""
+    """`suffix`: tokens behind the context, up to where the answer begins."""
 
     suffix: tuple[int, ...]
     answer: str

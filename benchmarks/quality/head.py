@@ -9,15 +9,17 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from benchmarks.harness.errors import BenchmarkError
+
 NAMES = ("lm_head.weight", "model.embed_tokens.weight")
-"""Of the matrix in a checkpoint; without a matrix of its own, a model uses that of its embeddings."""
+"""Names of the matrix in a checkpoint. A model without a matrix of its own uses that of its embeddings."""
 
 BLOCK = 128
 """Positions whose distributions are held at a time."""
 
 
-class HeadMissing(RuntimeError):
-    """The checkpoint has no such matrix under a known name; the message is one line."""
+class HeadMissing(BenchmarkError):
+    """The checkpoint has no such matrix under a known name."""
 
 
 def load_head(model: Path) -> torch.Tensor:
@@ -37,7 +39,7 @@ def load_head(model: Path) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of one text, at every position but the last: float32 [tokens - 1] each.
+    """Two runs over one text, compared at every position but the last: float32 [tokens - 1] each.
 
     nll: minus the log-probability of the token that follows; reference_nll: the same by the reference.
     kl: Kullback-Leibler divergence of the reference's next-token distribution from this one, in nats.

@@ -1,4 +1,4 @@
-"""What one server is asked, and what its answers come to."""
+"""What one server is asked, and the figures from its answers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.pools import Target
+from benchmarks.harness.client import ServerClient
 from benchmarks.quality import served
 from benchmarks.quality.facts import KINDS, Interview
 from benchmarks.quality.head import compare
 from benchmarks.quality.texts import Text
 
 BORDER = 16
-"""Tokens behind a border of segments that are looked at on their own: they see the least uncompressed history."""
+"""Tokens behind each border of segments that have figures of their own: they see the least uncompressed history."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Tasks:
 
     @property
     def context(self) -> int:
-        """Tokens of a text that are compressed before it is gone on with: all segments but the last."""
+        """Tokens of a text that are compressed before its continuation: all segments but the last."""
         return (len(self.texts[0].ids) - 1) // self.segment * self.segment
 
     def share(self, interview: Interview, ratio: float) -> float:
-        """What of an interview's context a ratio leaves: its last, open segment is whole."""
+        """Share of an interview's context that a ratio leaves, where its last, open segment stays whole."""
         length = len(interview.context)
         return 1 - (1 - ratio) * (length // self.segment * self.segment) / length
 
@@ -92,13 +92,13 @@ class Measured:
         return {"texts": rows, "right": right, "start_up": self.start_up}
 
 
-def measure(target: Target, tasks: Tasks, tokenizer: Any, advance: Callable[[], None]) -> Measured:
-    """Ask one server. Raises ServerLost."""
+def measure(client: ServerClient, tasks: Tasks, tokenizer: Any, advance: Callable[[], None]) -> Measured:
+    """Ask one server. Raises ServerLost and PointFailed."""
     states = []
     for text in tasks.texts:
         # Of cached tokens no hidden states are returned, and texts may begin with the same token.
-        target.flush()
-        states.append(served.hidden_states(target.url, text))
+        client.flush()
+        states.append(served.hidden_states(client, text))
         advance()
-    right = served.recall(target.url, tokenizer, tasks.interviews, advance)
-    return Measured(states, right, target.start_up_line())
+    right = served.recall(client, tokenizer, tasks.interviews, advance)
+    return Measured(states, right, client.start_up_line())

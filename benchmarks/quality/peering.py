@@ -1,4 +1,4 @@
-"""Asks the peers (`peers.py`, in their own environment) the same as the servers."""
+"""Gives the peers (`peers.py`, in their own environment) the same texts and questions as the servers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.progress import Progress
 
+from benchmarks.harness.errors import BenchmarkError
 from benchmarks.quality.facts import KINDS, is_right
 from benchmarks.quality.measured import Tasks
 from benchmarks.quality.served import ANSWER_TOKENS
@@ -20,11 +21,11 @@ from benchmarks.quality.store import Results
 SCRIPT = Path(__file__).with_name("peers.py")
 
 METHODS = ("KeyDiff", "SnapKV", "ExpectedAttention", "AdaKV + SnapKV", "AdaKV + ExpectedAttention")
-"""Those that `peers.py` knows: none of them sees the question when it compresses."""
+"""The methods in `peers.py`; none of them sees the question when it compresses."""
 
 
-class PeersFailed(RuntimeError):
-    """The peers' environment is missing or its program failed; the message is one line."""
+class PeersFailed(BenchmarkError):
+    """The peers' environment is missing or its program failed."""
 
 
 def ask_peers(
@@ -36,7 +37,7 @@ def ask_peers(
     results: Results,
     progress: Progress,
 ) -> None:
-    """Add what the peers make of the tasks at the shares that the ratios leave, each as soon as it is measured.
+    """Measure the peers at the shares that the ratios leave, and add each result as soon as it is there.
 
     Raises:
         PeersFailed: what was measured before is in the results, and the same command goes on from there.

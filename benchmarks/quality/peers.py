@@ -5,8 +5,8 @@ reads an order, JSON, from standard input and writes a line of JSON for each met
 
     .venv-peers/bin/python benchmarks/quality/peers.py < order.json > results.jsonl
 
-The context is compressed once, by methods that do not know what comes behind it; then it is gone on with: by the
-text's continuation, or by one question after the other. Positions go on as if nothing had been taken out.
+The context is compressed once, by methods that do not know what comes behind it. Then the model continues with the
+text's continuation, or with one question after the other. Positions continue as if nothing had been removed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def go_on(model: Any, cache: DynamicCache, ids: list[int], position: int) -> tor
 
 
 def check_order(model: Any, method: str) -> None:
-    """End with one line if tokens that go on from a compressed context see those behind them."""
+    """End with one line if tokens behind a compressed context see those behind themselves."""
     ids = list(range(100, 260))
     changed = [*ids[:-1], 7]
     first, second = (go_on(model, compressed(model, method, 0.3, ids[:128]), own[128:], 128) for own in (ids, changed))

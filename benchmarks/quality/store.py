@@ -12,44 +12,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from benchmarks.harness.errors import SettingsError
-from benchmarks.harness.files import write_whole
+from benchmarks.harness.result_file import ResultFile
 from benchmarks.quality.configuration import Configuration
 
 
-class Results:
+class Results(ResultFile):
     """`served`: what `measured.Measured.result` gave, by configuration; `peers`: kvpress's, by method and share."""
 
+    benchmark = "benchmarks.quality"
+
     def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-        self.path, self.settings, self.about = path, settings, about
+        super().__init__(path, settings, about)
         self.served: dict[Configuration, dict[str, Any]] = {}
         self.peers: dict[tuple[str, float], dict[str, Any]] = {}
 
-    @classmethod
-    def open(cls, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> Results:
-        """The file with what it holds already, or a new one. Raises SettingsError where its settings are others."""
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise SettingsError(f"--output {path}: give a file in a folder that exists")
-        if not path.exists():
-            return cls(path, settings, about)
-        found = cls.load(path)
-        if found.settings != settings:
-            changed = sorted(name for name in settings if found.settings.get(name) != settings[name])
-            raise SettingsError(f"{path} holds results of another {', '.join(changed)}: choose another --output")
-        return found
+    def read_entries(self, document: dict[str, Any]) -> None:
+        self.served = {Configuration(**entry["configuration"]): entry["result"] for entry in document["served"]}
+        self.peers = {(entry["method"], entry["share"]): entry["result"] for entry in document["peers"]}
 
-    @classmethod
-    def load(cls, path: Path) -> Results:
-        """A file to read from. Raises SettingsError when it is none of this benchmark's."""
-        try:
-            document = json.loads(path.read_text())
-            found = cls(path, document["settings"], document["about"])
-            for entry in document["served"]:
-                found.served[Configuration(**entry["configuration"])] = entry["result"]
-            for entry in document["peers"]:
-                found.peers[entry["method"], entry["share"]] = entry["result"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise SettingsError(f"{path} cannot be read as results of benchmarks.quality ({error!r})") from None
-        return found
+    def entries(self) -> dict[str, Any]:
+        return {
+            "served": [{"configuration": asdict(one), "result": result} for one, result in self.served.items()],
+            "peers": [{"method": m, "share": s, "result": result} for (m, s), result in self.peers.items()],
+        }
 
     @property
     def known(self) -> set[Configuration]:
@@ -86,15 +71,3 @@ class Results:
                 return [file.get_tensor(str(number)) for number in range(len(file.keys()))]
         except SafetensorError as error:
             raise SettingsError(f"{self.reference} cannot be read ({error}): delete it") from None
-
-    def write(self) -> None:
-        write_whole(self.path, self.text())
-
-    def text(self) -> str:
-        document = {
-            "settings": self.settings,
-            "about": self.about,
-            "served": [{"configuration": asdict(one), "result": result} for one, result in self.served.items()],
-            "peers": [{"method": m, "share": s, "result": result} for (m, s), result in self.peers.items()],
-        }
-        return json.dumps(document, indent=1) + "\n"

@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.errors import BenchmarkError
+
 SOURCES = {
     "prose": ("apache-tvm-ffi", "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt", "Newton, Opticks"),
     "licence": ("scipy", "dist-info/LICENSE.txt", "licences, the GPL among them"),
@@ -29,8 +31,8 @@ class Text:
     ids: tuple[int, ...]
 
 
-class TextMissing(RuntimeError):
-    """A source is not installed, or is shorter than what is wanted of it; the message is one line."""
+class TextMissing(BenchmarkError):
+    """A source is not installed, or too short."""
 
 
 def read(source: str) -> str:

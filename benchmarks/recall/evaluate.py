@@ -73,7 +73,7 @@ def evaluate(model: LlamaForCausalLM) -> Report:
 
 
 def _rate(right: list[bool]) -> dict[str, float]:
-    """Mean, its standard error (Agresti-Coull, so that it is not nought at a mean of 1) and the number of questions."""
+    """Mean, its standard error (Agresti-Coull, so that it is not 0 at a mean of 1) and the number of questions."""
     count = len(right)
     adjusted = (sum(right) + 2) / (count + 4)
     error = math.sqrt(adjusted * (1 - adjusted) / (count + 4))

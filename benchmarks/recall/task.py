@@ -72,7 +72,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order, and every fact they state in order of its turn, asked for or not."""
+    """Turns in order, and every fact that they state, in order of its turn, whether or not a turn asks for it."""
 
     turns: tuple[Turn, ...]
     facts: tuple[Fact, ...]

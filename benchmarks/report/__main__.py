@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
 
+from benchmarks.harness.command import command
+from benchmarks.harness.errors import SettingsError
 from benchmarks.report import multi_turn, single_files
 from benchmarks.report.section import Section
 
@@ -74,8 +75,14 @@ def main() -> None:
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results.md", help="[docs/results.md]")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to read [benchmarks/results]")
     options = parser.parse_args()
+    with command("report"):
+        write(options)
+
+
+def write(options: argparse.Namespace) -> None:
+    """Write page and document, and print what is missing. Raises SettingsError."""
     if not options.results.is_dir():
-        sys.exit(f"report: {options.results} is no folder")
+        raise SettingsError(f"{options.results} is no folder")
     conversations = multi_turn.sections(options.results)
     everything = [*conversations, *single_files.sections(options.results)]
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -84,7 +91,7 @@ def main() -> None:
         speed = [*conversations, single_files.section(options.results, single_files.STEP_SPEED)]
         options.document.write_text(document(speed, options.document.resolve().parent))
     except OSError as error:
-        sys.exit(f"report: cannot write {error.filename}: {error.strerror}")
+        raise SettingsError(f"cannot write {error.filename}: {error.strerror}") from None
     for section in everything:
         if section.missing:
             print(f"missing: {section.title}: {section.missing}")

@@ -17,7 +17,7 @@ COMMAND = "python -m benchmarks.multi_turn --shape chat"
 
 
 def sections(results: Path) -> list[Section]:
-    """One that compares all folders, then one for each; where there is none, one that says so."""
+    """A section that compares all folders, then one for each folder; without folders, one section that says so."""
     folders = sorted(path for path in results.glob(PATTERN) if path.is_dir())
     if not folders:
         missing = f"{results.name}/{PATTERN} does not exist: the benchmark has not been run"

@@ -1,4 +1,4 @@
-"""What a report is made of."""
+"""The sections of a report."""
 
 from __future__ import annotations
 

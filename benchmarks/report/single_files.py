@@ -28,7 +28,7 @@ class Kind:
 
 
 def sections(results: Path) -> list[Section]:
-    """All kinds in a fixed order; one that has no file, or a broken one, says so."""
+    """All kinds in a fixed order; the section of a kind without a readable file says so."""
     made = [section(results, kind) for kind in KINDS]
     known = {path for kind in KINDS for path in results.glob(kind.pattern)}
     others = sorted(path.name for path in results.glob("*.json") if path not in known)
@@ -93,7 +93,7 @@ def _accuracy(path: Path, data: Any) -> list[Rows]:
     return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
 
 
-def _split_map(path: Path, data: Any) -> list[Rows]:
+def _cta_map(path: Path, data: Any) -> list[Rows]:
     names = ("ctas_median", "waves_median", "filled_median", "imbalance_median", "makespan_median", "makespan_worst")
     rows = [
         (row["method"], str(row["ratio"]), str(row["batch"]), *(f"{row[name]:g}" for name in names))
@@ -131,10 +131,10 @@ KINDS = (
         _accuracy,
     ),
     Kind(
-        "split-map*.json",
+        "cta-map*.json",
         "How decode is divided among CTAs",
-        "Makespan and imbalance of the split methods on measured kept counts, in units of an ideal division.",
-        "python -m benchmarks.split_map",
-        _split_map,
+        "Makespan and imbalance of the methods of the CTA map on measured kept counts, in units of an ideal division.",
+        "python -m benchmarks.cta_map",
+        _cta_map,
     ),
 )

@@ -19,10 +19,10 @@ from sgl_ragged.attention.merge import merge_states
 from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView, seen_segments
+from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.split_map import build_split_map
 
 HEAD_DIMS = (64, 128, 256)
 """Those that both FlashInfer's decode kernels and the Triton kernels take."""
@@ -123,7 +123,7 @@ class FlashInferOps(TritonOps):
         if make_wrapper is None:
             make_wrapper = flashinfer_wrapper(device)
         # One CTA per head: of the kernel's rows only the tail is left.
-        super().__init__(store, build_split_map(layout.kept, 1, [1], "none"), max_batch, max_segments)
+        super().__init__(store, build_cta_map(layout.kept, 1, [1], "none"), max_batch, max_segments)
         workspace = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Plan, DecodeWrapper] = {}
         for layer, bands in enumerate(layout.bands):
@@ -168,7 +168,7 @@ class FlashInferOps(TritonOps):
         # FlashInfer asks for at least one entry per request: those without a sealed segment are not shown to it.
         sealed = np.flatnonzero(segments)
         planned = self._make_plans(batch.view.slots, sealed, segments[sealed])
-        return FlashInferDecodeBatch(batch.view, batch.splits, open_view, planned)
+        return FlashInferDecodeBatch(batch.view, batch.work, open_view, planned)
 
     def _make_plans(self, slots: torch.Tensor, sealed: np.ndarray, segments: np.ndarray) -> torch.Tensor:
         """Plan every kind of band for these requests, if any.
@@ -216,7 +216,7 @@ class FlashInferOps(TritonOps):
     ) -> torch.Tensor:
         assert lse is None, "split heads are refused with FlashInfer"
         assert isinstance(batch, FlashInferDecodeBatch)
-        self.attend_parts(layer, queries, batch.open_view, batch.splits[layer])
+        self.attend_parts(layer, queries, batch.open_view, batch.work[layer])
         # With one CTA per head, parts are heads.
         tails = self._partial[: queries.numel()].view(queries.shape)
         tail_lse = self._lse[: tails[..., 0].numel()].view(queries.shape[:-1])

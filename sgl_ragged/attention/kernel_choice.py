@@ -1,4 +1,4 @@
-"""Which operations serve: what was asked for, on what device. Imports torch and Triton only where they are used."""
+"""Choice of the attention operations, by flag and device. Imports torch and Triton only where they are used."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 
 INTERPRETED_CTAS = 16
-"""What the split map is made for where Triton interprets: there is no GPU to fill."""
+"""CTAs that the CTA map hands out in Triton's interpreter, where there is no GPU to fill."""
 
 
 def choose_kernel(asked: str, device: str) -> str:
     """torch, triton or flashinfer, for one of KERNELS and a device type such as "cuda".
 
     Raises:
-        RaggedConfigError: the device cannot run what was asked for.
+        RaggedConfigError: the device cannot run these kernels.
     """
     if asked == "auto":
         return "triton" if device == "cuda" else "torch"
@@ -60,24 +60,24 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         with_flashinfer.warm_up()
         return with_flashinfer
     from sgl_ragged.attention.triton_ops import TritonOps
-    from sgl_ragged.split_map import batch_buckets, build_split_map, imbalance
+    from sgl_ragged.cta_map import batch_buckets, build_cta_map, imbalance
 
     resident, chunk_ctas = _resident_ctas(store)
     # Heads that only other ranks store have a CTA, too: it finds no rows.
     kept = np.maximum(store.layout.kept, 1)
-    split_map = build_split_map(kept, resident, batch_buckets(max_batch))
-    ctas = {batch: counts.sum(axis=1).max() for batch, counts in split_map.counts_by_batch.items()}
+    cta_map = build_cta_map(kept, resident, batch_buckets(max_batch))
+    ctas = {batch: counts.sum(axis=1).max() for batch, counts in cta_map.counts_by_batch.items()}
     logger.info(
-        "split map for %d CTAs at once: %d batch buckets, at most %d CTAs per request and layer at batch 1 and %d at "
+        "CTA map for %d CTAs at once: %d batch buckets, at most %d CTAs per request and layer at batch 1 and %d at "
         "batch %d, largest / mean load at most %.2f",
         resident,
         len(ctas),
         ctas[1],
         ctas[max(ctas)],
         max(ctas),
-        max(imbalance(kept, counts).max() for counts in split_map.counts_by_batch.values()),
+        max(imbalance(kept, counts).max() for counts in cta_map.counts_by_batch.values()),
     )
-    operations = TritonOps(store, split_map, max_batch, max_segments, chunk_ctas)
+    operations = TritonOps(store, cta_map, max_batch, max_segments, chunk_ctas)
     logger.info("%d bytes for partial results of decode, outside the KV budget", operations.scratch_bytes)
     operations.warm_up()
     return operations
@@ -92,16 +92,16 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
 
     from sgl_ragged.attention.occupancy import resident_ctas
     from sgl_ragged.attention.triton_ops import TritonOps
-    from sgl_ragged.split_map import build_split_map
+    from sgl_ragged.cta_map import build_cta_map
 
     layout = store.layout
-    trial = TritonOps(store, build_split_map(np.maximum(layout.kept, 1), 1, [1], "none"), 1, 1)
+    trial = TritonOps(store, build_cta_map(np.maximum(layout.kept, 1), 1, [1], "none"), 1, 1)
     table = torch.zeros((1, layout.segment), dtype=torch.int32, device=device)
     row = torch.zeros(1, dtype=torch.int64, device=device)
     queries = store.slabs.new_zeros((1, layout.num_heads, store.q_per_kv, layout.head_dim))
     # A padded row of length 0, and a chunk of one token: there is nothing to read from slabs and tails.
     batch = trial.describe_decode(table, row, row, row.cpu())
-    decode = trial.attend_parts(0, queries, batch.view, batch.splits[0])
+    decode = trial.attend_parts(0, queries, batch.view, batch.work[0])
     keys = queries[:, :, 0].contiguous()
     chunk = trial.describe_extend(table, row, [0], [1])
     extend = trial.attend_chunks(0, queries, keys, keys, chunk, torch.empty_like(queries))

@@ -1,4 +1,4 @@
-"""Occupancy: how many CTAs of a compiled kernel one GPU holds at once, which is what the split map hands out.
+"""Occupancy: how many CTAs of a compiled kernel one GPU holds at once, which is what the CTA map hands out.
 
 Registers are allocated to warps in units of 256, and warps in fours, one for each quarter of a multiprocessor; shared
 memory to CTAs in units of 128 bytes, after 1 KiB of its own that the driver takes for each. Sources: CUDA C++

@@ -16,18 +16,18 @@ from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.attention.view import DecodeView, ExtendView
+from sgl_ragged.cta_map import CtaMap, build_cta_map, cta_table, head_parts
 from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.split_map import SplitMap, build_split_map, cta_table, head_parts
 
 LONG_HISTORY = 4096
 """Tokens of history from which a short chunk's heads are divided in prefill; below, merging parts is not worth it."""
 
 
 @dataclass(frozen=True)
-class LayerSplit:
-    """One layer's part of the split map on the device: `split_map.cta_table` and `split_map.head_parts`."""
+class LayerWork:
+    """What the CTAs of one layer do, on the device: `cta_map.cta_table` and `cta_map.head_parts`."""
 
     ctas: torch.Tensor
     parts: torch.Tensor
@@ -35,17 +35,17 @@ class LayerSplit:
 
 @dataclass(frozen=True)
 class TritonDecodeBatch:
-    """A decode view in the operations' buffers, and the split of each layer."""
+    """A decode view in the operations' buffers, and the work of each layer's CTAs."""
 
     view: DecodeView
-    splits: tuple[LayerSplit, ...]
+    work: tuple[LayerWork, ...]
 
 
 @dataclass(frozen=True)
 class TritonExtendBatch(ExtendBatch):
-    """splits: how each layer's heads are divided. scratch: for the parts, as `kernels.extend.extend` takes it."""
+    """work: what the CTAs of each layer do. scratch: for their parts, as `kernels.extend.extend` takes it."""
 
-    splits: tuple[LayerSplit, ...]
+    work: tuple[LayerWork, ...]
     scratch: tuple[torch.Tensor, torch.Tensor] | None
 
 
@@ -53,7 +53,7 @@ class TritonOps(Operations):
     """The operations by Triton kernels.
 
     Args:
-        split_map: CTAs per head for each batch bucket, made for the store's layout.
+        cta_map: CTAs per head for each batch bucket, made for the store's layout.
         max_batch: most requests of a decode batch, padding included.
         max_segments: most segments of a sequence.
         chunk_ctas: CTAs of the extend kernel that the device holds at once; 0 leaves heads whole in prefill.
@@ -65,12 +65,12 @@ class TritonOps(Operations):
     captures_graphs = True
 
     def __init__(
-        self, store: SlabStore, split_map: SplitMap, max_batch: int, max_segments: int, chunk_ctas: int = 0
+        self, store: SlabStore, cta_map: CtaMap, max_batch: int, max_segments: int, chunk_ctas: int = 0
     ) -> None:
         layout, device = store.layout, store.slabs.device
         tiles.check_shape(layout.head_dim, store.q_per_kv)
         self.store = store
-        self.split_map = split_map
+        self.cta_map = cta_map
         itemsize = store.slabs.element_size()
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
@@ -78,16 +78,16 @@ class TritonOps(Operations):
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)
         self._opens = [_opens(layer, device) for layer in layout.bands]
-        self._whole = _layer_splits(np.ones_like(layout.kept), layout.kept, device)
+        self._whole = _layer_work(np.ones_like(layout.kept), layout.kept, device)
         # With more tiles than that, heads left whole fill half of the device or more.
         self._few_tiles = chunk_ctas // (2 * layout.num_heads)
-        self._chunk_splits: list[tuple[LayerSplit, ...]] = []
+        self._chunk_work: list[tuple[LayerWork, ...]] = []
         if self._few_tiles:
-            # Heads that only other ranks store have a CTA, too: it finds no rows.
-            chunk_map = build_split_map(np.maximum(layout.kept, 1), chunk_ctas, range(1, self._few_tiles + 1))
-            self._chunk_splits = [_layer_splits(c, layout.kept, device) for c in chunk_map.counts_by_batch.values()]
+            # Heads that only other ranks store have a CTA, too, which finds no rows.
+            chunk_map = build_cta_map(np.maximum(layout.kept, 1), chunk_ctas, range(1, self._few_tiles + 1))
+            self._chunk_work = [_layer_work(c, layout.kept, device) for c in chunk_map.counts_by_batch.values()]
         self._max_segments = max_segments
-        self._splits: dict[int, tuple[LayerSplit, ...]] = {}
+        self._work: dict[int, tuple[LayerWork, ...]] = {}
         self._max_batch = 0
         self.reserve(max_batch)
 
@@ -98,10 +98,10 @@ class TritonOps(Operations):
         store, device = self.store, self.store.slabs.device
         self._max_batch = max_batch
         for batch in range(1, max_batch + 1):
-            counts = self.split_map.for_batch(batch)
-            if id(counts) not in self._splits:
-                self._splits[id(counts)] = _layer_splits(counts, store.layout.kept, device)
-        parts = self.split_map.most_parts(max_batch)
+            counts = self.cta_map.for_batch(batch)
+            if id(counts) not in self._work:
+                self._work[id(counts)] = _layer_work(counts, store.layout.kept, device)
+        parts = self.cta_map.most_parts(max_batch)
         self._view = DecodeView.empty(max_batch, self._max_segments, device)
         self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
@@ -124,7 +124,7 @@ class TritonOps(Operations):
         if store.has_sides:
             sides = store.sides.new_ones((length, layout.num_heads, store.sides.shape[-1]))
         lengths = torch.ones_like(row)
-        # Layers with parts of heads have kernels of their own.
+        # Layers with partial heads have kernels of their own.
         kinds = {opens is None: layer for layer, opens in enumerate(self._opens)}
         for whole, layer in kinds.items():
             lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
@@ -143,25 +143,25 @@ class TritonOps(Operations):
         return self._view
 
     def decode_batch(self, view: DecodeView) -> TritonDecodeBatch:
-        return TritonDecodeBatch(view, self._splits[id(self.split_map.for_batch(len(view)))])
+        return TritonDecodeBatch(view, self._work[id(self.cta_map.for_batch(len(view)))])
 
     def extend_batch(self, view: ExtendView) -> TritonExtendBatch:
         batch = super().extend_batch(view)
         assert batch.tiles is not None
-        splits, scratch = self._divide_chunks(len(batch.tiles), view.most_seen)
-        return TritonExtendBatch(**vars(batch), splits=splits, scratch=scratch)
+        work, scratch = self._divide_chunks(len(batch.tiles), view.most_seen)
+        return TritonExtendBatch(**vars(batch), work=work, scratch=scratch)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int
-    ) -> tuple[tuple[LayerSplit, ...], tuple[torch.Tensor, torch.Tensor] | None]:
-        """Each layer's split in prefill, and scratch for its parts. Few tiles with a long history divide the heads."""
+    ) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+        """Work of each layer's CTAs in prefill, and scratch for parts. Few tiles with a long history divide heads."""
         store = self.store
         if not 0 < num_tiles <= self._few_tiles or most_seen * store.layout.segment < LONG_HISTORY:
             return self._whole, None
-        splits = self._chunk_splits[num_tiles - 1]
-        rows = num_tiles * max(len(split.ctas) for split in splits) * self.extend_tile.block_m
+        work = self._chunk_work[num_tiles - 1]
+        rows = num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m
         partial = torch.empty(rows * store.layout.head_dim, dtype=torch.float32, device=store.slabs.device)
-        return splits, (partial, torch.empty(rows, dtype=torch.float32, device=store.slabs.device))
+        return work, (partial, torch.empty(rows, dtype=torch.float32, device=store.slabs.device))
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
         tails = self.store.tails
@@ -190,8 +190,8 @@ class TritonOps(Operations):
             batch.view.lists,
             batch.view.rows,
             batch.tiles,
-            batch.splits[layer].ctas,
-            batch.splits[layer].parts,
+            batch.work[layer].ctas,
+            batch.work[layer].parts,
             self._sealer.heads(layer).kept,
             self._sealer.heads(layer).key_blocks,
             store.scales[layer],
@@ -223,13 +223,13 @@ class TritonOps(Operations):
         self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
-        split = batch.splits[layer]
+        work = batch.work[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        self.attend_parts(layer, queries, batch.view, split)
-        decode.combine_parts(self._partial, self._lse, split.parts, len(split.ctas), output, lse)
+        self.attend_parts(layer, queries, batch.view, work)
+        decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse)
         return output
 
-    def attend_parts(self, layer: int, queries: torch.Tensor, view: DecodeView, split: LayerSplit) -> object:
+    def attend_parts(self, layer: int, queries: torch.Tensor, view: DecodeView, work: LayerWork) -> object:
         """The first launch of decode attention; what it returns is that of `kernels.decode.decode_parts`."""
         store = self.store
         return decode.decode_parts(
@@ -238,7 +238,7 @@ class TritonOps(Operations):
             store.tails,
             layer,
             view,
-            split.ctas,
+            work.ctas,
             self._sealer.heads(layer).kept,
             self._sealer.heads(layer).key_blocks,
             store.scales[layer],
@@ -257,9 +257,9 @@ def _opens(bands: tuple[Band, ...], device: torch.device) -> torch.Tensor | None
     return torch.tensor([opens[head] for head in sorted(opens)], dtype=torch.int32, device=device)
 
 
-def _layer_splits(counts: np.ndarray, kept: np.ndarray, device: torch.device) -> tuple[LayerSplit, ...]:
+def _layer_work(counts: np.ndarray, kept: np.ndarray, device: torch.device) -> tuple[LayerWork, ...]:
     return tuple(
-        LayerSplit(
+        LayerWork(
             ctas=torch.tensor(cta_table(row, kept_row), dtype=torch.int32, device=device),
             parts=torch.tensor(head_parts(row), dtype=torch.int32, device=device),
         )

@@ -1,8 +1,8 @@
-"""Heads that are split over ranks: from each rank's attention over its part to what the parts add up to.
+"""Heads that are split over ranks: attention over whole heads from each rank's attention over its part.
 
 Attention over all entries of a head is the sum of the parts' outputs, each times exp(its log-sum-exp - that of all
-parts). Ranks add their outputs anyway, behind o; so they tell each other the log-sum-exps, one number per token and
-query head, and each weighs its own part. Torch, without SGLang.
+parts). Ranks add up their outputs behind o anyway. So they exchange the log-sum-exps, one number per token and query
+head, and each multiplies its own part by its weight. Torch, without SGLang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Layer:
 
 
 class LseExchange:
-    """Weighs the outputs of split heads. All ranks must call it for the same layers, in the same order.
+    """Multiplies outputs of split heads by weights. All ranks must call it for the same layers, in the same order.
 
     Args:
         gather: from float32 [tokens, width, q_per_kv] of each rank to [ranks * tokens, width, q_per_kv], in rank order.
@@ -71,7 +71,7 @@ class LseExchange:
         # [ranks * tokens, width, q_per_kv] -> [tokens, 1, q_per_kv, ranks * width]
         every = self._gather(sent).unflatten(0, (self._ranks, -1)).permute(1, 3, 0, 2).flatten(2)[:, None]
         total = every.masked_fill(~info.same[:, None], -torch.inf).logsumexp(dim=-1)
-        # A part of nothing weighs nothing, whatever its output holds: (-inf) - (-inf) and 0 * NaN would be NaN.
+        # A part without entries has weight 0, whatever its output holds: (-inf) - (-inf) and 0 * NaN would be NaN.
         weights = (own - total.masked_fill(total == -torch.inf, 0.0)).exp()[..., None]
         parts = output.index_select(1, info.places).float()
         output[:, info.places] = torch.where(weights > 0, parts * weights, 0.0).to(output.dtype)

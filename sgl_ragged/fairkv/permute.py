@@ -15,7 +15,7 @@ EXACT_HEADS = 16
 """Layers of at most this many heads are searched to the end."""
 
 
-def equal_parts(loads: np.ndarray, ranks: int) -> np.ndarray:
+def permute_layer(loads: np.ndarray, ranks: int) -> np.ndarray:
     """Divide the heads of one layer.
 
     The heads as they stand are kept if no division is better. Otherwise the heads go one by one, largest first, to the
@@ -62,31 +62,31 @@ def least_possible(loads: np.ndarray, ranks: int) -> int:
 def _largest_first(loads: np.ndarray, ranks: int) -> np.ndarray:
     """Int64 [ranks, num_heads / ranks]. Of two heads a rank, the largest gets the smallest, and so on: the optimum."""
     each = len(loads) // ranks
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+    held: list[list[int]] = [[] for _ in range(ranks)]
     filled = [0] * ranks
     for head in np.argsort(-loads, kind="stable").tolist():
-        rank = min((r for r in range(ranks) if len(parts[r]) < each), key=lambda r: (filled[r], len(parts[r]), r))
-        parts[rank].append(head)
+        rank = min((r for r in range(ranks) if len(held[r]) < each), key=lambda r: (filled[r], len(held[r]), r))
+        held[rank].append(head)
         filled[rank] += int(loads[head])
-    return np.array(parts, dtype=np.int64)
+    return np.array(held, dtype=np.int64)
 
 
-def _exchange(parts: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
+def _exchange(held: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
     """Exchange a head of the fullest rank for a smaller one of another, as long as the larger of the two sums falls."""
-    parts = parts.copy()
+    held = held.copy()
     while True:
-        sums = loads[parts].sum(axis=1)
+        sums = loads[held].sum(axis=1)
         full = int(sums.argmax())
         if sums[full] <= bound:
-            return parts
+            return held
         # moved[i, r, j]: what the fullest rank gives away if its head i goes to rank r for head j.
-        moved = loads[parts[full]][:, None, None] - loads[parts][None]
+        moved = loads[held[full]][:, None, None] - loads[held][None]
         larger = np.maximum(sums[full] - moved, sums[None, :, None] + moved)
         larger[:, full] = sums[full]
         place, rank, other = np.unravel_index(int(larger.argmin()), larger.shape)
         if larger[place, rank, other] >= sums[full]:
-            return parts
-        parts[full, place], parts[rank, other] = parts[rank, other], parts[full, place]
+            return held
+        held[full, place], held[rank, other] = held[rank, other], held[full, place]
 
 
 @cache
@@ -96,13 +96,13 @@ def _subsets(heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     return members, (1 << members).sum(axis=1)
 
 
-def _search(parts: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
-    """The best division, `parts` if none is better: branch and bound over the sets that hold the largest head left."""
-    ranks, each = parts.shape
+def _search(held: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
+    """The best division, `held` if none is better: branch and bound over the sets that hold the largest head left."""
+    ranks, each = held.shape
     order = np.argsort(-loads, kind="stable")
     members, bits = _subsets(len(loads), each)
     sums = loads[order][members].sum(axis=1)
-    best = int(loads[parts].sum(axis=1).max())
+    best = int(loads[held].sum(axis=1).max())
     chosen: list[int] | None = None
 
     def descend(taken: list[int], left: np.ndarray, used: int, remaining: int) -> None:
@@ -128,4 +128,4 @@ def _search(parts: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
                 descend([*taken, subset], left[bits[left] & bits[subset] == 0], used | int(bits[subset]), after)
 
     descend([], np.arange(len(bits)), 0, int(loads.sum()))
-    return parts if chosen is None else order[members[chosen]]
+    return held if chosen is None else order[members[chosen]]

@@ -1,4 +1,4 @@
-"""Where heads are: the result of planning, and all that the run time needs to know of it. Plain numpy."""
+"""Where heads are: the planner's result, and all that is needed of it at run time. Plain numpy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Placement:
             order: the first holds the earliest positions. 0 where a rank has more places than the heads of the layer
             have units to fill them with: the place holds nothing, and the head there is only so that every place has
             weights. What it contributes is the empty partial result (LSE of minus infinity).
-        mode: what the planner was asked for.
+        mode: the one that was given to the planner.
     """
 
     heads: np.ndarray
@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def splits_heads(self) -> bool:
-        """Whether any head is at more places than one of a layer."""
+        """Whether any head has more than one place in a layer."""
         ordered = np.sort(self.heads.reshape(len(self.heads), -1), axis=1)
         return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 

@@ -1,4 +1,4 @@
-"""Which rank holds which heads of each layer. Plain numpy; the same input gives the same plan on every machine.
+"""Which rank holds which heads of each layer. Plain numpy; the same input gives the same placement on every machine.
 
 Modes: `none` (heads as they stand), `permute` (equally many heads on each rank, chosen per layer) and `split` (a
 head's kept tokens are divided over the ranks that hold it). What a rank stores of a layer is what it reads of it in
@@ -16,7 +16,7 @@ import numpy as np
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.fairkv.permute import equal_parts
+from sgl_ragged.fairkv.permute import permute_layer
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.splitting import split_layer
 
@@ -37,7 +37,7 @@ def plan_placement(
             without a cost model a place costs nothing.
 
     Returns:
-        A plan that reads no more than `none`. Of a rank's heads, the lower come first.
+        A placement that reads no more than `none`. Of a rank's heads, the lower come first.
 
     Raises:
         RaggedConfigError: an unknown mode, kept counts that are no multiples of UNIT, or ranks that do not divide the
@@ -49,21 +49,21 @@ def plan_placement(
     if mode == "none" or ranks == 1:
         contiguous = np.arange(kept.shape[1]).reshape(ranks, -1)
         return _whole_heads(kept, np.broadcast_to(contiguous, (len(kept), *contiguous.shape)), mode)
-    plans = [permuted(kept, ranks, mode)]
+    candidates = [permuted(kept, ranks, mode)]
     if mode == "split" and extra_places > 0:
         # A second place more would not lower any load: `split_layer` reaches the mean with one.
-        plans.append(_split_heads(kept, ranks, mode))
-    return best_plan(plans, cost)
+        candidates.append(_split_heads(kept, ranks, mode))
+    return best_placement(candidates, cost)
 
 
 def permuted(kept: np.ndarray, ranks: int, mode: str) -> Placement:
     """Equally many whole heads on each rank, with the least load of the fullest rank in each layer that is found."""
-    return _whole_heads(kept, np.stack([equal_parts(row, ranks) for row in kept]), mode)
+    return _whole_heads(kept, np.stack([permute_layer(row, ranks) for row in kept]), mode)
 
 
-def best_plan(plans: Sequence[Placement], cost: CostModel | None) -> Placement:
-    """The plan whose step reads least, of equal ones the first, with the ranks of its layers numbered evenly."""
-    return _even_out(min(plans, key=lambda plan: _step_bytes(plan, cost)))
+def best_placement(candidates: Sequence[Placement], cost: CostModel | None) -> Placement:
+    """The placement whose step reads least, of equal ones the first, with the ranks of its layers numbered evenly."""
+    return _even_out(min(candidates, key=lambda placement: _step_bytes(placement, cost)))
 
 
 def check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
@@ -96,11 +96,13 @@ def _split_heads(kept: np.ndarray, ranks: int, mode: str) -> Placement:
     return Placement(heads=np.array(heads), kept=np.array(units) * UNIT, mode=mode)
 
 
-def _step_bytes(plan: Placement, cost: CostModel | None) -> float:
-    return float(plan.load.max(axis=1).sum()) if cost is None else cost.step_bytes(plan.load, plan.places)
+def _step_bytes(placement: Placement, cost: CostModel | None) -> float:
+    return (
+        float(placement.load.max(axis=1).sum()) if cost is None else cost.step_bytes(placement.load, placement.places)
+    )
 
 
-def _even_out(plan: Placement) -> Placement:
+def _even_out(placement: Placement) -> Placement:
     """Number the ranks of each layer anew, so that what a rank stores of all layers together comes out even.
 
     Layers with the widest spread come first; in each, the fullest rank becomes the one with the least so far. Two
@@ -108,14 +110,14 @@ def _even_out(plan: Placement) -> Placement:
     s <= D within it, they differ by |d - s| <= D after it. So the fullest has at most D * (ranks - 1) / ranks more than
     the mean.
     """
-    load = plan.load
-    total = np.zeros(plan.ranks)
+    load = placement.load
+    total = np.zeros(placement.ranks)
     order = np.empty(load.shape, dtype=np.int64)
     for layer in np.argsort(-np.ptp(load, axis=1), kind="stable"):
         order[layer, np.argsort(total, kind="stable")] = np.argsort(-load[layer], kind="stable")
         total += load[layer, order[layer]]
     return replace(
-        plan,
-        heads=np.take_along_axis(plan.heads, order[:, :, None], axis=1),
-        kept=np.take_along_axis(plan.kept, order[:, :, None], axis=1),
+        placement,
+        heads=np.take_along_axis(placement.heads, order[:, :, None], axis=1),
+        kept=np.take_along_axis(placement.kept, order[:, :, None], axis=1),
     )

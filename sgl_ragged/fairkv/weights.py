@@ -49,7 +49,7 @@ class HeadOrder:
             yield name, self._place(name, tensor)
 
     def require_all(self) -> None:
-        """After the last pair: raise RaggedConfigError unless q, k, v and o of every layer came by."""
+        """After the last pair: raise RaggedConfigError unless q, k, v and o of every layer were among them."""
         require_projections(self._found.values(), self._geometry.num_layers)
 
     def _place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -158,7 +158,7 @@ class SlabStore:
                 self.sealer(self, layer, segments)
 
     def defer_seals(self, segments: InTails) -> None:
-        """Note segments that the current decode step fills: pending until `settle`."""
+        """Record segments that the current decode step fills; they are pending until `settle`."""
         self._pending.append(segments)
 
     def settle(self) -> None:
@@ -176,7 +176,7 @@ class SlabStore:
         return bool(self._pending)
 
     def empty_tail(self, layer: int, row: int, length: int) -> None:
-        """Clear what a tail holds behind its first `length` tokens: older requests' tokens must not be left there."""
+        """Clear a tail behind its first `length` tokens, so that no older request's tokens are left there."""
         self.tails[row, layer, :, :, length:] = 0
 
     def append(
@@ -192,7 +192,7 @@ class SlabStore:
         self.tails[:, layer, 1].transpose(1, 2)[rows, places] = values.to(self.tails.dtype)
 
     def append_side(self, layer: int, rows: torch.Tensor, places: torch.Tensor, sides: torch.Tensor) -> None:
-        """Keep what the scorer will need of tokens that were appended: [tokens, heads, elements]."""
+        """Store what the scorer will need of appended tokens: [tokens, heads, elements]."""
         place = places - (self.layout.segment - self.side_places)
         place = torch.where(place < 0, self.side_places, place)
         self.sides[:, layer].transpose(1, 2)[rows, place] = sides.to(self.sides.dtype)

@@ -67,7 +67,7 @@ class RaggedAttnBackend(AttentionBackend):
         """
         Args:
             make_operations: gives the operations for a store and the most segments that a sequence can have.
-            exchange: puts the parts of heads together that are split over ranks, if there are any.
+            exchange: combines the parts of heads that are split over ranks; None where no head is split.
         """
         super().__init__()
         pool = model_runner.token_to_kv_pool
@@ -156,14 +156,14 @@ class RaggedAttnBackend(AttentionBackend):
         Raises RaggedConfigError where the model asks for more than that (`_refuse_call`).
         """
         _refuse_call(layer, k, v, save_kv_cache, more)
-        queries, keys, values, sides = self._heads(q, k, v, layer)
-        number = layer.layer_id - self.first_layer
-        output = self._attend(self.operations.extend, number, queries, keys, values, sides)
+        output, heads = self._attend(self.operations.extend, q, k, v, layer)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
+            queries, keys, values, sides = heads
+            number = layer.layer_id - self.first_layer
             hidden_states = self._hidden_states.pop(layer.layer_id, None)
             self.observer.extend(self.store, number, queries, keys, values, self._observed, sides, hidden_states)
-        return output.flatten(1)
+        return output
 
     def forward_decode(
         self,
@@ -177,28 +177,27 @@ class RaggedAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of one token per request; shapes and errors as in `forward_extend`."""
         _refuse_call(layer, k, v, save_kv_cache, more)
-        queries, keys, values, sides = self._heads(q, k, v, layer)
-        number = layer.layer_id - self.first_layer
-        output = self._attend(self.operations.decode, number, queries, keys, values, sides)
-        return output.flatten(1)
+        return self._attend(self.operations.decode, q, k, v, layer)[0]
 
     def _attend(
         self,
         operation: Callable[..., torch.Tensor],
-        number: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        sides: torch.Tensor | None,
-    ) -> torch.Tensor:
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """The output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs."""
+        queries, keys, values, sides = heads = self._heads(q, k, v, layer)
+        number = layer.layer_id - self.first_layer
         if self.pool.layer_transfer_counter is not None:
             # Slabs on their way from the host: this layer's part must be there.
             self.pool.layer_transfer_counter.wait_until(number)
         if self.exchange is None or not self.exchange.needed(number):
-            return operation(number, queries, keys, values, self.forward_metadata, sides)
+            return operation(number, queries, keys, values, self.forward_metadata, sides).flatten(1), heads
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
         output = operation(number, queries, keys, values, self.forward_metadata, sides, lse)
-        return self.exchange.weigh(number, output, lse)
+        return self.exchange.weigh(number, output, lse).flatten(1), heads
 
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention

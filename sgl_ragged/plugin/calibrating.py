@@ -30,11 +30,11 @@ PASSED_ON = (
 """Settings of the server that its calibration must share, beside model, dtype and ranks."""
 
 NEEDED = ("matplotlib", "rich", "scipy")
-"""Packages that serving does without and calibration does not; the extra `calibrate` of this package."""
+"""Packages that only calibration needs: the extra `calibrate` of this package."""
 
 
 def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> tuple[str, str]:
-    """Which scorer serves, and with which profile: "uniform" or a path, maybe of one that must be calibrated first.
+    """The scorer that serves, and its profile: "uniform" or a path, perhaps of a profile still to be calibrated.
 
     Args:
         view: SGLang's resolved settings.
@@ -47,7 +47,7 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -
     if options.profile == "uniform":
         logger.warning(
             "--ragged-profile uniform: every head keeps the same share. On SmolLM2-135M at ratio 0.5 that lost 16 of "
-            "88 facts, calibrated budgets of the same size none (docs/quality.md); --ragged-profile auto calibrates"
+            "88 facts; calibrated budgets of the same size lost none (docs/quality.md); use --ragged-profile auto"
         )
         return options.scorer or OTHER_SCORER, "uniform"
     if options.profile == "auto" and options.ratio == 1:

@@ -1,4 +1,4 @@
-"""What an operator sees of the ragged pool: Prometheus metrics and the settings in /server_info.
+"""The ragged pool for operators: Prometheus metrics, and the settings in /server_info.
 
 Both hooks run in the scheduler. SGLang writes its metrics once per prefill and every --decode-log-interval steps of
 decode; ours are written at the same moments, from numbers that the host has anyway.
@@ -109,7 +109,7 @@ def summary(plan: ServingPlan, size: PoolSizes) -> str:
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
-    """`ragged` in /server_info: what was asked for and what became of it.
+    """`ragged` in /server_info: the flags, and the settings that result from them.
 
     Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
     """
@@ -142,7 +142,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
 
 
 def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
-    """What the scheduler tells the launcher when it is ready, the ragged settings added; makes the metrics."""
+    """Adds the ragged settings to what the scheduler reports when it is ready, and creates the metrics."""
     allocator = scheduler.token_to_kv_pool_allocator
     pool, layouts = allocator.get_kvcache(), serving_plan(options).layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
@@ -153,7 +153,7 @@ def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) 
 
 
 def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:
-    """Where SGLang writes its scheduler's metrics, ours are written, too."""
+    """Writes our metrics where SGLang writes those of its scheduler."""
     original(collector, stats)
     metrics = getattr(collector, _METRICS, None)
     if metrics is not None:

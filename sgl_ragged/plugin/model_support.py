@@ -34,7 +34,7 @@ _BIDIRECTIONAL = (
 
 
 def load_model_config(folder: Path) -> Any:
-    """SGLang's ModelConfig of a model on disk, as a server has it that is given no more than the folder.
+    """SGLang's ModelConfig of a model on disk, as a server reads it when only the folder is given.
 
     Raises:
         RaggedConfigError: there is no config.json, or SGLang cannot make sense of it.
@@ -110,7 +110,7 @@ def refuse_model(model_config: Any) -> None:
 
 
 def architecture(model_config: Any) -> str:
-    """What messages call the model's kind."""
+    """The model's architecture, as messages name it."""
     return (model_config.hf_config.architectures or ["this model"])[0]
 
 

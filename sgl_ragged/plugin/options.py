@@ -1,4 +1,4 @@
-"""What the user asked for: one field for each flag, which is also a keyword of `Engine`, checked once."""
+"""The plugin's flags: one field for each, which is also a keyword of `Engine`; all are checked once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _check_scorer(name: str) -> None:
 
 @dataclass(frozen=True)
 class RaggedOptions:
-    """What was asked for. `plan` is what the launcher makes of it: None until then, and with SGLang's own pool.
+    """The plugin's flags as given. `plan` is what the launcher derives from them; None before, and with SGLang's pool.
 
     `observer` is pickled along to the workers (`backend.RaggedAttnBackend`).
     """
@@ -67,7 +67,7 @@ class RaggedOptions:
     )
     scorer: str | None = _flag(
         None,
-        "What ranks the tokens of a segment.",
+        "Method that ranks the tokens of a segment.",
         shown=f"the profile's; {CALIBRATED_SCORER} where one is calibrated",
         check=_check_scorer,
         metavar="NAME",
@@ -82,8 +82,8 @@ class RaggedOptions:
     kernel: str = _flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
     fairkv: str | None = _flag(
         None,
-        "Which rank of --tp serves which heads: in the checkpoint's order, so that ranks have equally much to "
-        "store and read, or with heads in parts on several ranks.",
+        "Which rank of --tp serves which heads. none: in the checkpoint's order; permute: so that ranks store and read "
+        "equally much; split: the same, with some heads stored in parts on several ranks.",
         shown="permute, where that is possible",
         choices=("none", "permute", "split"),
     )

@@ -27,7 +27,7 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "fastsafetensors")
 
 
 def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_config: Any) -> ServingPlan:
-    """The plan with `fairkv` settled and the placement it asks for.
+    """The plan with the mode of `fairkv` and its placement.
 
     Not given means permute where that is possible, else none with a warning that says why.
 
@@ -36,7 +36,7 @@ def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_conf
         model_config: SGLang's ModelConfig.
 
     Raises:
-        RaggedConfigError: a mode was asked for that cannot be honoured.
+        RaggedConfigError: --ragged-fairkv names a mode that is not possible here.
     """
     mode = options.fairkv
     if mode == "none" or (mode is None and plan.ranks == 1):
@@ -99,10 +99,10 @@ def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
 
 
 def refuse_split(kernel: str) -> None:
-    """Raise RaggedConfigError for kernels that do not attend to parts of heads."""
+    """Raise RaggedConfigError for kernels that cannot attend to partial heads."""
     if kernel == "flashinfer":
         raise RaggedConfigError(
-            "--ragged-fairkv split is not there for --ragged-kernel flashinfer, which attends to whole heads; "
+            "--ragged-fairkv split is not available with --ragged-kernel flashinfer, which attends to whole heads; "
             "use --ragged-kernel triton, or --ragged-fairkv permute"
         )
 
@@ -139,7 +139,7 @@ def _require_movable(plan: ServingPlan, options: RaggedOptions, view: Any, model
 
 
 def _checkpoint_names(folder: Path) -> list[str]:
-    """Names of all tensors of a local safetensors checkpoint; empty where there is none to look at.
+    """Names of all tensors of a local safetensors checkpoint; empty where there is none.
 
     Checkpoints that are still to be fetched, and other files, are checked while they are loaded.
     """

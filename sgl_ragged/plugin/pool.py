@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RaggedTokenToKVPool(MHATokenToKVPool):
-    """The token-to-KV pool that SGLang's allocator and radix tree hand out pages of.
+    """The token-to-KV pool whose pages SGLang's allocator and radix tree hand out.
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
     read or write the wrong bytes, so those calls raise instead. `tier` brings segments back from below the

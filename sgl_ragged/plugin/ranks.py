@@ -18,7 +18,7 @@ def require_equal_digests(digest: str, ranks: int, group: torch.distributed.Proc
     least, most = int(extremes[0]), -int(extremes[1])
     if least != most:
         raise RaggedConfigError(
-            f"ranks have other plans (digests {least:015x} and {most:015x}): start all of them from one launcher, "
+            f"ranks have different plans (digests {least:015x} and {most:015x}): start all of them from one launcher, "
             f"or with the same profile"
         )
 

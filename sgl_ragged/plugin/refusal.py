@@ -1,4 +1,4 @@
-"""How a worker says that it cannot serve: one line on stderr, and a status that the launcher understands.
+"""How a worker ends that cannot serve: with one line on stderr, and a status that the launcher knows.
 
 SGLang would print the traceback of the worker and then that of the launcher, and end with another status each time.
 """
@@ -31,7 +31,7 @@ def end_worker(error: RaggedConfigError, options: RaggedOptions, rank: int) -> N
 
 
 def answer_dead_worker(original: Callable, rank: int, process: Any) -> Exception:
-    """In place of SGLang's error for a worker that died at start: the launcher's end, if the worker has said why."""
+    """Replaces SGLang's error for a worker that died at start: if the worker printed why, the launcher just ends."""
     error = original(rank, process)
     if process.exitcode == TO_COMMAND_LINE:
         from sglang.srt.utils import kill_process_tree

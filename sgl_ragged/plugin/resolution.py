@@ -21,7 +21,7 @@ DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
 
 CAPTURED_KERNELS = ("auto", "triton")
-"""What --ragged-kernel may be where CUDA graphs of decode are asked for."""
+"""Values of --ragged-kernel that go with CUDA graphs of decode."""
 
 
 def resolve_with_options(original: Callable[[Any], None], server_args: Any, options: RaggedOptions) -> None:
@@ -69,7 +69,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         found = getattr(view, name)
         if found != wanted:
             raise RaggedConfigError(
-                f"SGLang set {name} to {found!r} for this model or flag combination, --kv-pool ragged needs {wanted!r}"
+                f"SGLang set {name} to {found!r} for this model or flag combination, but --kv-pool ragged needs "
+                f"{wanted!r}"
             )
     model_config = model_config_of(server_args)
     from sgl_ragged.plugin.placing import model_overrides, require_places
@@ -87,7 +88,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
 
 
 def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -> ServingPlan:
-    """The plan that all ranks follow; calibrates the model first where that has to be."""
+    """The plan that all ranks follow; calibrates the model first where it has no profile yet."""
     from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
     from sgl_ragged.plugin.placing import place_heads
 
@@ -112,7 +113,7 @@ def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -
 
 @functools.cache
 def _hook_launcher() -> None:
-    """Ask about the model before SGLang does, and about workers that died at start; once per process."""
+    """Check the model before SGLang does, and report workers that died at start; once per process."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -139,7 +140,7 @@ def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> No
 
 
 def refuse_segment(segment: int, device: str) -> None:
-    """Raise RaggedConfigError for a segment that SGLang's allocator on this device cannot have as a page."""
+    """Raise RaggedConfigError for a segment length that SGLang's allocator on this device cannot use as page size."""
     if device == "cuda" and segment & (segment - 1):
         raise RaggedConfigError(
             f"--ragged-segment {segment} is no power of two, which SGLang's page allocator needs on CUDA; "

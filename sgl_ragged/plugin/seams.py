@@ -1,6 +1,6 @@
 """The seams inside SGLang's worker: which functions are wrapped, what they must look like, how they are installed.
 
-SGLang logs and swallows hook errors. Here a seam that is not as expected, or that did not take, is an error.
+SGLang logs hook errors and goes on. Here it is an error if a seam has other parameters than listed, or was not wrapped.
 """
 
 from __future__ import annotations
@@ -160,14 +160,14 @@ def check_seams(seams: tuple[Seam, ...], asked: str = "") -> None:
         if parameters != seam.parameters:
             wrong.append(f"{seam.target} (takes {', '.join(parameters)})")
     if wrong:
-        raise RaggedConfigError(f"SGLang {release} cannot be served on{asked}: {'; '.join(wrong)}; {REMEDY}")
+        raise RaggedConfigError(f"SGLang {release} is not supported{asked}: {'; '.join(wrong)}; {REMEDY}")
 
 
 def install(options: RaggedOptions) -> None:
-    """Wrap the seams in this worker process and register the attention backend; verify that each took.
+    """Wrap the seams in this worker process and register the attention backend; check that each was wrapped.
 
     Raises:
-        RaggedConfigError: a seam is not as expected or was not wrapped.
+        RaggedConfigError: a seam has other parameters than listed, or was not wrapped.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 

@@ -53,12 +53,12 @@ def bind(hook: Callable, options: RaggedOptions) -> Callable:
 
 
 def kv_bytes(options: RaggedOptions, original: Callable, configurator: Any, pre_model_load_memory: int) -> int:
-    """--kv-bytes in place of profiling free memory, for either pool."""
+    """Uses --kv-bytes instead of profiling free memory, for either pool."""
     return options.kv_bytes if options.kv_bytes is not None else original(configurator, pre_model_load_memory)
 
 
 def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre_model_load_memory: int) -> Any:
-    """Slots and request rows from the KV budget, in place of tokens from bytes per token."""
+    """Computes slots and request rows from the KV budget, instead of tokens from bytes per token."""
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
@@ -111,7 +111,7 @@ def repeat_heads_on_cpus(
 def build_pool(
     options: RaggedOptions, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **_: Any
 ) -> Any:
-    """The ragged pool in place of SGLang's, and the start-up line."""
+    """Builds the ragged pool instead of SGLang's, and logs the start-up line."""
     import torch
     from sglang.srt.runtime_context import get_parallel
 
@@ -180,7 +180,7 @@ def recompute_segments(
 
 
 def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch: Any) -> bool:
-    """Models must hand K and V to the backend: a kernel that writes them by token location would miss the slabs."""
+    """Makes models hand K and V to the backend: a kernel that writes them by token location would miss the slabs."""
     return False
 
 

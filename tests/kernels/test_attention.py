@@ -120,7 +120,7 @@ def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_he
     monkeypatch.setattr(rig.operations, "describe_extend", lambda *a: described.append(describe(*a)) or described[-1])
     outputs = rig.extend(sequences, begins, ends)
     assert described[0].scratch is not None
-    assert len(described[0].splits[0].ctas) > MIXED.shape[1]
+    assert len(described[0].work[0].ctas) > MIXED.shape[1]
     for output, sequence, begin in zip(outputs, sequences, begins, strict=True):
         torch.testing.assert_close(output.double(), sequence.expected(MIXED)[begin:], atol=1e-5, rtol=1e-4)
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from sgl_ragged.attention.triton_ops import TritonOps
+from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.split_map import build_split_map
-from tests.parts import check_parts
+from tests.split_heads import check_parts
 
 
 def operations(store: SlabStore, max_segments: int) -> TritonOps:
-    split_map = build_split_map(np.maximum(store.layout.kept, 1), 24, [1, 2, 4, 8], "exact")
-    return TritonOps(store, split_map, 8, max_segments)
+    cta_map = build_cta_map(np.maximum(store.layout.kept, 1), 24, [1, 2, 4, 8], "exact")
+    return TritonOps(store, cta_map, 8, max_segments)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,6 @@ def test_a_freed_page_is_not_sealed_over(nursery, tmp_path, overlap):
         for seed in range(5):
             fill_device(server)
             flood = [[*twin[:-1], 100 + seed], [*twin[:-1], 100 + seed], second_turn(first, other)]
-            before = restored(server)
             *_, found = generate_all(server, flood, NEW)
             assert found.cached >= held(first, other)
             assert_same(found, second)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import real_model
+from benchmarks.harness.client import ServerClient
 from benchmarks.harness.warm_start import Nursery
 from benchmarks.quality.head import compare, load_head
 from benchmarks.quality.served import hidden_states
@@ -37,7 +38,7 @@ def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tm
     with nursery.serve(smollm2, *flags, *more, log=tmp_path / "log") as server:
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()
         text = Text("", tuple(range(300, 380)))
-        states = hidden_states(server.url, text)
+        states = hidden_states(ServerClient(server.url), text)
         flush(server)
         scored = generate(server, list(text.ids), 1, logprobs_from=0)
     assert answer["choices"][0]["message"]["content"].startswith("The capital of France is Paris.")

@@ -11,6 +11,7 @@ from benchmarks.accuracy import recall
 from benchmarks.accuracy.asking import ask
 from benchmarks.accuracy.prompts import PromptFormat, load_tokenizer, make_talk
 from benchmarks.demo import MODEL
+from benchmarks.harness.client import ServerClient
 from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.scorers import get_scorer
@@ -118,7 +119,7 @@ def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(nursery, tmp_
     tokenizer = load_tokenizer(str(MODEL))
     talks = [make_talk(session, tokenizer, PromptFormat("requests")) for session in recall.load(4, 10, 2**35)]
     with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
-        asked = ask(server.url, talks, at_once=4)
+        asked = ask(ServerClient(server.url), talks, at_once=4)
     assert len(asked) == 40
     assert sum(one.score for one in asked) >= 38
     assert all(one.cached >= 2048 for one in asked)

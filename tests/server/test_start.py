@@ -8,7 +8,7 @@ import sys
 import httpx
 import pytest
 
-from benchmarks.harness.launch import ServerFailed
+from benchmarks.harness.errors import ServerFailed
 from tests.models import make_llama
 from tests.server.client import generate
 

@@ -1,9 +1,9 @@
 """Decode: one query per request and query head over what its head kept and over the tail.
 
-Split-KV in two launches. In the first, every CTA of the split map takes its part of one head's rows of one request;
-the rows are the kept rows of all sealed segments, then the tail. The second merges the parts by their log-sum-exp.
-Both grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: the view is read on the device,
-a part without rows writes a log-sum-exp of -inf and leaves.
+Split-KV, as in FlashDecoding, in two launches. In the first, every CTA of the CTA map takes its part of one head's rows
+of one request; the rows are the kept rows of all sealed segments, then those of the tail. The second merges the parts
+by their log-sum-exp. Both grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: the view
+is read on the device, and a CTA whose part has no rows writes a log-sum-exp of -inf and ends.
 """
 
 from __future__ import annotations
@@ -166,13 +166,13 @@ def decode_parts(
     tile: Tile,
     opens: torch.Tensor | None = None,
 ) -> object:
-    """Attention of each part of the split map.
+    """Attention of each part of the CTA map.
 
     Args:
         queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
         slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, capacity, d].
         view: what each query sees.
-        ctas: int32 [CTAs, 4], `split_map.cta_table` of this layer.
+        ctas: int32 [CTAs, 4], `cta_map.cta_table` of this layer.
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
@@ -228,7 +228,7 @@ def combine_parts(
     """Merge the parts of `decode_parts`. A head without rows gets zeros. Changes `output` and `head_lse` alone.
 
     Args:
-        parts: int32 [heads, 2], `split_map.head_parts` of this layer.
+        parts: int32 [heads, 2], `cta_map.head_parts` of this layer.
         num_ctas: CTAs of this layer.
         output: [batch, heads, q_per_kv, d], contiguous.
         head_lse: float32 [batch, heads, q_per_kv], contiguous, for log-sum-exps of all parts of each head, or None.

@@ -5,7 +5,7 @@ in one segment of one request: they all see the same earlier segments. What they
 the tail (tokens of their segment that came before the chunk) and the chunk itself.
 
 A short chunk after a long history has fewer tiles than the GPU has room for. Then the history of each head is divided
-by a split map, as in decode, and a second launch merges the parts; the last part has the tail and the chunk, too.
+by a CTA map, as in decode, and a second launch merges the parts; the last part has the tail and the chunk, too.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def extend_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    SPLIT: tl.constexpr,
+    DIVIDED: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
@@ -89,7 +89,7 @@ def extend_kernel(
 
     history = seen_segments * kept
     begin, end = 0, history
-    if SPLIT:
+    if DIVIDED:
         begin = history // 16 * part // parts * 16
         end = history // 16 * (part + 1) // parts * 16
     best, total, output = walk_history(
@@ -118,7 +118,7 @@ def extend_kernel(
         opens = tl.load(opens_ptr + head)
         open_length *= opens
         seen *= opens
-    if SPLIT:
+    if DIVIDED:
         open_length = tl.where(part == parts - 1, open_length, 0)
         seen = tl.where(part == parts - 1, seen, 0)
 
@@ -156,13 +156,13 @@ def extend_kernel(
         causal = valid[None, :] & (number[None, :] <= token[:, None])
         best, total, output = accumulate(query, keys, values, causal, scale2, best, total, output, PRECISION)
 
-    if PARTIAL and not SPLIT:
+    if PARTIAL and not DIVIDED:
         head_lse = (best + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2
         head_lse_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head
         tl.store(head_lse_ptr + head_lse_at, head_lse, mask=inside)
         total = tl.where(total == 0.0, 1.0, total)
     output = output / total[:, None]
-    if SPLIT:
+    if DIVIDED:
         place = (tl.program_id(0) * tl.num_programs(1) + tl.load(cta + 3)) * BLOCK_M + tl.arange(0, BLOCK_M)
         # A part without rows leaves -inf, and something that is not read.
         tl.store(lse_ptr + place, (best + tl.log2(total)) * LN2)
@@ -235,7 +235,7 @@ def extend(
         slots: int32 [lists, most], the lists of slots that tiles see.
         rows: integers [requests], rows of `tails`.
         tiles: int32 [tiles, len(TILE_COLUMNS)], `view.ExtendView.tiles`.
-        ctas: int32 [CTAs, 4], `split_map.cta_table`. parts: int32 [heads, 2], `split_map.head_parts`.
+        ctas: int32 [CTAs, 4], `cta_map.cta_table`. parts: int32 [heads, 2], `cta_map.head_parts`.
         output: [tokens, heads, q_per_kv, d], contiguous.
         scratch: where some head has several parts, float32 of at least [tiles, CTAs, block_m, d] and
             [tiles, CTAs, block_m] elements, which are overwritten; None where each head is one CTA.
@@ -280,7 +280,7 @@ def extend(
         BLOCK_N=tile.block_n,
         STAGES=tile.stages,
         PRECISION=tile.precision,
-        SPLIT=scratch is not None,
+        DIVIDED=scratch is not None,
         PARTIAL=opens is not None,
         num_warps=tile.warps,
     )

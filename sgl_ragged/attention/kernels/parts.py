@@ -1,4 +1,4 @@
-"""What decode and extend share: online softmax over tiles of rows, and the merge of parts of the rows."""
+"""What decode and extend share: online softmax over tiles of rows, and the merge of the parts that CTAs computed."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""How evenly each way of splitting heads loads the CTAs of decode attention, for a model on disk: arithmetic, no GPU.
+"""How evenly each method of the CTA map loads the CTAs of decode attention, for a model on disk: arithmetic, no GPU.
 
-python -m benchmarks.split_map.one_model --model FOLDER [--profile FILE] [--batch 4] [--plot FILE.png] [--json]
+python -m benchmarks.cta_map.one_model --model FOLDER [--profile FILE] [--batch 4] [--plot FILE.png] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,11 +15,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cta_map.loads import MethodLoads, compare_methods, plot_loads
+from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
-from benchmarks.split_map.loads import MethodLoads, compare_methods, plot_loads
+from sgl_ragged.cta_map import METHODS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.model_options import add_model_options, choose_kept
-from sgl_ragged.split_map import METHODS
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def options_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def show_split_map(options: argparse.Namespace) -> None:
+def show_cta_map(options: argparse.Namespace) -> None:
     """Print the comparison of methods, and draw it if a file is given.
 
     Raises:
@@ -83,10 +83,9 @@ def _table(loads: Mapping[str, MethodLoads], batch: int, resident: int) -> Table
 
 def main() -> None:
     """Ends with status 1 and one line on bad input."""
-    try:
-        show_split_map(options_parser().parse_args())
-    except RaggedConfigError as error:
-        sys.exit(f"split_map: {error}")
+    options = options_parser().parse_args()
+    with command("cta_map"):
+        show_cta_map(options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.split_map.one_model`."""
+"""`python -m benchmarks.cta_map.one_model`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.split_map import one_model
+from benchmarks.cta_map import one_model
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.split_map import METHODS, imbalance, makespan, split_counts
+from sgl_ragged.cta_map import METHODS, cta_counts, imbalance, makespan
 from tests.models import make_config, make_profile
 
 
@@ -20,7 +20,7 @@ def model(tmp_path):
 
 
 def run(monkeypatch, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["split_map", *args])
+    monkeypatch.setattr(sys, "argv", ["cta_map", *args])
     one_model.main()
 
 
@@ -32,10 +32,10 @@ def test_as_json(model, monkeypatch, capsys):
     kept = profile_kept(profile, 0.3, 256)
     assert (report["batch"], report["resident_ctas"], report["method"]) == (8, 40, "exact")
     assert [layer["kept"] for layer in report["layers"]] == kept.tolist()
-    assert [layer["counts"] for layer in report["layers"]] == split_counts(kept, 40, 8, "exact").tolist()
+    assert [layer["counts"] for layer in report["layers"]] == cta_counts(kept, 40, 8, "exact").tolist()
     assert set(report["methods"]) == set(METHODS)
     for method, found in report["methods"].items():
-        counts = split_counts(kept, 40, 8, method)
+        counts = cta_counts(kept, 40, 8, method)
         assert found["imbalance_worst"] == imbalance(kept, counts).max()
         assert found["makespan_median"] == np.median(makespan(kept, counts, 8, 40))
         assert (found["ctas_min"], found["ctas_max"]) == (counts.sum(axis=1).min(), counts.sum(axis=1).max())

@@ -1,7 +1,7 @@
-"""Split map: how many CTAs (thread blocks) each head gets in decode attention, known ahead of time.
+"""CTA map: how many CTAs (thread blocks) each head gets in decode attention, known ahead of time.
 
 All heads of a request have equally many sealed segments, so a head's load is proportional to its kept count n, and the
-split of a layer depends on the layout and the number of CTAs alone: not on lengths, not on the request. The decode
+CTAs of its heads depend on the layout and the number of CTAs alone: neither on lengths nor on the request. The decode
 grid of a layer is (batch, CTAs of the layer); CTA j of a head with s parts takes the j-th of s equal parts of the
 head's kept rows of one request, so its load is n / s.
 
@@ -52,7 +52,7 @@ def algorithm1(budgets: np.ndarray, num_ctas: int) -> np.ndarray:
     return np.maximum(1, np.floor(shares + 0.5)).astype(np.int64)
 
 
-def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) -> np.ndarray:
+def cta_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) -> np.ndarray:
     """CTAs of every head.
 
     - "exact": the CTAs of the batch run in w whole waves. w waves hold N = floor(w * resident_ctas / batch) CTAs of
@@ -64,7 +64,7 @@ def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) 
       is at most BALANCE, too: there are at most w CTAs per slot, so whenever one starts, some slot has ended at most
       w - 1 of them.
     - "algorithm1": TANGRAM's Algorithm 1 on N = max(1, resident_ctas // batch), every head its own group.
-    - "uniform": max(1, N // num_heads) each, the usual number of splits; "none": one each.
+    - "uniform": max(1, N // num_heads) each, the usual number of KV splits; "none": one each.
 
     Args:
         kept: int [num_layers, num_heads], positive.
@@ -81,7 +81,7 @@ def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) 
     _check_positive("resident CTAs", resident_ctas)
     _check_positive("batch", batch)
     if method == "exact":
-        return np.array([_split_exactly(row, resident_ctas, batch) for row in kept.tolist()], dtype=np.int64)
+        return np.array([_exact_counts(row, resident_ctas, batch) for row in kept.tolist()], dtype=np.int64)
     num_ctas = max(1, resident_ctas // batch)
     if method == "algorithm1":
         return algorithm1(kept, num_ctas)
@@ -89,10 +89,10 @@ def split_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) 
         return np.full_like(kept, max(1, num_ctas // kept.shape[1]))
     if method == "none":
         return np.ones_like(kept)
-    raise RaggedConfigError(f"unknown split method {method!r}; known: {', '.join(METHODS)}")
+    raise RaggedConfigError(f"unknown method {method!r} of the CTA map; known: {', '.join(METHODS)}")
 
 
-def _split_exactly(row: list[int], resident_ctas: int, batch: int) -> list[int]:
+def _exact_counts(row: list[int], resident_ctas: int, batch: int) -> list[int]:
     counts, total, kept = [1] * len(row), len(row), sum(row)
     largest_first = [(-float(n), head) for head, n in enumerate(row)]
     heapq.heapify(largest_first)
@@ -175,8 +175,8 @@ def makespan(kept: np.ndarray, counts: np.ndarray, batch: int, resident_ctas: in
 
 
 @dataclass(frozen=True, eq=False)
-class SplitMap:
-    """The split of all layers for several batch sizes, kept with the layout.
+class CtaMap:
+    """CTAs of all heads of all layers for several batch sizes, kept with the layout.
 
     Args:
         kept: int64 [num_layers, num_heads], the layout's kept counts.
@@ -212,29 +212,29 @@ def batch_buckets(most: int) -> list[int]:
     return buckets
 
 
-def build_split_map(kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact") -> SplitMap:
-    """The split map of a layout; batches with the same counts in every layer share one array.
+def build_cta_map(kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact") -> CtaMap:
+    """The CTA map of a layout; batches with the same counts in every layer share one array.
 
     Args:
         kept: int [num_layers, num_heads], kept counts.
         resident_ctas: CTAs of the decode kernel that the GPU holds at once: SMs * CTAs per SM.
         batches: batch buckets, in any order.
-        method: as in `split_counts`.
+        method: as in `cta_counts`.
 
     Raises:
-        RaggedConfigError: no batches, or one that is not positive; see also `split_counts`.
+        RaggedConfigError: no batches, or one that is not positive; see also `cta_counts`.
     """
     kept = _check_kept(kept)
     if not batches:
-        raise RaggedConfigError("a split map needs at least one batch size")
+        raise RaggedConfigError("a CTA map needs at least one batch size")
     counts_by_batch: dict[int, np.ndarray] = {}
     shared: dict[bytes, np.ndarray] = {}
     for batch in sorted(set(batches)):
-        counts = split_counts(kept, resident_ctas, batch, method)
+        counts = cta_counts(kept, resident_ctas, batch, method)
         counts_by_batch[batch] = shared.setdefault(counts.tobytes(), counts)
     for array in (kept, *shared.values()):
         array.setflags(write=False)
-    return SplitMap(kept, counts_by_batch, method, resident_ctas)
+    return CtaMap(kept, counts_by_batch, method, resident_ctas)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of split heads in one process: their weighted parts, put together, against attention over whole heads."""
+"""Ranks of split heads in one process: the sum of their weighted parts, against attention over whole heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How evenly each way of splitting heads loads the CTAs of decode attention.
+"""How evenly each method of the CTA map loads the CTAs of decode attention.
 
 All figures are arithmetic on kept counts, not times measured on a GPU.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sgl_ragged.split_map import BALANCE, METHODS, imbalance, makespan, split_counts
+from sgl_ragged.cta_map import BALANCE, METHODS, cta_counts, imbalance, makespan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ class MethodLoads:
     """One method on all layers.
 
     `counts`: int64 [num_layers, num_heads], CTAs of each head per request. `imbalance`, `makespan`: float64
-    [num_layers], as in `sgl_ragged.split_map`.
+    [num_layers], as in `sgl_ragged.cta_map`.
     """
 
     counts: np.ndarray
@@ -65,7 +65,7 @@ def compare_methods(kept: np.ndarray, batch: int, resident_ctas: int) -> dict[st
     """Every method on the kept counts int [num_layers, num_heads], by name, the simplest first."""
     loads = {}
     for method in reversed(METHODS):
-        counts = split_counts(kept, resident_ctas, batch, method)
+        counts = cta_counts(kept, resident_ctas, batch, method)
         loads[method] = MethodLoads(counts, imbalance(kept, counts), makespan(kept, counts, batch, resident_ctas))
     return loads
 

@@ -1,4 +1,4 @@
-"""The split map: how many CTAs each head gets, against closed forms, brute force and measured profiles."""
+"""The CTA map: how many CTAs each head gets, against closed forms, brute force and measured profiles."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from sgl_ragged.budgets import fit_kept, uniform_kept
-from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.split_map import (
+from sgl_ragged.cta_map import (
     BALANCE,
     METHODS,
-    SplitMap,
+    CtaMap,
     algorithm1,
     batch_buckets,
-    build_split_map,
+    build_cta_map,
+    cta_counts,
     cta_table,
     head_parts,
     imbalance,
     makespan,
-    split_counts,
 )
+from sgl_ragged.errors import RaggedConfigError
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
@@ -47,7 +47,7 @@ KEPT = arrays(
 
 def test_it_imports_numpy_alone():
     code = (
-        "import sys, sgl_ragged.split_map\n"
+        "import sys, sgl_ragged.cta_map\n"
         "assert not {'torch', 'sglang', 'scipy', 'matplotlib'} & set(sys.modules), 'imports more than numpy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -71,14 +71,14 @@ def test_algorithm_1_as_printed(kept, num_ctas):
     for row, out in zip(kept.tolist(), counts.tolist(), strict=True):
         tau = Fraction(sum(row), num_ctas)
         assert out == [max(1, (Fraction(phi) / tau + Fraction(1, 2)).__floor__()) for phi in row]
-    assert split_counts(kept, num_ctas, 1, "algorithm1").tolist() == counts.tolist()
+    assert cta_counts(kept, num_ctas, 1, "algorithm1").tolist() == counts.tolist()
 
 
 def test_algorithm_1_of_a_batch():
     kept = np.array([[256, 32, 64, 48]])
     # Three requests leave 11 CTAs each, forty leave less than one, which counts as one.
-    assert split_counts(kept, 35, 3, "algorithm1").tolist() == algorithm1(kept, 11).tolist() == [[7, 1, 2, 1]]
-    assert split_counts(kept, 35, 40, "algorithm1").tolist() == [[1, 1, 1, 1]]
+    assert cta_counts(kept, 35, 3, "algorithm1").tolist() == algorithm1(kept, 11).tolist() == [[7, 1, 2, 1]]
+    assert cta_counts(kept, 35, 40, "algorithm1").tolist() == [[1, 1, 1, 1]]
 
 
 # Exact
@@ -88,11 +88,11 @@ def test_exact_by_hand():
     # All loads are 32: no division of 12 is better. Half a place too many does not matter, a whole one is used.
     kept = np.array([[256, 64, 32, 32]])
     for resident, batch in ((12, 1), (24, 2), (25, 2)):
-        assert split_counts(kept, resident, batch, "exact").tolist() == [[8, 2, 1, 1]]
-    assert split_counts(kept, 26, 2, "exact").tolist() == [[9, 2, 1, 1]]
+        assert cta_counts(kept, resident, batch, "exact").tolist() == [[8, 2, 1, 1]]
+    assert cta_counts(kept, 26, 2, "exact").tolist() == [[9, 2, 1, 1]]
     # Ties go to the lower head.
     equal = np.full((1, 4), 64)
-    assert split_counts(equal, 43, 1, "exact").tolist() == [[11, 11, 11, 10]]
+    assert cta_counts(equal, 43, 1, "exact").tolist() == [[11, 11, 11, 10]]
 
 
 @pytest.mark.parametrize(
@@ -107,17 +107,17 @@ def test_exact_by_hand():
         (21, 5, 4),  # four heads in 4.2 places: 1.05
     ],
 )
-def test_exact_splits_equal_heads_into_the_fewest_waves(resident, batch, total):
+def test_exact_divides_equal_heads_into_the_fewest_waves(resident, batch, total):
     """With N CTAs for 4 equal heads the largest load is 1 / floor(N / 4) of a head."""
     equal = np.full((1, 4), 64)
-    counts = split_counts(equal, resident, batch, "exact")
+    counts = cta_counts(equal, resident, batch, "exact")
     assert counts.sum() == total
     assert makespan(equal, counts, batch, resident) <= BALANCE
 
 
-def test_an_extreme_head_is_split_over_several_waves():
+def test_an_extreme_head_is_divided_over_several_waves():
     """Parts of the last head, times in waves * 256 / parts over 304 / 4: 1, 5, 9 and 13 give 3.37, 1.35, 1.12, 1.04."""
-    assert split_counts(np.array([[16, 16, 16, 256]]), 4, 1, "exact").tolist() == [[1, 1, 1, 13]]
+    assert cta_counts(np.array([[16, 16, 16, 256]]), 4, 1, "exact").tolist() == [[1, 1, 1, 13]]
 
 
 def divisions(total: int, heads: int) -> Iterator[tuple[int, ...]]:
@@ -129,7 +129,7 @@ def divisions(total: int, heads: int) -> Iterator[tuple[int, ...]]:
 @examples(150)
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.integers(1, 30), st.integers(1, 8))
 def test_exact_needs_as_few_waves_as_any_division_and_has_the_smallest_largest_load(row, resident, batch):
-    (counts,) = split_counts(np.array([row]), resident, batch, "exact").tolist()
+    (counts,) = cta_counts(np.array([row]), resident, batch, "exact").tolist()
 
     def largest(division: tuple[int, ...]) -> Fraction:
         return max(Fraction(n, s) for n, s in zip(row, division, strict=True))
@@ -152,7 +152,7 @@ def test_exact_needs_as_few_waves_as_any_division_and_has_the_smallest_largest_l
 
 @given(KEPT, st.integers(1, 450), st.integers(1, 70))
 def test_exact_fills_whole_waves_evenly(kept, resident, batch):
-    counts = split_counts(kept, resident, batch, "exact")
+    counts = cta_counts(kept, resident, batch, "exact")
     assert (counts >= 1).all()
     assert (imbalance(kept, counts) <= BALANCE).all()
     per_wave = Fraction(resident, batch)
@@ -179,7 +179,7 @@ def test_exact_needs_one_wave_where_it_holds_many_ctas(kept, batch, more):
     """
     heads = kept.shape[1]
     for resident in (11 * (heads + 1) * batch + more, (11 * heads + more) * batch):
-        counts, num_ctas = split_counts(kept, resident, batch, "exact"), resident // batch
+        counts, num_ctas = cta_counts(kept, resident, batch, "exact"), resident // batch
         assert (counts.sum(axis=1) == num_ctas).all()
         assert (imbalance(kept, counts) <= num_ctas / (num_ctas - heads) + 1e-12).all()
 
@@ -187,7 +187,7 @@ def test_exact_needs_one_wave_where_it_holds_many_ctas(kept, batch, more):
 @examples(50)
 @given(KEPT, st.integers(1, 60), st.integers(1, 12))
 def test_exact_is_within_its_limit_of_the_least_possible_time(kept, resident, batch):
-    counts = split_counts(kept, resident, batch, "exact")
+    counts = cta_counts(kept, resident, batch, "exact")
     assert (makespan(kept, counts, batch, resident) <= BALANCE + 1e-9).all()
 
 
@@ -195,12 +195,12 @@ def test_exact_is_within_its_limit_of_the_least_possible_time(kept, resident, ba
 
 
 @given(KEPT, st.integers(1, 120), st.integers(1, 20), st.sampled_from(METHODS))
-def test_every_head_has_a_cta_and_equal_layers_are_split_alike(kept, resident, batch, method):
-    counts = split_counts(kept, resident, batch, method)
+def test_every_head_has_a_cta_and_equal_layers_are_divided_alike(kept, resident, batch, method):
+    counts = cta_counts(kept, resident, batch, method)
     assert counts.shape == kept.shape
     assert counts.dtype == np.int64
     assert (counts >= 1).all()
-    twice = split_counts(np.concatenate([kept, kept]), resident, batch, method)
+    twice = cta_counts(np.concatenate([kept, kept]), resident, batch, method)
     assert twice.tolist() == counts.tolist() * 2
     assert (imbalance(kept, counts) >= 1 - 1e-12).all()
     if method == "none":
@@ -210,9 +210,9 @@ def test_every_head_has_a_cta_and_equal_layers_are_split_alike(kept, resident, b
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_equal_budgets_are_split_equally(method):
+def test_equal_budgets_are_divided_equally(method):
     kept = uniform_kept(4, 8, 0.5, 256)
-    counts = split_counts(kept, 96 * 3, 3, method)
+    counts = cta_counts(kept, 96 * 3, 3, method)
     assert (counts == (1 if method == "none" else 12)).all()
     assert imbalance(kept, counts).tolist() == [1.0] * 4
 
@@ -222,7 +222,7 @@ def test_equal_budgets_are_split_equally(method):
 
 @given(arrays(np.int64, st.integers(1, 9), elements=st.integers(1, 16)), st.integers(1, 100), st.sampled_from(METHODS))
 def test_the_table_covers_every_part_once_longest_first(row, num_ctas, method):
-    (counts,) = split_counts(row[None], num_ctas, 1, method)
+    (counts,) = cta_counts(row[None], num_ctas, 1, method)
     table, first = cta_table(counts, row), head_parts(counts)
     assert table.shape == (counts.sum(), 4)
     assert table.dtype == first.dtype == np.int32
@@ -267,7 +267,7 @@ def test_makespan_by_hand():
 @given(KEPT, st.integers(1, 5), st.integers(1, 20), st.sampled_from(METHODS))
 def test_makespan_bounds(kept, batch, slots, method):
     """Between the largest CTA, or all slots equally full, and one CTA more than that (Graham 1969)."""
-    counts = split_counts(kept, slots, batch, method)
+    counts = cta_counts(kept, slots, batch, method)
     loads, mean = kept / counts, kept.sum(axis=1) * batch / slots
     found = makespan(kept, counts, batch, slots) * mean
     assert (found >= np.maximum(loads.max(axis=1), mean) - 1e-9).all()
@@ -279,10 +279,10 @@ def test_makespan_bounds(kept, batch, slots, method):
 
 def test_the_map_of_several_batches():
     kept = fit_kept(MEASURED["keydiff/llama-3.1-8b-instruct/layer/evictable"], 0.3, 256)
-    found = build_split_map(kept, RESIDENT, [64, 1, 4, 60, 400, 500, 4])
+    found = build_cta_map(kept, RESIDENT, [64, 1, 4, 60, 400, 500, 4])
     assert list(found.counts_by_batch) == [1, 4, 60, 64, 400, 500]
     for batch in found.counts_by_batch:
-        assert found.for_batch(batch).tolist() == split_counts(kept, RESIDENT, batch, "exact").tolist()
+        assert found.for_batch(batch).tolist() == cta_counts(kept, RESIDENT, batch, "exact").tolist()
     for batch, bucket in ((2, 4), (3, 4), (5, 60), (61, 64), (401, 500), (10_000, 500)):
         assert found.for_batch(batch) is found.counts_by_batch[bucket]
     assert not found.kept.flags.writeable
@@ -292,14 +292,14 @@ def test_the_map_of_several_batches():
 
 def test_batches_with_the_same_counts_share_them():
     kept = fit_kept(MEASURED["keydiff/llama-3.1-8b-instruct/layer/evictable"], 0.3, 256)
-    found = build_split_map(kept, RESIDENT, [60, 64, 65, 400], "algorithm1")
+    found = build_cta_map(kept, RESIDENT, [60, 64, 65, 400], "algorithm1")
     assert found.for_batch(60) is found.for_batch(64) is found.for_batch(65)
     assert found.for_batch(400) is not found.for_batch(60)
 
 
 def test_room_for_the_parts_of_any_batch():
     """Two requests leave twelve parts, three leave six: a larger batch need not leave more."""
-    found = SplitMap(np.array([[64, 16]]), {2: np.array([[4, 2]]), 4: np.array([[1, 1]])}, "exact", 12)
+    found = CtaMap(np.array([[64, 16]]), {2: np.array([[4, 2]]), 4: np.array([[1, 1]])}, "exact", 12)
     assert [found.most_parts(most) for most in (1, 2, 3, 6, 7)] == [6, 12, 12, 12, 14]
 
 
@@ -319,7 +319,7 @@ def test_scratch_is_what_the_page_says():
 
     def mebibytes(kept: np.ndarray, requests: int) -> float:
         rows = requests + 1  # row 0 belongs to no request
-        parts = build_split_map(kept, RESIDENT, batch_buckets(rows)).most_parts(rows)
+        parts = build_cta_map(kept, RESIDENT, batch_buckets(rows)).most_parts(rows)
         return parts * (128 + 1) * 4 * 4 / 2**20
 
     for requests, between, alone in zip(map(int, heading), measured, equal, strict=True):
@@ -327,23 +327,23 @@ def test_scratch_is_what_the_page_says():
         assert between == f"{min(sizes):.1f} to {max(sizes):.1f}"
         assert alone == f"{mebibytes(uniform_kept(32, 8, 0.5, 256), requests):.1f}"
 
-    maps = [build_split_map(kept, 132, range(1, 132 // 16 + 1)).counts_by_batch for kept in profiles]
+    maps = [build_cta_map(kept, 132, range(1, 132 // 16 + 1)).counts_by_batch for kept in profiles]
     most = max(tiles * counts.sum(axis=1).max() for one in maps for tiles, counts in one.items())
     assert f"at most {most * 128 * (128 + 1) * 4 / 2**20:.1f} MiB" in page
 
 
 def test_the_map_hands_its_options_on():
     kept = np.array([[256, 32, 64, 48]])
-    found = build_split_map(kept, 22, [2], "algorithm1")
+    found = build_cta_map(kept, 22, [2], "algorithm1")
     assert (found.method, found.resident_ctas) == ("algorithm1", 22)
     assert found.for_batch(1).tolist() == [[7, 1, 2, 1]]
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.3, 0.5])
 @pytest.mark.parametrize("name", MEASURED)
-def test_measured_profiles_are_split_evenly(name, ratio):
+def test_measured_profiles_are_divided_evenly(name, ratio):
     kept = fit_kept(MEASURED[name], ratio, 256, name.split("/")[2])
-    found = build_split_map(kept, RESIDENT, [1, 4, 16, 64])
+    found = build_cta_map(kept, RESIDENT, [1, 4, 16, 64])
     for batch, counts in found.counts_by_batch.items():
         assert (imbalance(kept, counts) <= 1.10).all()
         assert (makespan(kept, counts, batch, RESIDENT) <= 1.10 + 1e-9).all()
@@ -357,22 +357,22 @@ def test_measured_profiles_are_split_evenly(name, ratio):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda kept: split_counts(kept, 10, 1, "guess"), "unknown split method 'guess'; known: exact"),
-        (lambda kept: split_counts(kept, 0, 1, "exact"), "resident CTAs must be at least 1, not 0"),
-        (lambda kept: split_counts(kept, 10, 0, "none"), "batch must be at least 1, not 0"),
-        (lambda kept: split_counts(kept[0], 10, 1, "none"), "positive integers .layers, heads."),
-        (lambda kept: split_counts(0 * kept, 10, 1, "exact"), "positive integers"),
-        (lambda kept: split_counts(kept / 256, 10, 1, "exact"), "positive integers"),
-        (lambda kept: split_counts(kept[:0], 10, 1, "exact"), "positive integers"),
+        (lambda kept: cta_counts(kept, 10, 1, "guess"), "unknown method 'guess' of the CTA map; known: exact"),
+        (lambda kept: cta_counts(kept, 0, 1, "exact"), "resident CTAs must be at least 1, not 0"),
+        (lambda kept: cta_counts(kept, 10, 0, "none"), "batch must be at least 1, not 0"),
+        (lambda kept: cta_counts(kept[0], 10, 1, "none"), "positive integers .layers, heads."),
+        (lambda kept: cta_counts(0 * kept, 10, 1, "exact"), "positive integers"),
+        (lambda kept: cta_counts(kept / 256, 10, 1, "exact"), "positive integers"),
+        (lambda kept: cta_counts(kept[:0], 10, 1, "exact"), "positive integers"),
         (lambda kept: algorithm1(-kept, 10), "not negative"),
         (lambda kept: algorithm1(kept * np.nan, 10), "not negative"),
         (lambda kept: algorithm1(kept, 0), "CTAs per request"),
         (lambda kept: makespan(kept, kept, 0, 10), "batch must be at least 1"),
         (lambda kept: makespan(kept, kept, 1, 0), "resident CTAs must be"),
-        (lambda kept: build_split_map(kept, 0, [1]), "resident CTAs must be"),
-        (lambda kept: build_split_map(kept, 10, []), "at least one batch"),
-        (lambda kept: build_split_map(kept, 10, [4, 0]), "batch must be at least 1, not 0"),
-        (lambda kept: build_split_map(kept, 10, [4], "guess"), "unknown split method"),
+        (lambda kept: build_cta_map(kept, 0, [1]), "resident CTAs must be"),
+        (lambda kept: build_cta_map(kept, 10, []), "at least one batch"),
+        (lambda kept: build_cta_map(kept, 10, [4, 0]), "batch must be at least 1, not 0"),
+        (lambda kept: build_cta_map(kept, 10, [4], "guess"), "unknown method"),
     ],
 )
 def test_bad_input(call, words):

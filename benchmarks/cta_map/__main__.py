@@ -1,18 +1,17 @@
-"""How evenly split maps load the CTAs of decode attention, on measured profiles: arithmetic, no GPU.
+"""How evenly CTA maps load the CTAs of decode attention, on measured profiles: arithmetic, no GPU.
 
-    python -m benchmarks.split_map [--json] [--ratios 0.3 0.25 0.5] [--batches 1 4 8 16 32 64]
+    python -m benchmarks.cta_map [--json] [--ratios 0.3 0.25 0.5] [--batches 1 4 8 16 32 64]
 
 Profiles are those of tests/data (four scorers, three models, two scopes, two shares). Kept counts are fitted to each
 ratio at segments of 256 tokens, in the profile's own scope. Largest / mean is that of a
-layer's CTAs; makespan is the waves model of `sgl_ragged.split_map.makespan`. Writes a row for each ratio, batch and
-method, every layer of the first ratio for some batches and methods, and the images of docs/split-map.md.
+layer's CTAs; makespan is the waves model of `sgl_ragged.cta_map.makespan`. Writes a row for each ratio, batch and
+method, every layer of the first ratio for some batches and methods, and the images of docs/cta-map.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,15 +19,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cta_map.loads import MethodLoads, compare_methods, plot_loads
+from benchmarks.harness.command import command
+from benchmarks.harness.files import write_whole
 from benchmarks.harness.plots import save_plot
-from benchmarks.split_map.loads import MethodLoads, compare_methods, plot_loads
 from sgl_ragged.budgets import fit_kept
-from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.split_map import METHODS
+from sgl_ragged.cta_map import METHODS
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
-OUTPUT = ROOT / "benchmarks" / "results" / "split-map.json"
+OUTPUT = ROOT / "benchmarks" / "results" / "cta-map.json"
 IMAGES = ROOT / "docs" / "images"
 PICTURED = "keydiff/llama-3.1-8b-instruct/layer/evictable"
 SEGMENT = 256
@@ -132,13 +132,13 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def draw(ratio: float, batch: int) -> None:
-    """The load of every CTA of one profile: docs/images/split-map-batch-BATCH.png."""
+    """The load of every CTA of one profile: docs/images/cta-map-batch-BATCH.png."""
     with np.load(PROFILES) as archive:
         kept = fit_kept(archive[PICTURED], ratio, SEGMENT, PICTURED.split("/")[2])
     loads = compare_methods(kept, batch, RESIDENT_CTAS)
     title = f"{PICTURED}, ratio {ratio:g}, batch {batch} on {RESIDENT_CTAS} resident CTAs"
     figure = plot_loads(kept, {method: loads[method].counts for method in ("uniform", "exact")}, title)
-    save_plot(figure, IMAGES / f"split-map-batch-{batch}.png")
+    save_plot(figure, IMAGES / f"cta-map-batch-{batch}.png")
 
 
 def main() -> None:
@@ -150,6 +150,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     options = parser.parse_args()
+    with command("cta_map"):
+        run(options)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compute, write, draw and print. Raises RaggedConfigError."""
     rows, layers = [], {}
     for ratio in options.ratios:
         for batch in options.batches:
@@ -162,7 +168,7 @@ def main() -> None:
     settings = {"resident_ctas": RESIDENT_CTAS, "segment": SEGMENT, "profiles": str(PROFILES.relative_to(ROOT))}
     document = {"settings": settings, "rows": [asdict(row) for row in rows], "layers": layers}
     text = json.dumps(document, separators=(",", ":"))
-    options.output.write_text(text + "\n")
+    write_whole(options.output, text + "\n")
     if options.json:
         print(text)
     else:
@@ -170,7 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RaggedConfigError as error:
-        sys.exit(f"split_map: {error}")
+    main()

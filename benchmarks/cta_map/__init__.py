@@ -1,0 +1,1 @@
+"""How evenly CTA maps load the CTAs of decode attention: `python -m benchmarks.cta_map`."""

@@ -1,0 +1,99 @@
+"""Requests to a running SGLang server, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from benchmarks.harness.errors import PointFailed, ServerLost
+
+GENERATE_S, FLUSH_S, INFO_S, HEALTH_S = 1800, 30, 60, 30
+"""Seconds until a request counts as lost; a long prompt on a few cores takes minutes."""
+
+
+class ServerClient:
+    """A client of the server at `url`, for any number of threads."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        # A connection for each request: servers close idle ones, now and then just when they are used again.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._http = httpx.Client(base_url=self.url, limits=limits)
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def generate(
+        self,
+        ids: Sequence[int],
+        new_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        return_hidden_states: bool = False,
+    ) -> dict[str, Any]:
+        """The answer of /generate to a prompt of token ids, decoded greedily, `new_tokens` tokens at most.
+
+        Raises:
+            ServerLost: the server went away.
+            PointFailed: it answers, but refused the prompt or broke off.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": ignore_eos}
+        body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": sampling}
+        if return_hidden_states:
+            body["return_hidden_states"] = True
+        response = self._send("POST", "/generate", GENERATE_S, json=body)
+        answer = response.json() if response.status_code == 200 else {}
+        if (answer.get("meta_info", {}).get("finish_reason") or {}).get("type", "abort") == "abort":
+            reason = " ".join(response.text.split())[:300]
+            raise PointFailed(f"the server refused a prompt of {len(ids)} tokens: {reason}")
+        return answer
+
+    def flush(self) -> None:
+        """Empty the radix cache. Raises ServerLost when the server is gone or does not come to rest."""
+        # The last answer may arrive some milliseconds before the scheduler is idle.
+        if self._send("POST", "/flush_cache", 2 * FLUSH_S, params={"timeout": FLUSH_S}).status_code != 200:
+            raise ServerLost("its cache could not be emptied: something else keeps it busy")
+
+    def is_healthy(self) -> bool:
+        with contextlib.suppress(ServerLost):
+            return self._send("GET", "/health", HEALTH_S).status_code == 200
+        return False
+
+    def check_alive(self) -> None:
+        """Raises ServerLost when the server does not answer."""
+        if not self.is_healthy():
+            raise ServerLost("it is not healthy")
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that the server takes, by its context length and its pool. Raises ServerLost."""
+        return int(self._info()["max_req_input_len"])
+
+    def pool_tokens(self) -> int:
+        """Virtual tokens that the pool holds. Raises ServerLost."""
+        return int(self._info()["max_total_num_tokens"])
+
+    def ragged(self) -> dict[str, Any]:
+        """What the server says of its ragged pool; empty on the token pool. Raises ServerLost."""
+        return self._info().get("ragged", {})
+
+    def start_up_line(self) -> str:
+        """The plugin's start-up line; empty on the token pool. Raises ServerLost."""
+        return self.ragged().get("summary", "")
+
+    def _info(self) -> dict[str, Any]:
+        response = self._send("GET", "/server_info", INFO_S)
+        if response.status_code != 200:
+            raise ServerLost(f"/server_info answers {response.status_code}")
+        return response.json()
+
+    def _send(self, method: str, path: str, timeout: float, **content: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, timeout=timeout, **content)
+        except httpx.TransportError as error:
+            raise ServerLost(f"{type(error).__name__} on {path}") from None

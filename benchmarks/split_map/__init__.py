@@ -1,1 +1,0 @@
-"""How evenly split maps load the CTAs of decode attention: `python -m benchmarks.split_map`."""
