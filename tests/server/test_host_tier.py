@@ -157,24 +157,6 @@ def test_conversations_come_back_from_the_host(nursery, tmp_path, variant):
         assert come_back == sum(map(held, firsts, CONVERSATIONS)) // SEGMENT
 
 
-@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_freed_page_is_not_sealed_over(nursery, tmp_path, overlap):
-    """Two equal requests fill a page each at once and end; the page that is freed then is loaded to at once."""
-    with serve(nursery, tmp_path, Variant(overlap=overlap), "--max-running-requests", "2") as server:
-        twin, other = conversation(60, 10 * SEGMENT - 15), CONVERSATIONS[-1]
-        first = generate(server, other, NEW)
-        forget(server)
-        second = generate(server, second_turn(first, other), NEW)
-        forget(server)
-        generate(server, other, NEW)
-        for seed in range(5):
-            fill_device(server)
-            flood = [[*twin[:-1], 100 + seed], [*twin[:-1], 100 + seed], second_turn(first, other)]
-            *_, found = generate_all(server, flood, NEW)
-            assert found.cached >= held(first, other)
-            assert_same(found, second)
-
-
 @pytest.mark.thorough
 def test_500_requests_over_40_conversations(nursery, tmp_path):
     """On a device with room for a tenth of them: every answer is a quiet server's."""

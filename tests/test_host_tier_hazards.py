@@ -1,0 +1,128 @@
+"""Seals that are still to come when slabs are copied: SGLang's own allocator and cache controller, our pools."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_entry
+from sglang.srt.mem_cache.pool_host import HostPoolGroup
+
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_codec import CODECS
+from sgl_ragged.mem_pool.tier_meter import TierMeter
+from sgl_ragged.plugin import host_tier
+from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, RaggedHostPool
+from sgl_ragged.plugin.host_tier import RaggedCacheController
+from sgl_ragged.plugin.pool import RaggedTokenToKVPool
+from sgl_ragged.plugin.restoring import Restorer, marked_runs
+from sgl_ragged.scorers import get_scorer
+
+SEGMENT, DIM = 64, 8
+LAYOUT = SlabLayout(kept=np.array([[16, 32], [48, 16]]), head_dim=DIM, segment=SEGMENT)
+
+
+class Tier:
+    """A device pool of a few pages with a host tier, and what fills them."""
+
+    def __init__(self, device_pages: int) -> None:
+        sizes = PoolSizes(layout=LAYOUT, itemsize=4, num_slots=device_pages + 1, num_rows=3)
+        self.pool = RaggedTokenToKVPool(
+            sizes,
+            get_scorer("keydiff"),
+            [{}] * 2,
+            q_per_kv=1,
+            dtype=torch.float32,
+            device="cpu",
+            start_layer=0,
+            end_layer=2,
+        )
+        self.store = self.pool.store
+        self.allocator = PagedTokenToKVPoolAllocator(
+            sizes.max_total_tokens, SEGMENT, torch.float32, "cpu", self.pool, need_sort=False
+        )
+        codec = CODECS["exact"](LAYOUT, torch.float32)
+        self.host = RaggedHostPool(self.pool, codec, 9, DIRECT_LAYOUT, "identity")
+        self.pool.tier = Restorer(self.pool, self.host, TierMeter(SEGMENT, codec.row_bytes))
+        entry = build_pool_entry(
+            name=PoolName.KV,
+            host_pool=self.host,
+            device_pool=self.pool,
+            layer_mapping={0: 0, 1: 1},
+            transfer_layer_id_max=2,
+            is_anchor=True,
+        )
+        self.controller = RaggedCacheController(
+            self.allocator, HostPoolGroup([entry]), SEGMENT, None, None, io_backend="direct", mode="load"
+        )
+
+    def filled_slab(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A page with a sealed segment: its tokens' indices, and what it holds."""
+        indices = self.allocator.alloc(SEGMENT)
+        slab = self.store.slabs[int(indices[0]) // SEGMENT]
+        slab.normal_()
+        return indices, slab.clone()
+
+    def filled_tail(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A page whose segment decode has just filled: its indices, and what its slab has to be."""
+        indices = self.allocator.alloc(SEGMENT)
+        self.store.tails[1].normal_()
+        segment = InTails(torch.tensor([1]), indices[:1] // SEGMENT, torch.tensor([0]))
+        self.store.seal(None, segment)
+        slab = self.store.slabs[int(indices[0]) // SEGMENT]
+        wanted = slab.clone()
+        slab.zero_()
+        self.store.defer_seals(segment)
+        return indices, wanted
+
+
+@pytest.fixture(autouse=True)
+def _serial(monkeypatch):
+    monkeypatch.setattr(host_tier, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=True))
+
+
+def test_a_page_is_sealed_before_it_is_backed_up():
+    tier = Tier(device_pages=3)
+    indices, wanted = tier.filled_tail()
+    rows = tier.controller.write(indices)
+    tier.controller.start_writing()
+    row = tier.host.kv_buffer[int(rows[0]) // SEGMENT]
+    assert torch.equal(row.view(torch.float32), wanted)
+
+
+def test_a_freed_page_is_not_sealed_over():
+    """It was a duplicate of another request's, freed while its seal was still to come, and is loaded to."""
+    tier = Tier(device_pages=2)
+    indices, content = tier.filled_slab()
+    rows = tier.controller.write(indices)
+    tier.controller.start_writing()
+    duplicate, _ = tier.filled_tail()
+    tier.allocator.free(duplicate)
+    loaded = tier.controller.load(rows)
+    assert torch.equal(loaded, duplicate), "no other page is free"
+    tier.controller.start_loading()
+    tier.store.settle()
+    assert torch.equal(tier.store.slabs[int(loaded[0]) // SEGMENT], content)
+
+
+def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
+    tier = Tier(device_pages=4)
+    indices, content = tier.filled_slab()
+    rows = tier.controller.write(indices)
+    tier.controller.start_writing()
+    device = tier.allocator.alloc(SEGMENT)
+    tier.pool.tier.mark(device, rows)
+    tier.pool.tier.run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
+
+
+def test_runs():
+    assert marked_runs([]) == []
+    assert marked_runs([True]) == [(0, 1)]
+    assert marked_runs([False, True, True, False, True]) == [(1, 3), (4, 5)]
