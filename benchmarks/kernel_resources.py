@@ -24,7 +24,7 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged.attention.kernels import append, decode, extend, parts, seal, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, parts, row_copy, seal, tiles
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -78,6 +78,8 @@ def builds(architecture: int) -> Iterator[Build]:
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
+    words = {n: "*i32" if n.endswith("_ptr") else "i32" for n in row_copy.copy_rows_kernel.arg_names if not n.isupper()}
+    yield Build(row_copy.copy_rows_kernel, words, {"BLOCK": row_copy.BLOCK_WORDS}, 4, "fp32", 0)
 
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
@@ -162,7 +164,7 @@ def compile_build(build: Build, architecture: int) -> Resources:
     aligned = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(build.kernel.arg_names)
-        if name in build.types and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start")))
+        if name in build.types and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start", "words")))
     }
     signature = {n: build.types.get(n, "constexpr") for n in build.kernel.arg_names}
     source = ASTSource(build.kernel, signature, build.constants, aligned)

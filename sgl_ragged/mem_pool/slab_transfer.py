@@ -19,7 +19,7 @@ ENCODED_AT_ONCE = 16
 """Slabs that a codec which computes is given at once: it bounds what it needs beside the pool."""
 
 RowCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int], int], None]
-"""`attention.row_copy.copy_rows`."""
+"""`attention.kernels.row_copy.copy_rows`."""
 
 
 def layer_groups(layout: SlabLayout, groups: int = LAYER_GROUPS) -> tuple[tuple[int, int], ...]:

@@ -49,7 +49,7 @@ class RaggedHostPool(HostKVCache):
         )
         row_copy = None
         if self._device_type == "cuda" and layout != DIRECT_LAYOUT:
-            from sgl_ragged.attention.row_copy import copy_rows
+            from sgl_ragged.attention.kernels.row_copy import copy_rows
 
             row_copy = copy_rows
         self.transfer = SlabTransfer(codec, self.kv_buffer, row_copy)

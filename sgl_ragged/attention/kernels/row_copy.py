@@ -12,25 +12,24 @@ BLOCK_WORDS = 4096
 
 @triton.jit
 def copy_rows_kernel(
-    source,
-    target,
-    source_rows,
-    target_rows,
+    source_ptr,
+    target_ptr,
+    source_rows_ptr,
+    target_rows_ptr,
     source_stride,
     target_stride,
-    source_first,
-    target_first,
+    source_start,
+    target_start,
     words,
     BLOCK: tl.constexpr,
 ):
-    """target[target_rows[p], target_first:][:words] = source[source_rows[p], source_first:][:words], in words."""
     pair = tl.program_id(0)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = place < words
-    from_row = tl.load(source_rows + pair).to(tl.int64)
-    to_row = tl.load(target_rows + pair).to(tl.int64)
-    value = tl.load(source + from_row * source_stride + source_first + place, mask=inside)
-    tl.store(target + to_row * target_stride + target_first + place, value, mask=inside)
+    source_row = tl.load(source_rows_ptr + pair).to(tl.int64)
+    target_row = tl.load(target_rows_ptr + pair).to(tl.int64)
+    value = tl.load(source_ptr + source_row * source_stride + source_start + place, mask=inside)
+    tl.store(target_ptr + target_row * target_stride + target_start + place, value, mask=inside)
 
 
 def copy_rows(
