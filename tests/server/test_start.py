@@ -34,17 +34,25 @@ def test_max_total_tokens_limits_the_tails_too(llama, nursery, tmp_path):
         assert f"digest of the plan {ragged['plan_digest']}" in server.log_text()
 
 
-def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, nursery, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--kv-bytes", "1MiB"), "a KV budget of 1048576 bytes is too small"),
+        (("--kv-bytes", "32MiB", "--enable-hierarchical-cache", "--hicache-size", "100000"), "the host tier needs"),
+    ],
+    ids=["device", "host"],
+)
+def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, nursery, tmp_path, flags, words):
     with (
         pytest.raises(ServerFailed, match="server ended") as failed,
-        nursery.serve(llama, *COMMON, "--kv-bytes", "1MiB", log=tmp_path / "log"),
+        nursery.serve(llama, *COMMON, *flags, log=tmp_path / "log"),
     ):
         pass
     text = str(failed.value)
     assert "Traceback" not in text
     lines = [line for line in text.splitlines() if line.startswith("sgl_ragged: ")]
     assert len(lines) == 1
-    assert "a KV budget of 1048576 bytes is too small" in lines[0]
+    assert words in lines[0]
 
 
 def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, nursery, tmp_path):
