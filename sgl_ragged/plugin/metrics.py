@@ -126,6 +126,9 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "profile_source": plan.source,
         "plan_digest": plan.digest,
         "fairkv": plan.fairkv,
+        "tier": None
+        if pool.tier is None or plan.tier is None
+        else {"restore": plan.tier.restore} | pool.tier.settings(),
         "kernel": plan.kernel,
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * plan.segment,

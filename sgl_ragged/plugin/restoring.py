@@ -42,6 +42,18 @@ class Restorer:
         self.on_cpu = torch.device(pool.device).type == "cpu"
         self.prefill = Stopwatch(Rate(), self.on_cpu)
 
+    def settings(self) -> dict[str, Any]:
+        """What /server_info says of the tier."""
+        host = self._host
+        pages = host.page_num - 1
+        return {
+            "codec": host.codec.name,
+            "identity": host.identity,
+            "host_segments": pages,
+            "row_bytes": host.codec.row_bytes,
+            "host_bytes": pages * host.codec.row_bytes,
+        }
+
     def mark(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> None:
         """Segments, as SGLang's indices of their tokens, that are not going to be loaded. Waits for the device."""
         slots, rows = (self._host.pages_of(indices).tolist() for indices in (device_indices, host_indices))
