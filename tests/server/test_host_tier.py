@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,6 +181,9 @@ def test_500_requests_over_40_conversations(nursery, tmp_path):
         flush(server)
 
 
+STORED = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+
+
 def pages(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.bin"))
 
@@ -186,10 +191,7 @@ def pages(folder: Path) -> list[Path]:
 def test_conversations_come_back_from_storage(nursery, tmp_path):
     """Over restarts, and never as anything else than they were."""
     folder = tmp_path / "pages"
-    flags = (
-        *("--hicache-storage-backend", "file", "--file-storage-path", str(folder)),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-    )
+    flags = (*STORED, "--file-storage-path", str(folder))
     with serve(nursery, tmp_path, Variant(), *flags) as server:
         firsts, seconds = cold_turns(server)
         assert not pages(folder)
@@ -225,3 +227,55 @@ def test_conversations_come_back_from_storage(nursery, tmp_path):
             assert generate(server, second_turn(first, prompt), 1).cached == 0
         assert restored(server, "storage") == 0
     assert {path: path.read_bytes() for path in pages(folder) if path in before} == before
+
+
+@pytest.mark.thorough
+def test_two_servers_share_a_folder(nursery, tmp_path):
+    """At the same time: each finds what the other wrote, and both answer as alone."""
+    folder = tmp_path / "pages"
+    flags = (*STORED, "--file-storage-path", str(folder))
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    with (
+        serve(nursery, tmp_path / "one", Variant(), *flags) as one,
+        serve(nursery, tmp_path / "other", Variant(), *flags) as other,
+    ):
+        firsts, seconds = cold_turns(one)
+        forget(other)
+        for _ in range(2):
+            with ThreadPoolExecutor(2) as threads:
+                asked = [threads.submit(generate_all, server, CONVERSATIONS, NEW) for server in (one, other)]
+            for found in asked:
+                for answer, first in zip(found.result(), firsts, strict=True):
+                    assert_same(answer, first)
+        for server in (one, other):
+            flush(server)
+            for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
+                found = generate(server, second_turn(first, prompt), NEW)
+                # The other one's second turn may be there as well.
+                assert found.cached >= held(first, prompt)
+                assert_same(found, second)
+
+
+@pytest.mark.thorough
+def test_a_full_disk_costs_nothing_but_what_it_would_have_held(nursery, tmp_path):
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no right to mount a file system of two MiB")
+    try:
+        with serve(nursery, tmp_path, Variant(), *STORED, "--file-storage-path", str(folder)) as server:
+            firsts, seconds = cold_turns(server)
+            for prompt, first in zip(CONVERSATIONS, firsts, strict=True):
+                assert_same(generate(server, prompt, NEW), first)
+            assert "No space left on device" in server.log_text() or len(pages(folder)) < 30
+            for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
+                assert_same(generate(server, second_turn(first, prompt), NEW), second)
+        # What fitted is whole.
+        with serve(nursery, tmp_path, Variant(), *STORED, "--file-storage-path", str(folder)) as server:
+            for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
+                assert_same(generate(server, second_turn(first, prompt), NEW), second)
+            assert restored(server, "storage") > 0
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
