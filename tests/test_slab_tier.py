@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_codec import CODECS
+from sgl_ragged.mem_pool.codecs import CODECS
 from sgl_ragged.mem_pool.slab_transfer import SlabTransfer, layer_groups
 from sgl_ragged.mem_pool.stored_page import FOOTER_BYTES, read_page, write_page
 from sgl_ragged.plan import TierPlan

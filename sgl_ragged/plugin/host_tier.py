@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.slab_codec import CODECS
+from sgl_ragged.mem_pool.codecs import CODECS
 from sgl_ragged.mem_pool.tier_meter import HOST, STORAGE, TierMeter
 from sgl_ragged.plan import TierPlan
 from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, KERNEL_LAYOUT, RaggedHostPool
@@ -128,7 +128,9 @@ def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
     memory, parallel = get_memory(), get_parallel()
     on_cpu = torch.device(pool.device).type == "cpu"
     # On a CPU nothing needs to be left for a host beside the device.
-    free = available_host_memory_bytes(allow_cgroup_fallback=True) - (0 if on_cpu else HICACHE_HOST_MEMORY_RESERVE_BYTES)
+    free = available_host_memory_bytes(allow_cgroup_fallback=True) - (
+        0 if on_cpu else HICACHE_HOST_MEMORY_RESERVE_BYTES
+    )
     free = max(free, 0) // ranks_per_host()
     if memory.hicache_size > 0:
         pages = int(memory.hicache_size * 1e9) // row_bytes
@@ -185,6 +187,7 @@ def build_stack(
     refuse_storage(storage_backend)
     memory, layout = get_memory(), kvcache.sizes.layout
     codec = CODECS[tier.codec](layout, kvcache.dtype)
+    codec.watch(kvcache.store)
     identity = tier.rank_identity(get_parallel().attn_tp_rank, str(kvcache.dtype))
     host = RaggedHostPool(
         kvcache,

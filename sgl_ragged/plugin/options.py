@@ -11,7 +11,7 @@ from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import parse_bytes
-from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plan import CODEC_NAMES, ServingPlan
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
@@ -85,6 +85,13 @@ class RaggedOptions:
         "store and read, or with heads in parts on several ranks.",
         shown="permute, where that is possible",
         choices=("none", "permute", "split"),
+    )
+    host_codec: str | None = _flag(
+        None,
+        "How slabs lie in the host tier and in storage: as they are, in 8 bits, or without the layers that are "
+        "restored from another's. All but exact lose something (docs/host-tier-codecs.md).",
+        shown=CODEC_NAMES[0],
+        choices=CODEC_NAMES,
     )
     from_command_line: bool = False
     observer: Any = None

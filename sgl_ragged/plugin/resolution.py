@@ -254,6 +254,11 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
     check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
     if server_args.enable_hierarchical_cache:
         refuse_storage(server_args.hicache_storage_backend)
+    elif options.host_codec is not None:
+        raise RaggedConfigError(
+            f"--ragged-host-codec {options.host_codec} says how slabs lie in the host tier, and there is none: add "
+            f"--enable-hierarchical-cache, or drop the flag"
+        )
     asked = {
         Phase.PREFILL: server_args.cuda_graph_backend_prefill,
         Phase.DECODE: server_args.cuda_graph_backend_decode,

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plan import ServingPlan, TierPlan
+from sgl_ragged.plan import CODEC_NAMES, ServingPlan, TierPlan
 from sgl_ragged.plugin.calibrating import model_folder
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.profile_cache import weights_identity
@@ -30,7 +30,7 @@ def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool)
     # Whoever has an empty page of the same weights elsewhere may share it: the path is not named.
     state = json.dumps([plan.digest, weights_identity(model_folder(view)), settings], sort_keys=True)
     return TierPlan(
-        codec="exact",
+        codec=options.host_codec or CODEC_NAMES[0],
         served=hashlib.sha256(state.encode()).hexdigest()[:16],
         sized=sized,
     )

@@ -1,0 +1,9 @@
+"""All codecs of the host tier by name."""
+
+from __future__ import annotations
+
+from sgl_ragged.mem_pool.fp8_codec import Fp8Codec
+from sgl_ragged.mem_pool.slab_codec import ExactCodec, SlabCodec
+
+CODECS: dict[str, type[SlabCodec]] = {codec.name: codec for codec in (ExactCodec, Fp8Codec)}
+"""The classes behind `plan.CODEC_NAMES`."""
