@@ -23,7 +23,7 @@ from sgl_ragged.profile import Profile, load_profile
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
 
-CODEC_NAMES = ("exact", "fp8")
+CODEC_NAMES = ("exact", "fp8", "shared")
 """Values of --ragged-host-codec. The classes are in `mem_pool.codecs`, which needs torch."""
 
 
