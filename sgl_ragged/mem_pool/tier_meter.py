@@ -17,13 +17,13 @@ class TierMeter:
 
     def __init__(self, segment: int, row_bytes: int) -> None:
         self._segment = segment
-        self._row_bytes = row_bytes
+        self.row_bytes = row_bytes
         self.segments = dict.fromkeys((HOST, STORAGE, RECOMPUTED), 0)
 
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes that were moved."""
-        return {way: self.segments[way] * self._row_bytes for way in (HOST, STORAGE)}
+        return {way: self.segments[way] * self.row_bytes for way in (HOST, STORAGE)}
 
     def count(self, way: str, tokens: int) -> None:
         """Whole segments of so many tokens came back."""

@@ -133,6 +133,8 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "slab_bytes": size.slab_bytes,
         "tails_bytes": size.tails_bytes,
         "total_bytes": size.total_bytes,
+        "host_codec": plan.tier and plan.tier.codec,
+        "host_row_bytes": pool.tier and pool.tier.row_bytes,
     }
 
 
