@@ -42,7 +42,11 @@ class TierPlan:
     sized: bool
 
     def rank_identity(self, rank: int, dtype: str) -> str:
-        """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache."""
+        """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache.
+
+        With a codec that loses something they are equal up to that: what is computed behind a restored prefix has seen
+        it as it was restored.
+        """
         state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, dtype])
         return hashlib.sha256(state.encode()).hexdigest()[:16]
 

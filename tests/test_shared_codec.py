@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sgl_ragged.budgets import uniform_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.layer_pairs import CANDIDATES, Shareable, candidates, choose_pairs
+from sgl_ragged.mem_pool.layer_pairs import CANDIDATES, Shareable, candidates, choose_pairs, distances
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.mem_pool.shared_codec import SharedCodec
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -28,6 +28,10 @@ def upper(layers: int) -> np.ndarray:
     return np.triu(np.ones((layers, layers), dtype=bool), 1)
 
 
+def pairs_of(attention: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
+    return choose_pairs(distances(attention), candidates(attention), eligible, count)
+
+
 def test_pairs_by_hand():
     """Layers 1 and 3 attend most alike. 4 and 5 attend to the middle alone, so neither is a candidate."""
     attention = np.zeros((8, 20))
@@ -37,15 +41,15 @@ def test_pairs_by_hand():
     attention[[4, 5], 10] = 1
     assert candidates(attention).tolist() == [True, True, True, True, False, False, True, True]
     # 4 and 5 are equal, but no candidates: they come last.
-    assert choose_pairs(attention, upper(8), 4) == [(1, 3), (2, 6), (0, 7), (4, 5)]
-    assert choose_pairs(attention, upper(8), 1) == [(1, 3)]
+    assert pairs_of(attention, upper(8), 4) == [(1, 3), (2, 6), (0, 7), (4, 5)]
+    assert pairs_of(attention, upper(8), 1) == [(1, 3)]
     eligible = upper(8)
     eligible[1, 3] = False
-    assert choose_pairs(attention, eligible, 1) == [(1, 6)]
+    assert pairs_of(attention, eligible, 1) == [(1, 6)]
 
 
 def test_equal_layers_are_paired_from_the_first():
-    assert choose_pairs(np.full((7, 10), 0.1), upper(7), 3) == [(0, 1), (2, 3), (4, 5)]
+    assert pairs_of(np.full((7, 10), 0.1), upper(7), 3) == [(0, 1), (2, 3), (4, 5)]
     assert candidates(np.full((8, 10), 0.1)).sum() == 8 * CANDIDATES
 
 
@@ -56,18 +60,18 @@ def test_pairs_are_those_of_the_algorithm_as_written(layers, count, seed):
     eligible = upper(layers) & (rng.random((layers, layers)) < 0.7)
     threshold = np.sort(attention[:, :2].sum(axis=1) + attention[:, -2:].sum(axis=1))[layers - -(-3 * layers // 4)]
     inner = {i for i in range(layers) if attention[i, [0, 1, -2, -1]].sum() < threshold - 1e-12}
-    distance = {
+    apart = {
         (i, j): float(((attention[i] - attention[j]) ** 2).sum()) ** 0.5
         for i, j in itertools.combinations(range(layers), 2)
         if eligible[i, j]
     }
     expected: list[tuple[int, int]] = []
     shared: set[int] = set()
-    for pair in sorted(distance, key=lambda one: (bool(set(one) & inner), distance[one])):
+    for pair in sorted(apart, key=lambda one: (bool(set(one) & inner), apart[one])):
         if len(expected) < count and not set(pair) & shared:
             expected.append(pair)
             shared |= set(pair)
-    assert choose_pairs(attention, eligible, count) == expected
+    assert pairs_of(attention, eligible, count) == expected
 
 
 def test_heads_that_keep_equally_many():

@@ -77,9 +77,10 @@ def test_identities_differ_in_everything_that_slabs_depend_on():
     plan = TierPlan(codec="exact", served="a", sized=True)
     others = [
         TierPlan(codec="exact", served="b", sized=True).rank_identity(0, "float32"),
+        TierPlan(codec="fp8", served="a", sized=True).rank_identity(0, "float32"),
         plan.rank_identity(1, "float32"),
         plan.rank_identity(0, "bfloat16"),
     ]
     own = plan.rank_identity(0, "float32")
-    assert own not in others and len(set(others)) == 3
+    assert own not in others and len(set(others)) == 4
     assert TierPlan(codec="exact", served="a", sized=False).rank_identity(0, "float32") == own

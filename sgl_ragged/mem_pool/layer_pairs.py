@@ -25,7 +25,7 @@ def candidates(attention: np.ndarray) -> np.ndarray:
     rows could be of any size.
 
     Args:
-        attention: float [layers, tokens], summing to one in every layer.
+        attention: float [layers, tokens], what each token receives; equal sums in all layers.
     """
     length = max(int(attention.shape[1] * ENDS), 1)
     at_ends = attention[:, :length].sum(axis=1) + attention[:, -length:].sum(axis=1)
@@ -34,25 +34,29 @@ def candidates(attention: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def choose_pairs(attention: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
-    """Pairs (i, j), i < j, of layers that share: Algorithm 1, lines 13 to 30.
+def distances(attention: np.ndarray) -> np.ndarray:
+    """float [layers, layers]: Euclidean distances of attention [layers, tokens] (Algorithm 1, line 15)."""
+    return np.linalg.norm(attention[:, None] - attention[None], axis=2)
 
-    By smallest Euclidean distance of their attention, each layer in at most one pair; ties go to the lower layers.
-    Pairs of candidates come first, and others only where those are too few.
+
+def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """Pairs (i, j), i < j, of layers that share: Algorithm 1, lines 18 to 30.
+
+    By smallest distance, each layer in at most one pair; ties go to the lower layers. Pairs of candidates come first,
+    and others only where those are too few.
 
     Args:
-        attention: float [layers, tokens], summing to one in every layer.
+        apart: float [layers, layers], distances of the layers' attention.
+        chosen: bool [layers], the candidates.
         eligible: bool [layers, layers], upper triangle: pairs that may be chosen.
         count: pairs to choose; fewer are returned where there are no more.
     """
-    chosen = candidates(attention)
     pairs = np.argwhere(np.triu(eligible, 1))
-    distances = np.linalg.norm(attention[pairs[:, 0]] - attention[pairs[:, 1]], axis=1)
     late = ~(chosen[pairs[:, 0]] & chosen[pairs[:, 1]])
     found: list[tuple[int, int]] = []
     taken: set[int] = set()
     # Rounded: layers that are equally far apart shall be so on every machine.
-    for place in np.lexsort((pairs[:, 1], pairs[:, 0], distances.round(9), late)):
+    for place in np.lexsort((pairs[:, 1], pairs[:, 0], apart[pairs[:, 0], pairs[:, 1]].round(9), late)):
         first, second = (int(layer) for layer in pairs[place])
         if len(found) == count:
             break

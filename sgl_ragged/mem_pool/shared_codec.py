@@ -11,7 +11,7 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.kept_counts import KeptCounts
-from sgl_ragged.mem_pool.layer_pairs import Shareable, choose_pairs
+from sgl_ragged.mem_pool.layer_pairs import Shareable, candidates, choose_pairs, distances
 from sgl_ragged.mem_pool.slab_codec import SlabCodec
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
@@ -80,7 +80,8 @@ class SharedCodec(SlabCodec):
         """
         attention = counts / np.maximum(counts.sum(axis=1, keepdims=True, dtype=np.float64), 1)
         found = list(range(self.layout.num_layers))
-        for first, second in choose_pairs(attention, self._shareable.eligible, self.pairs):
+        chosen, eligible = candidates(attention), self._shareable.eligible
+        for first, second in choose_pairs(distances(attention), chosen, eligible, self.pairs):
             found[second] = first
         return found
 
