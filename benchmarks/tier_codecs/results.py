@@ -109,8 +109,12 @@ def document(settings: dict[str, Any], about: dict[str, Any], results: Sequence[
     return {"settings": settings, "about": about, "results": [asdict(one) for one in results]}
 
 
+LEAST = 1e-5
+"""KL in nats that the plot's logarithmic axis begins with."""
+
+
 def draw(results: Sequence[Result], path: Path) -> None:
-    """KL by bytes per token, one line for each kind of budgets and ratio; exact's KL is rounding."""
+    """KL by bytes per token, one line for each kind of budgets and ratio; none at all is drawn as LEAST."""
     figure, axes = plt.subplots(figsize=(7, 4.6), constrained_layout=True)
     markers = {"exact": "o", "fp8": "s", "shared": "^"}
     for budgets, ratio in dict.fromkeys((one.budgets, one.ratio) for one in results):
@@ -119,17 +123,22 @@ def draw(results: Sequence[Result], path: Path) -> None:
         )
         (line,) = axes.plot(
             [one.bytes_per_token for one in own],
-            [max(np.mean(one.kl), 1e-9) for one in own],
+            [max(np.mean(one.kl), LEAST) for one in own],
             linewidth=0.7,
             label=f"{budgets}, ratio {ratio:g}",
         )
         for one in own:
             axes.plot(
-                one.bytes_per_token, max(np.mean(one.kl), 1e-9), markers.get(one.codec, "x"), color=line.get_color()
+                one.bytes_per_token, max(np.mean(one.kl), LEAST), markers.get(one.codec, "x"), color=line.get_color()
             )
     for codec in dict.fromkeys(one.codec for one in results):
         axes.plot([], [], markers.get(codec, "x"), color="grey", label=codec)
-    axes.set(yscale="log", xlim=(0, None), xlabel="bytes per token in the host tier", ylabel="KL after restoring, nats")
+    axes.set(
+        yscale="log",
+        xlim=(0, None),
+        xlabel="bytes per token in the host tier",
+        ylabel=f"KL after restoring, nats (0 at {LEAST:g})",
+    )
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
