@@ -22,12 +22,15 @@ from sgl_ragged.profile import Profile, load_profile
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
 
+CODEC_NAMES = ("exact", "fp8", "shared")
+"""Values of --ragged-host-codec. The classes are in `mem_pool.codecs`, which needs torch."""
+
 
 @dataclass(frozen=True)
 class TierPlan:
     """What a tier below the device holds.
 
-    codec: how slabs lie there, a key of `mem_pool.slab_codec.CODECS`.
+    codec: how slabs lie there, one of CODEC_NAMES.
     served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
         model, and the digest of the plan.
     sized: whether the user said how large the host's part is.
@@ -40,7 +43,11 @@ class TierPlan:
     restore: str
 
     def rank_identity(self, rank: int, dtype: str) -> str:
-        """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache."""
+        """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache.
+
+        With a codec that loses something they are equal up to that: what is computed behind a restored prefix has seen
+        it as it was restored.
+        """
         state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, dtype])
         return hashlib.sha256(state.encode()).hexdigest()[:16]
 

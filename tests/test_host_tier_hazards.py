@@ -13,9 +13,9 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_e
 from sglang.srt.mem_cache.pool_host import HostPoolGroup
 
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.codecs import CODECS
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.mem_pool.slab_codec import CODECS
 from sgl_ragged.mem_pool.tier_meter import TierMeter
 from sgl_ragged.plugin import host_tier
 from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, RaggedHostPool

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_codec import CODECS
+from sgl_ragged.mem_pool.codecs import CODECS
 from sgl_ragged.mem_pool.slab_transfer import SlabTransfer, layer_groups
 from sgl_ragged.mem_pool.stored_page import FOOTER_BYTES, read_page, write_page
 from sgl_ragged.plan import TierPlan
@@ -79,10 +79,11 @@ def test_identities_differ_in_everything_that_slabs_depend_on():
     plan = TierPlan(codec="exact", served="a", sized=True, restore="auto")
     others = [
         TierPlan(codec="exact", served="b", sized=True, restore="auto").rank_identity(0, "float32"),
+        TierPlan(codec="fp8", served="a", sized=True, restore="auto").rank_identity(0, "float32"),
         plan.rank_identity(1, "float32"),
         plan.rank_identity(0, "bfloat16"),
     ]
     own = plan.rank_identity(0, "float32")
     assert own not in others
-    assert len(set(others)) == 3
+    assert len(set(others)) == 4
     assert TierPlan(codec="exact", served="a", sized=False, restore="load").rank_identity(0, "float32") == own

@@ -14,6 +14,7 @@ from benchmarks.accuracy.store import Results
 from benchmarks.accuracy.tables import tables
 from benchmarks.harness.rows import Rows
 from benchmarks.report.section import Figure, Section
+from benchmarks.tier_codecs.results import Result, table
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,11 @@ def _cta_map(path: Path, data: Any) -> list[Rows]:
     return [Rows(title, ("method", "ratio", "batch", *(name.replace("_", " ") for name in names)), tuple(rows))]
 
 
+def _tier_codecs(path: Path, data: Any) -> list[Rows]:
+    rows = table([Result(**one) for one in data["results"]])
+    return [replace(rows, title=f"{path.stem}: {rows.title}")]
+
+
 STEP_SPEED = Kind(
     "step-speed*.json",
     "Prefill and decode by pool",
@@ -129,6 +135,14 @@ KINDS = (
         "metrics are in docs/accuracy.md. * means that a server found nothing in its cache.",
         "python -m benchmarks.accuracy",
         _accuracy,
+    ),
+    Kind(
+        "tier-codecs*.json",
+        "What may be stored smaller in the host tier",
+        "Contexts leave the device and come back through each codec; what follows is compared with the same on the "
+        "device. Bytes are those of the tier; docs/host-tier-codecs.md says what is measured.",
+        "python -m benchmarks.tier_codecs",
+        _tier_codecs,
     ),
     Kind(
         "cta-map*.json",

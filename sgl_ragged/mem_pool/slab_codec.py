@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from sgl_ragged.layout import SlabLayout
+
+if TYPE_CHECKING:
+    from sgl_ragged.mem_pool.slab_store import SlabStore
 
 
 class SlabCodec(ABC):
@@ -28,15 +33,28 @@ class SlabCodec(ABC):
     @property
     @abstractmethod
     def row_bytes(self) -> int:
-        """Bytes of one slab in the tier."""
+        """Bytes of one slab in the tier: a multiple of the element's."""
+
+    def watch(self, store: SlabStore) -> None:
+        """Called once, before anything is sealed: a codec that needs more than slabs looks at seals."""
+        return
 
     @abstractmethod
-    def encode(self, slabs: torch.Tensor) -> torch.Tensor:
-        """uint8 [slabs, row_bytes] of slabs [slabs, slab_elems]; a view where that is possible."""
+    def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """uint8 [slabs, row_bytes] of slabs [slabs, slab_elems]; a view where that is possible.
+
+        Args:
+            slots: where the slabs are in the store that is watched.
+        """
 
     @abstractmethod
-    def decode(self, rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        """Elements [slabs, elements] of layers first to end - 1, of rows uint8 [slabs, row_bytes]; maybe a view."""
+    def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
+        """Elements [slabs, elements] of layers first to end - 1, on the device, or a view of the rows.
+
+        Args:
+            rows: uint8 [slabs, row_bytes], on the host.
+            device: that of the store; what computes does so there, and has no more copied to it than it reads.
+        """
 
 
 class ExactCodec(SlabCodec):
@@ -48,13 +66,9 @@ class ExactCodec(SlabCodec):
     def row_bytes(self) -> int:
         return self.layout.slab_bytes(self.dtype.itemsize)
 
-    def encode(self, slabs: torch.Tensor) -> torch.Tensor:
+    def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
         return slabs.view(torch.uint8)
 
-    def decode(self, rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
         start, stop = (int(self.layout.layer_start[layer]) for layer in (first, end))
         return rows.view(self.dtype)[:, start:stop]
-
-
-CODECS: dict[str, type[SlabCodec]] = {codec.name: codec for codec in (ExactCodec,)}
-"""Values of --ragged-host-codec."""

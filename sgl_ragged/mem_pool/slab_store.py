@@ -47,7 +47,7 @@ class SlabStore:
 
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim) unless the owner of the model
     says otherwise before anything is stored. `sealer` writes slabs: called with the store, a layer or None for all, and
-    segments. `seal_meter` counts what it has done.
+    segments. `watchers` are called with the same after it. `seal_meter` counts what they have done.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class SlabStore:
         ]
         self.seal_meter = SealMeter(layout.num_layers)
         self.sealer: Callable[[SlabStore, int | None, Finished], None] = seal_in_torch
+        self.watchers: list[Callable[[SlabStore, int | None, Finished], None]] = []
         self._pending: list[InTails] = []
         self._scratch = torch.empty(0, dtype=dtype, device=device)
 
@@ -156,6 +157,8 @@ class SlabStore:
         if len(segments):
             with self.seal_meter.sealing(len(segments), self.layout.num_layers if layer is None else 1):
                 self.sealer(self, layer, segments)
+                for watch in self.watchers:
+                    watch(self, layer, segments)
 
     def defer_seals(self, segments: InTails) -> None:
         """Record segments that the current decode step fills; they are pending until `settle`."""

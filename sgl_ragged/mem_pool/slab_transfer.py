@@ -53,11 +53,12 @@ class SlabTransfer:
         pairs = list(zip(slots.tolist(), pages.tolist(), strict=True))
         if self.codec.exact:
             for slot, page in pairs:
-                self.rows[page].copy_(self.codec.encode(slabs[slot : slot + 1])[0], non_blocking=True)
+                self.rows[page].copy_(self.codec.encode(slabs[slot : slot + 1], [slot])[0], non_blocking=True)
             return
         for first in range(0, len(pairs), ENCODED_AT_ONCE):
             some = pairs[first : first + ENCODED_AT_ONCE]
-            encoded = self.codec.encode(slabs[[slot for slot, _ in some]])
+            taken = [slot for slot, _ in some]
+            encoded = self.codec.encode(slabs[taken], taken)
             for row, (_, page) in zip(encoded, some, strict=True):
                 self.rows[page].copy_(row, non_blocking=True)
 
@@ -77,9 +78,5 @@ class SlabTransfer:
         first, end = (int(start[one]) for one in group)
         pairs: Sequence[tuple[int, int]] = list(zip(slots.tolist(), pages.tolist(), strict=True))
         for slot, page in pairs:
-            row = self.rows[page : page + 1]
-            if self.codec.exact:
-                slabs[slot, first:end].copy_(self.codec.decode(row, *group)[0], non_blocking=True)
-            else:
-                bytes_here = row.to(slabs.device, non_blocking=True)
-                slabs[slot, first:end] = self.codec.decode(bytes_here, *group)[0]
+            found = self.codec.decode(self.rows[page : page + 1], *group, slabs.device)
+            slabs[slot, first:end].copy_(found[0], non_blocking=True)

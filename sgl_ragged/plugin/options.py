@@ -12,7 +12,7 @@ from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
-from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plan import CODEC_NAMES, ServingPlan
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
@@ -87,11 +87,19 @@ class RaggedOptions:
         shown="permute, where that is possible",
         choices=("none", "permute", "split"),
     )
-    restore: str = _flag(
-        AUTO,
+    restore: str | None = _flag(
+        None,
         "With --enable-hierarchical-cache: load segments from the host, or compute the first of them meanwhile; auto: "
         "what pays.",
+        shown=AUTO,
         choices=MODES,
+    )
+    host_codec: str | None = _flag(
+        None,
+        "How slabs lie in the host tier and in storage: as they are, in 8 bits, or without the layers that are "
+        "restored from another's. All but exact lose something (docs/host-tier-codecs.md).",
+        shown=CODEC_NAMES[0],
+        choices=CODEC_NAMES,
     )
     from_command_line: bool = False
     observer: Any = None

@@ -10,11 +10,10 @@ from typing import Any
 from sgl_ragged.attention.kernel_choice import choose_kernel
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.restore_schedule import AUTO
 from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
 from sgl_ragged.plugin.model_support import model_geometry, refuse_kv_scheme, refuse_model
-from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
+from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, check_seams, resolve, seams_for
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 
@@ -256,8 +255,13 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
     check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
     if server_args.enable_hierarchical_cache:
         refuse_storage(server_args.hicache_storage_backend)
-    elif options.restore != AUTO:
-        raise RaggedConfigError("--ragged-restore needs --enable-hierarchical-cache: add it, or drop the flag")
+    else:
+        for keyword in ("ragged_restore", "ragged_host_codec"):
+            if getattr(options, FLAGS[keyword].name) is not None:
+                raise RaggedConfigError(
+                    f"{dashed(keyword)} is about the host tier, and there is none: add --enable-hierarchical-cache, or "
+                    f"drop the flag"
+                )
     asked = {
         Phase.PREFILL: server_args.cuda_graph_backend_prefill,
         Phase.DECODE: server_args.cuda_graph_backend_decode,

@@ -6,8 +6,12 @@ import hashlib
 import json
 from typing import Any
 
+import torch
+
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plan import ServingPlan, TierPlan
+from sgl_ragged.mem_pool.codecs import CODECS
+from sgl_ragged.mem_pool.restore_schedule import AUTO
+from sgl_ragged.plan import CODEC_NAMES, ServingPlan, TierPlan
 from sgl_ragged.plugin.calibrating import model_folder
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.profile_cache import weights_identity
@@ -25,15 +29,22 @@ def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool)
     Args:
         view: SGLang's resolved settings.
         sized: whether the user said how large the host's part is.
+
+    Raises:
+        RaggedConfigError: the codec cannot serve these budgets.
     """
+    codec = options.host_codec or CODEC_NAMES[0]
+    for layout in plan.layouts:
+        # A codec refuses what it cannot serve; here rather than in a worker.
+        CODECS[codec](layout, torch.float32)
     settings = {name: str(getattr(view, name, None)) for name in NAMED}
     # Whoever has an empty page of the same weights elsewhere may share it: the path is not named.
     state = json.dumps([plan.digest, weights_identity(model_folder(view)), settings], sort_keys=True)
     return TierPlan(
-        codec="exact",
+        codec=codec,
         served=hashlib.sha256(state.encode()).hexdigest()[:16],
         sized=sized,
-        restore=options.restore,
+        restore=options.restore or AUTO,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from sgl_ragged.attention.kernels.row_copy import BLOCK_WORDS, copy_rows
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_codec import CODECS
+from sgl_ragged.mem_pool.codecs import CODECS
 from sgl_ragged.mem_pool.slab_transfer import SlabTransfer
 
 
