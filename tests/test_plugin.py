@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -312,3 +314,28 @@ def test_nothing_asked_means_no_options():
     assert make_options({}, from_command_line=True) is None
     assert make_options({"kv_pool": "token"}, from_command_line=True) is None
     assert make_options({"kv_pool": "token", "kv_bytes": "1k"}, from_command_line=True).kv_bytes == 1000
+
+
+def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
+    """Whatever changes slabs changes what names them; what does not, does not."""
+
+    def served(model, *flags: str) -> str:
+        args = resolved(model, "--kv-pool", "ragged", "--enable-hierarchical-cache", *flags)
+        return getattr(args, ATTRIBUTE).plan.tier.served
+
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    own = served(llama)
+    # copytree keeps times: the same weights elsewhere.
+    assert served(copy) == own
+    assert served(llama, "--max-running-requests", "3", "--hicache-size", "7") == own
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    others = [
+        served(copy),
+        served(llama, "--ragged-ratio", "0.3"),
+        served(llama, "--ragged-segment", "128"),
+        served(llama, "--ragged-scorer", "snapkv"),
+        served(llama, "--dtype", "float16"),
+    ]
+    assert len({own, *others}) == 1 + len(others)

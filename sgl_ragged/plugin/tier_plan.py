@@ -38,8 +38,11 @@ def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool)
         # A codec refuses what it cannot serve; here rather than in a worker.
         CODECS[codec](layout, torch.float32)
     settings = {name: str(getattr(view, name, None)) for name in NAMED}
-    # Whoever has an empty page of the same weights elsewhere may share it: the path is not named.
-    state = json.dumps([plan.digest, weights_identity(model_folder(view)), settings], sort_keys=True)
+    # The path is not named: the same weights in another folder give the same slabs.
+    folder = model_folder(view)
+    config = folder / "config.json"
+    computes = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
+    state = json.dumps([plan.digest, weights_identity(folder), computes, settings], sort_keys=True)
     return TierPlan(
         codec=codec,
         served=hashlib.sha256(state.encode()).hexdigest()[:16],
