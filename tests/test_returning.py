@@ -114,10 +114,20 @@ def test_what_would_not_measure_its_tiers_is_refused(flags, said):
         check(options, variants, HEADS, traffic_of(options))
 
 
-@pytest.mark.parametrize("text", ["token/load", "ragged@0.3/fast", "ragged", "ragged@0.3/"])
+@pytest.mark.parametrize(
+    "text", ["token/load", "token/0", "ragged@0.3/fast", "ragged@0.3/64", "ragged@0.3/auto", "ragged", "ragged@0.3/"]
+)
 def test_unknown_variants_are_refused(text):
     with pytest.raises(SettingsError):
         Variant.parse(text, 256)
+
+
+def test_variants_say_what_they_are():
+    texts = ["token", "token/64", "ragged@0.3", "ragged@0.3/recompute"]
+    variants = [Variant.parse(text, 256) for text in texts]
+    assert [str(one) for one in variants] == texts
+    assert [one.page for one in variants] == [256, 64, 256, 256]
+    assert [one.flags[-1] for one in variants] == ["256", "64", "auto", "recompute"]
 
 
 def test_texts_are_the_same_from_the_same_seed_and_messages_differ():

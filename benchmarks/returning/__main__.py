@@ -55,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--pools",
         default="token,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute",
-        help="the first is what others are held against; ragged@RATIO/recompute: --ragged-restore recompute "
+        help="the first is what others are held against; token/64: pages of 64 tokens; ragged@RATIO/recompute: "
+        "--ragged-restore recompute "
         "[token,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute]",
     )
     made.add_argument("--prompt-length", type=int, default=3200, help="of a first message [3200]")
@@ -84,7 +85,7 @@ def check(options: argparse.Namespace, variants: Sequence[Variant], heads: Heads
     if len(set(variants)) < len(variants) or variants[0].restore != AUTO:
         raise SettingsError("each pool can be measured once, and the first one is without a way to restore")
     for variant in variants:
-        if variant.restore != AUTO and dataclasses.replace(variant, restore=AUTO) not in variants:
+        if variant.restore != AUTO and dataclasses.replace(variant, restore=AUTO, marked="") not in variants:
             raise SettingsError(f"{variant} needs {variant.pool.name} beside it, for what recomputing takes")
         pages = PoolPages.of(variant.pool, heads, variant.page, parse_bytes(options.kv_bytes))
         each = traffic.pages_each(variant.page)

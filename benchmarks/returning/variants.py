@@ -21,23 +21,29 @@ COMMON = ("--skip-tokenizer-init", "--sleep-on-idle")
 
 @dataclass(frozen=True)
 class Variant:
-    """A pool; `page`: tokens per page or segment; `restore`: of the ragged pool."""
+    """A pool; `page`: tokens per page or segment; `restore`: of the ragged pool; `marked`: what its name adds."""
 
     pool: Pool
     page: int
     restore: str = AUTO
+    marked: str = ""
 
     def __str__(self) -> str:
-        return self.pool.name if self.restore == AUTO else f"{self.pool.name}/{self.restore}"
+        return self.pool.name + self.marked
 
     @classmethod
     def parse(cls, text: str, segment: int) -> Variant:
-        """'token', 'ragged@0.3' or 'ragged@0.3/recompute'. Raises SettingsError."""
-        name, slash, restore = text.partition("/")
+        """'token', 'token/64' with pages of its own, 'ragged@0.3' or 'ragged@0.3/recompute'. Raises SettingsError."""
+        name, slash, rest = text.partition("/")
         pool = Pool.parse(name)
-        if slash and (pool.ratio is None or restore not in MODES):
-            raise SettingsError(f"{text!r} is not known: write token, ragged@RATIO or ragged@RATIO/{'|'.join(MODES)}")
-        return cls(pool, segment, restore or AUTO)
+        if not slash:
+            return cls(pool, segment)
+        if pool.ratio is None and rest.isdecimal() and int(rest):
+            return cls(pool, int(rest), marked=f"/{rest}")
+        if pool.ratio is not None and rest in MODES and rest != AUTO:
+            return cls(pool, segment, rest, f"/{rest}")
+        ways = "|".join(mode for mode in MODES if mode != AUTO)
+        raise SettingsError(f"{text!r} is not known: write token, token/PAGE, ragged@RATIO or ragged@RATIO/{ways}")
 
     @property
     def flags(self) -> list[str]:
