@@ -1,6 +1,6 @@
 """Conversations that pause and come back: time to first token by the tier that they are on.
 
-    python -m benchmarks.multi_turn --shape return --model models/random-51m --pools token,ragged@0.5,ragged@0.3
+    python -m benchmarks.multi_turn --shape return --model models/random-51m --pools token/64,ragged@0.5,ragged@0.3
 
 A first turn of --prompt-length tokens; then other conversations, until it has been evicted; then one more message, of
 which the time to first token is taken, one request at a time. Tiers: device (it was not evicted), host
@@ -54,10 +54,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default=str(MODEL), help="[the recall model]")
     made.add_argument(
         "--pools",
-        default="token,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute",
+        default="token/64,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute",
         help="the first is what others are held against; token/64: pages of 64 tokens; ragged@RATIO/recompute: "
         "--ragged-restore recompute "
-        "[token,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute]",
+        "[token/64,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute]",
     )
     made.add_argument("--prompt-length", type=int, default=3200, help="of a first message [3200]")
     made.add_argument("--output-length", type=int, default=16, help="of its answer, exactly [16]")
@@ -70,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tight-host-bytes", default="160MiB", help="of a host that is too small for the first pool [160MiB]"
     )
+    made.add_argument("--no-disk", action="store_true", help="leave out storage and restarts")
     made.add_argument("--no-tight", action="store_true", help="leave that one out")
     made.add_argument("--seed", type=int, default=0, help="[0]")
     made.add_argument("--output", type=Path, default=RESULTS / "return.json", help="JSON file; the plot is beside it")
@@ -155,7 +156,17 @@ def run(options: argparse.Namespace) -> None:
             def advance(text: str) -> None:
                 progress.update(bar, advance=1, description=text)
 
-            stages = Stages(variants, traffic, heads, kv_bytes, started, Path(folder), advance, on_cpu=on_cpu)
+            stages = Stages(
+                variants,
+                traffic,
+                heads,
+                kv_bytes,
+                started,
+                Path(folder),
+                advance,
+                disk=not options.no_disk,
+                on_cpu=on_cpu,
+            )
             steps = stages.steps(parse_bytes(options.tight_host_bytes))
             progress.update(bar, total=sum(steps[stage] for stage in missing))
             for stage in missing:

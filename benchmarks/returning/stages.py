@@ -60,7 +60,8 @@ class Stages:
     """Runs stages.
 
     Args:
-        advance: called after every request, with what is measured next.
+        advance: called before every request, with what is measured.
+        disk: whether there is storage below the host.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Stages:
         folder: Path,
         advance: Callable[[str], None],
         *,
+        disk: bool,
         on_cpu: bool,
     ) -> None:
-        self.variants, self.traffic, self.on_cpu = variants, traffic, on_cpu
+        self.variants, self.traffic, self.disk, self.on_cpu = variants, traffic, disk, on_cpu
         self._heads, self._kv_bytes = heads, kv_bytes
         self._started, self._folder, self._advance = started, folder, advance
         self._turn = 0
@@ -86,13 +88,13 @@ class Stages:
     def tiers(self, host_bytes: int) -> tuple[list[Held], list[Visit]]:
         """Returns from all tiers, with a host that holds everything."""
         t = self.traffic
-        storages = {str(variant): self._folder / f"storage-{n}" for n, variant in enumerate(self.variants)}
-        places = [Place(str(v), v, self.pages(v), host_bytes, storages[str(v)]) for v in self.variants]
+        storages = {str(v): self._folder / f"storage-{n}" for n, v in enumerate(self.variants) if self.disk}
+        places = [Place(str(v), v, self.pages(v), host_bytes, storages.get(str(v))) for v in self.variants]
         alone = [Place(f"{v} without tiers", v, self.pages(v)) for v in self.variants if v.restore == AUTO]
         visits, servers = [], []
         with running(self._started, [*places, *alone], self._folder, on_cpu=self.on_cpu) as clients:
             histories = self._first_turns(places, clients)
-            for place in places:
+            for place in places if self.disk else ():
                 wait_until_written(storages[place.name], t.conversations * t.pages_each(place.variant.page))
             for turn in range(t.returns):
                 number = turn % t.conversations
@@ -107,8 +109,19 @@ class Stages:
                         history = histories[place.name, number]
                         visits.append(self._visit(clients[place.name], place.variant, cell, number, history))
             servers += [take_stock(clients[one.name], TIERS_STAGE, one) for one in places]
-        for storage in storages.values():
-            drop_page_cache(storage)
+        if self.disk:
+            for storage in storages.values():
+                drop_page_cache(storage)
+            found = self._after_restart(places, histories)
+            servers, visits = servers + found[0], visits + found[1]
+        check_bytes(servers)
+        return servers, visits
+
+    def _after_restart(
+        self, places: Sequence[Place], histories: dict[tuple[str, int], list[int]]
+    ) -> tuple[list[Held], list[Visit]]:
+        """Returns from storage, once a conversation: it is on the host afterwards."""
+        t, visits = self.traffic, []
         with running(self._started, places, self._folder, on_cpu=self.on_cpu) as clients:
             # What is done only once, and the first measurements of how fast restoring is.
             self._warm_up(places, clients)
@@ -116,8 +129,7 @@ class Stages:
                 for place in places:
                     history = histories[place.name, turn]
                     visits.append(self._visit(clients[place.name], place.variant, DISK, turn, history))
-            servers += [take_stock(clients[one.name], DISK, one) for one in places]
-        check_bytes(servers)
+            servers = [take_stock(clients[one.name], DISK, one) for one in places]
         return servers, visits
 
     def tight(self, host_bytes: int) -> tuple[list[Held], list[Visit]]:
@@ -145,12 +157,10 @@ class Stages:
         """Requests of each stage."""
         t, all_of_them = self.traffic, len(self.variants)
         autos = sum(one.restore == AUTO for one in self.variants)
-        firsts = t.conversations * all_of_them
-        tiers = firsts + t.returns * (autos + 2 * all_of_them) + min(t.returns, t.conversations) * all_of_them
-        return {
-            TIERS_STAGE: tiers + all_of_them,
-            TIGHT_STAGE: 2 * t.conversations * len(self.compared(tight_host_bytes)),
-        }
+        tiers = t.conversations * all_of_them + t.returns * (autos + 2 * all_of_them)
+        if self.disk:
+            tiers += (1 + min(t.returns, t.conversations)) * all_of_them
+        return {TIERS_STAGE: tiers, TIGHT_STAGE: 2 * t.conversations * len(self.compared(tight_host_bytes))}
 
     def _first_turns(
         self, places: Sequence[Place], clients: dict[str, ServerClient]
@@ -175,4 +185,6 @@ class Stages:
         self._advance(f"{variant}, {cell}")
         self._turn += 1
         prompt = history + self.traffic.message_of(self._turn)
-        return visit(client, str(variant), cell, number, prompt, held(len(history), variant.page))
+        # A return right behind another one finds the keys of the answer's last token, too, which that one computed.
+        known = len(history) + (cell == DEVICE)
+        return visit(client, str(variant), cell, number, prompt, held(known, variant.page))

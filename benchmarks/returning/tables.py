@@ -15,8 +15,8 @@ def by_tier(results: Results) -> Rows:
     rows: list[tuple[str, ...]] = []
     for variant in variants:
         # Variants that differ in how they restore recompute alike.
-        plain = variant.partition("/")[0]
-        recomputed = results.ttft_s(plain, RECOMPUTED)
+        own_cell = results.of(variant, RECOMPUTED)
+        recomputed = results.ttft_s(variant if own_cell else variant.partition("/")[0], RECOMPUTED)
         for tier in TIERS:
             own = results.ttft_s(variant, tier)
             if own.count:
