@@ -101,7 +101,7 @@ def traffic_of(options: argparse.Namespace) -> Traffic:
         (["--conversations", "5"], "--conversations 6"),
         (["--kv-bytes", "48MiB"], "more --kv-bytes"),
         (["--host-bytes", "200MiB"], "do not hold all conversations of token"),
-        (["--prompt-length", "200"], "no whole segment"),
+        (["--prompt-length", "200", "--pools", "ragged@0.3"], "no whole segment"),
         (["--returns", "0"], "--returns must be at least 1"),
         (["--pools", "token,token"], "measured once"),
         (["--pools", "token,ragged@0.3/recompute"], "needs ragged@0.3 beside it"),
