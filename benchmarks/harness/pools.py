@@ -10,7 +10,7 @@ from typing import Protocol
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import SettingsError
-from benchmarks.harness.launch import serve
+from benchmarks.harness.launch import LAUNCH_SERVER, serve
 from benchmarks.harness.warm_start import Nursery
 
 DECODE_LOG_INTERVAL = 8
@@ -81,14 +81,20 @@ class Started:
 
     @contextlib.contextmanager
     def client(
-        self, pool: Pool, requests: int, log: Path, added: Sequence[str] = (), ready_within_s: float = 300
+        self,
+        pool: Pool,
+        requests: int,
+        log: Path,
+        added: Sequence[str] = (),
+        ready_within_s: float = 300,
+        launcher: Sequence[str] = LAUNCH_SERVER,
     ) -> Iterator[ServerClient]:
-        """`added`: flags of this server alone."""
+        """`added`: flags of this server alone; `launcher`: what starts it."""
         start = self._nursery.serve if self._nursery else serve
         args = server_arguments(pool, requests, self._kv_bytes, on_cpu=self._nursery is not None)
         further = [*self._common, *(self._ragged if pool.ratio is not None else ()), *added]
         with (
-            start(self._model, *args, *further, log=log, ready_within_s=ready_within_s) as server,
+            start(self._model, *args, *further, log=log, launcher=launcher, ready_within_s=ready_within_s) as server,
             ServerClient(server.url) as client,
         ):
             yield client

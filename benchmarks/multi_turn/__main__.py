@@ -38,12 +38,16 @@ from benchmarks.multi_turn.store import Store
 from benchmarks.multi_turn.summary import cells
 from benchmarks.multi_turn.verdict import Targets, reason_to_reject
 from benchmarks.multi_turn.writers import writer_for
+from benchmarks.returning import __main__ as returning
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "results"
 SAME_BYTES = 0.1
 """Pools may differ by this share of their bytes: the ragged one is a whole number of slabs."""
+
+RETURN = "return"
+"""The shape that `benchmarks.returning` measures: one request at a time, by the tier that a conversation is on."""
 
 NOT_SETTINGS = ("output", "json")
 """Options that change no figure."""
@@ -56,7 +60,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     traffic = made.add_argument_group("traffic")
-    traffic.add_argument("--shape", choices=SHAPES, default="chat", help="[chat]")
+    traffic.add_argument(
+        "--shape",
+        choices=(*SHAPES, RETURN),
+        default="chat",
+        help="return is a benchmark with options of its own: --shape return --help [chat]",
+    )
     traffic.add_argument("--clients", "--num-clients", type=int, nargs="+", default=[256], help="one or more [256]")
     traffic.add_argument("--rounds", "--num-rounds", type=int, default=5, help="requests of each client [5]")
     traffic.add_argument("--request-length", type=int, default=512, help="of each new message (chat: mean) [512]")
@@ -257,6 +266,12 @@ def figures_json(benchmark: Benchmark) -> str:
 
 
 def main() -> None:
+    shape = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shape.add_argument("--shape")
+    chosen, others = shape.parse_known_args()
+    if chosen.shape == RETURN:
+        returning.main(others)
+        return
     options = parser().parse_args()
     with command("multi_turn"):
         run(options)

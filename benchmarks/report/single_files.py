@@ -14,6 +14,9 @@ from benchmarks.accuracy.store import Results
 from benchmarks.accuracy.tables import tables
 from benchmarks.harness.rows import Rows
 from benchmarks.report.section import Figure, Section
+from benchmarks.returning import tables as returning
+from benchmarks.returning.results import Results as Returns
+from benchmarks.returning.visit import TIGHT
 from benchmarks.tier_codecs.results import Result, table
 
 
@@ -94,6 +97,14 @@ def _accuracy(path: Path, data: Any) -> list[Rows]:
     return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
 
 
+def _returning(path: Path, data: Any) -> list[Rows]:
+    found = Returns.from_json(path, data)
+    made = [returning.by_tier(found), returning.restored_above_device(found)]
+    if any(one.cell == TIGHT for one in found.visits):
+        made.append(returning.tight(found))
+    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
+
+
 def _cta_map(path: Path, data: Any) -> list[Rows]:
     names = ("ctas_median", "waves_median", "filled_median", "imbalance_median", "makespan_median", "makespan_worst")
     rows = [
@@ -128,6 +139,14 @@ KINDS = (
         _demo,
     ),
     STEP_SPEED,
+    Kind(
+        "return*.json",
+        "Conversations that come back, by tier",
+        "Time to first token of a conversation that paused: still on the device, evicted to the host, after a restart, "
+        "and with no tier below the device; all pools with the same bytes on device and host. docs/returning.md.",
+        "python -m benchmarks.multi_turn --shape return",
+        _returning,
+    ),
     Kind(
         "accuracy*.json",
         "Accuracy by suite, scorer, budgets and ratio",

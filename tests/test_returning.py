@@ -1,0 +1,245 @@
+"""The benchmark of conversations that come back: what is on which tier, and which returns count."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.pools import Pool
+from benchmarks.returning import tables
+from benchmarks.returning.__main__ import check, parser
+from benchmarks.returning.results import Held, Results, Spread
+from benchmarks.returning.servers import check_bytes
+from benchmarks.returning.sizes import Heads, PoolPages, held, hits, needed_to_evict
+from benchmarks.returning.stages import TIGHT_STAGE, Traffic
+from benchmarks.returning.token_server import back_up_layers, load_layer, runs
+from benchmarks.returning.variants import Variant
+from benchmarks.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIERS, TIGHT, Visit
+
+HEADS = Heads(layers=4, kv_heads=8, head_dim=64, itemsize=4)
+MIB = 2**20
+
+
+def pages(ratio: float | None, kv_bytes: int = 64 * MIB) -> PoolPages:
+    return PoolPages.of(Pool(ratio), HEADS, 256, kv_bytes)
+
+
+def test_a_token_has_the_bytes_of_its_keys_and_values():
+    assert HEADS.token_bytes == 2 * 4 * 8 * 64 * 4
+    assert pages(None) == PoolPages(page=256, page_bytes=256 * HEADS.token_bytes, device=16)
+
+
+def test_a_ragged_pool_holds_as_many_more_pages_as_its_slabs_are_smaller():
+    full, half = pages(1.0), pages(0.5)
+    assert half.page_bytes * 2 == full.page_bytes == pages(None).page_bytes
+    # 64 MiB less two tails of 4 MiB; a slot of each is SGLang's padding page.
+    assert (full.device, half.device) == (56 // 4 - 1, 56 // 2 - 1)
+
+
+@pytest.mark.parametrize("ratio", [None, 1.0, 0.5, 0.3])
+@pytest.mark.parametrize("host", [128 * MIB, 320 * MIB, 321 * MIB + 5])
+def test_hosts_have_the_same_bytes_whatever_a_page_takes(ratio, host):
+    one = pages(ratio)
+    # As SGLang rounds.
+    got = int(one.device * one.page * one.host_ratio(host)) // one.page
+    assert got == one.host(host)
+    assert host - one.page_bytes < got * one.page_bytes <= host
+
+
+def test_caches_hold_whole_pages_and_not_the_newest_token():
+    assert [held(tokens, 256) for tokens in (1, 256, 257, 3216)] == [0, 0, 256, 3072]
+    assert held(3216, 1) == 3215
+
+
+@pytest.mark.parametrize("device", range(5, 40))
+@pytest.mark.parametrize("each", [1, 3, 5])
+def test_as_many_conversations_as_needed_are_evicted_in_turns_and_one_less_is_not(device, each):
+    needed = needed_to_evict(device, each)
+    turns = [number % needed for number in range(4 * needed)]
+    assert hits(device, each, turns) == [0] * len(turns)
+    fewer = [number % (needed - 1) for number in range(4 * needed)]
+    assert max(hits(device, each, fewer)) > 0
+
+
+def test_what_was_used_last_stays_and_conversations_lose_their_end_first():
+    # Seven pages for three conversations of three: the first one keeps one page.
+    assert hits(7, 3, [0, 1, 2, 0]) == [0, 0, 0, 1]
+    assert hits(9, 3, [0, 1, 2, 0, 1, 2]) == [0, 0, 0, 3, 3, 3]
+    # The second visit makes the first conversation the youngest.
+    assert hits(6, 3, [0, 1, 0, 2, 0, 1]) == [0, 0, 3, 0, 3, 0]
+
+
+def test_the_defaults_evict_from_every_device_and_tell_the_hosts_apart():
+    options = parser().parse_args([])
+    traffic = traffic_of(options)
+    variants = [Variant.parse(text, options.segment) for text in options.pools.split(",")]
+    check(options, variants, HEADS, traffic)
+    each = traffic.pages_each(256)
+    visits = [*range(6), *range(6)]
+    found = {ratio: hits(pages(ratio).host(160 * MIB), each, visits)[6:] for ratio in (None, 0.5, 0.3)}
+    assert found == {None: [0] * 6, 0.5: [each] * 6, 0.3: [each] * 6}
+
+
+def traffic_of(options: argparse.Namespace) -> Traffic:
+    return Traffic(
+        conversations=options.conversations,
+        prompt=options.prompt_length,
+        answer=options.output_length,
+        message=options.message_length,
+        returns=options.returns,
+        seed=options.seed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--conversations", "5"], "--conversations 6"),
+        (["--kv-bytes", "48MiB"], "more --kv-bytes"),
+        (["--host-bytes", "200MiB"], "do not hold all conversations of token"),
+        (["--prompt-length", "200", "--pools", "ragged@0.3"], "no whole segment"),
+        (["--returns", "0"], "--returns must be at least 1"),
+        (["--pools", "token,token"], "measured once"),
+        (["--pools", "token,ragged@0.3/recompute"], "needs ragged@0.3 beside it"),
+    ],
+)
+def test_what_would_not_measure_its_tiers_is_refused(flags, said):
+    options = parser().parse_args(flags)
+    variants = [Variant.parse(text, options.segment) for text in options.pools.split(",")]
+    with pytest.raises(SettingsError, match=said):
+        check(options, variants, HEADS, traffic_of(options))
+
+
+@pytest.mark.parametrize(
+    "text", ["token/load", "token/0", "ragged@0.3/fast", "ragged@0.3/64", "ragged@0.3/auto", "ragged", "ragged@0.3/"]
+)
+def test_unknown_variants_are_refused(text):
+    with pytest.raises(SettingsError):
+        Variant.parse(text, 256)
+
+
+def test_variants_say_what_they_are():
+    texts = ["token", "token/64", "ragged@0.3", "ragged@0.3/recompute"]
+    variants = [Variant.parse(text, 256) for text in texts]
+    assert [str(one) for one in variants] == texts
+    assert [one.page for one in variants] == [256, 64, 256, 256]
+    assert [one.flags[-1] for one in variants] == ["256", "64", "auto", "recompute"]
+
+
+def test_texts_are_the_same_from_the_same_seed_and_messages_differ():
+    one = Traffic(conversations=2, prompt=20, answer=4, message=5, returns=2, seed=3)
+    assert one.first(0) == one.first(0) != one.first(1)
+    assert one.message_of(1) != one.message_of(2)
+    assert one.first(0) != replace(one, seed=4).first(0)
+    assert (len(one.first(0)), len(one.message_of(1))) == (20, 5)
+
+
+def a_visit(cell: str, device: int = 0, host: int = 0, storage: int = 0, **more: object) -> Visit:
+    plain = Visit("token", cell, 0, 0.5, 900, 768, device, host, storage)
+    return replace(plain, **more)  # type: ignore[arg-type]
+
+
+def test_a_return_counts_where_its_cell_says_only():
+    found = {DEVICE: (768, 0, 0), HOST: (0, 768, 0), DISK: (0, 0, 768), RECOMPUTED: (0, 0, 0)}
+    for cell in TIERS:
+        for other, where in found.items():
+            assert a_visit(cell, *where).in_place == (cell == other)
+    assert not a_visit(HOST, 256, 512).in_place
+    assert not a_visit(HOST, 0, 512).in_place
+    assert a_visit(TIGHT, 256, 256).in_place
+
+
+def results(tmp_path) -> Results:
+    made = Results(tmp_path / "found.json", {"limit": 1}, {"date": "2026-01-02"})
+    visits = []
+    for variant, scale in (("token", 1.0), ("ragged@0.3", 0.5), ("ragged@0.3/recompute", 0.6)):
+        for number in range(3):
+            for cell, base, where in (
+                (DEVICE, 0.2, (768, 0, 0)),
+                (HOST, 0.3, (0, 768, 0)),
+                (RECOMPUTED, 1.0, (0, 0, 0)),
+                (TIGHT, 0.4, (0, 384, 0)),
+            ):
+                if "/" not in variant or cell in (DEVICE, HOST):
+                    taken = scale * base * (1 + number / 10)
+                    visits.append(a_visit(cell, *where, variant=variant, conversation=number, ttft_s=taken))
+    visits.append(a_visit(HOST, 256, 512, ttft_s=99.0))
+    servers = [Held(TIGHT_STAGE, variant, 100, 200, 10, 20, {}) for variant in ("token", "ragged@0.3")]
+    made.add("tiers", servers, visits)
+    return made
+
+
+def test_tables_hold_medians_and_ratios_of_the_returns_that_count(tmp_path):
+    found = results(tmp_path)
+    rows = {row[:2]: row[2:] for row in tables.by_tier(found).rows}
+    assert rows["token", HOST] == ("3", "330", "300", "360", "0.30", "1.00")
+    assert rows["ragged@0.3", HOST] == ("3", "165", "150", "180", "0.30", "0.50")
+    # Held against the same pool's recomputing, of which it has no returns of its own.
+    assert rows["ragged@0.3/recompute", HOST] == ("3", "198", "180", "216", "0.36", "0.60")
+    assert ("ragged@0.3/recompute", RECOMPUTED) not in rows
+    added = {row[0]: row[2] for row in tables.restored_above_device(found).rows}
+    assert added == {"token": "110", "ragged@0.3": "55", "ragged@0.3/recompute": "66"}
+    assert [row[3] for row in tables.tight(found).rows] == ["50%", "50%"]
+    assert len(tables.strays(found)) == 1
+    assert "256 were found on the device, 512 on the host" in tables.strays(found)[0]
+
+
+def test_a_file_is_continued_with_the_stages_that_it_lacks(tmp_path):
+    found = results(tmp_path)
+    found.write()
+    again = Results.open(found.path, {"limit": 1}, {})
+    assert again.known == ["tiers"]
+    assert again.visits == found.visits
+    assert again.servers == found.servers
+    with pytest.raises(SettingsError, match="limit: there 1, here 2"):
+        Results.open(found.path, {"limit": 2}, {})
+
+
+def test_servers_of_different_bytes_are_refused():
+    one = Held("tiers", "token", 100, 200, 10, 20, {})
+    check_bytes([one, replace(one, variant="ragged@0.3", device_bytes=105, host_bytes=190), replace(one, host_bytes=0)])
+    with pytest.raises(SettingsError, match=r"host bytes are token 200, ragged@0\.3 170"):
+        check_bytes([one, replace(one, variant="ragged@0.3", host_bytes=170)])
+
+
+def test_a_spread_of_nothing_has_no_median():
+    assert Spread.of([]) == Spread(0, None, None, None)
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(3, 2.0, 1.0, 3.0)
+
+
+def test_pages_that_follow_each_other_are_one_copy():
+    src, dst = torch.tensor([4, 5, 6, 9, 1, 2]), torch.tensor([0, 1, 2, 3, 7, 9])
+    assert runs(src, dst) == [(4, 0, 3), (9, 3, 1), (1, 7, 1), (2, 9, 1)]
+    assert runs(src[:0], dst[:0]) == []
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_tokens_come_back_from_the_host_of_the_token_pool_as_they_were(page):
+    layers, heads, dim, count = 3, 2, 5, 6
+    device = [torch.randn(page * 10, heads, dim) for _ in range(2 * layers)]
+    before = [one.clone() for one in device]
+    host = torch.zeros(2, 12, layers, page, heads, dim)
+
+    def indices(pages: list[int]) -> torch.Tensor:
+        return (torch.tensor(pages)[:, None] * page + torch.arange(page)).flatten()
+
+    here, there, back = indices([3, 4, 5, 1, 8, 9]), indices([2, 3, 7, 8, 0, 1]), indices([0, 1, 2, 7, 6, 5])
+    back_up_layers(src_ptrs=device, dst_ptrs=[host[0], host[1]], src_indices=here, dst_indices=there, page_size=page)
+    for one in device:
+        one.zero_()
+    for layer in range(layers):
+        load_layer(
+            src_ptrs=[host[0], host[1]],
+            dst_ptrs=[device[layer], device[layers + layer]],
+            src_indices=there,
+            dst_indices=back,
+            layer_id=layer,
+            page_size=page,
+        )
+    for now, then in zip(device, before, strict=True):
+        assert torch.equal(now[back], then[here])
+        assert torch.count_nonzero(now.flatten(1).any(1)) == count * page
