@@ -188,11 +188,50 @@ def pages(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.bin"))
 
 
-def test_conversations_come_back_from_storage(nursery, tmp_path):
-    """Over restarts, and never as anything else than they were."""
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(),
+        *(
+            pytest.param(one, marks=pytest.mark.thorough)
+            for one in (
+                Variant(tp=2),
+                Variant("write_through_selective", "snapkv"),
+                Variant("write_back", "snapkv", overlap=False, tp=2),
+                Variant("write_back", restore="recompute"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_conversations_come_back_from_storage(nursery, tmp_path, variant):
+    """After a restart; write_back has written what was evicted."""
+    flags = (*STORED, "--file-storage-path", str(tmp_path / "pages"))
+    with serve(nursery, tmp_path, variant, *flags) as server:
+        firsts, seconds = cold_turns(server)
+        for prompt in CONVERSATIONS:
+            for _ in range(2):
+                generate(server, prompt, NEW)
+        fill_device(server)
+        # write_back gives to storage what leaves the host, or has been evicted from the device.
+        fill_device(server)
+    with serve(nursery, tmp_path, variant, *flags) as server:
+        for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
+            found = generate(server, second_turn(first, prompt), NEW)
+            assert_same(found, second)
+            assert found.cached == held(first, prompt)
+        assert restored(server, "storage") > 0
+
+
+def test_storage_is_never_read_as_anything_else_than_it_was(nursery, tmp_path):
+    """Damaged pages, what a killed server left, another ratio; and weights stay what they were."""
     folder = tmp_path / "pages"
     flags = (*STORED, "--file-storage-path", str(folder))
     with serve(nursery, tmp_path, Variant(), *flags) as server:
+        body = {"model_path": str(MODEL)}
+        answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60)
+        assert answer.status_code == 400
+        assert "slabs of the ones before" in answer.json()["message"]
         firsts, seconds = cold_turns(server)
         assert not pages(folder)
         for prompt, first in zip(CONVERSATIONS, firsts, strict=True):
