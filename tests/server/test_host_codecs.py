@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import time
-
 import httpx
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
 from tests.server.client import generate
-from tests.server.test_host_tier import FLAGS, NEW, conversation, fill_device, restored, whole_segments
+from tests.server.test_host_tier import (
+    NEW,
+    SEGMENT,
+    STORED,
+    Variant,
+    conversation,
+    fill_device,
+    held,
+    pages,
+    restored,
+    second_turn,
+    serve,
+)
 
 pytestmark = pytest.mark.server
 
-FILES = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 PROMPT = conversation(1, 1000)
 
 
@@ -30,49 +38,32 @@ def tier(server) -> tuple[str, float]:
     [("fp8", 0.26, 6e-2), pytest.param("shared", 0.77, 1.0, marks=pytest.mark.thorough)],
 )
 def test_restored_answers_are_close_and_rows_small(nursery, tmp_path, codec, share, most):
-    flags = [*FLAGS, "--ragged-host-codec", codec, "--hicache-storage-backend", "file"]
-    storage = tmp_path / "storage"
-    storage.mkdir()
-    with nursery.serve(MODEL, *flags, log=tmp_path / "log", env={FILES: str(storage)}) as server:
+    folder = tmp_path / "pages"
+    flags = (*STORED, "--file-storage-path", str(folder), "--ragged-profile", "uniform")
+    with serve(nursery, tmp_path, Variant(), *flags, "--ragged-host-codec", codec) as server:
         found, size = tier(server)
         assert found == codec
         assert size < share
         first = generate(server, PROMPT, NEW)
-        asked = [*PROMPT, *first.tokens, *conversation(7, 90)]
+        asked = second_turn(first, PROMPT)
         warm = generate(server, asked, NEW)
-        whole = whole_segments(first, PROMPT)
+        whole = held(first, PROMPT)
         assert warm.cached == whole
         fill_device(server)
         before = restored(server)
         back = generate(server, asked, NEW)
         assert back.cached >= whole
-        generate(server, conversation(50, 20), 1)
         assert restored(server) > before
         moved = np.abs(back.output_logprobs - warm.output_logprobs).max()
         assert back.tokens == warm.tokens
         assert 0 < moved < most, "exact would not have moved it"
-        written = pages(storage)
-        assert len(written) >= whole // 64
+    assert len(pages(folder)) >= whole // SEGMENT
     if codec != "fp8":
         return
     # The same folder, another codec: its pages have other names.
-    exact = [*FLAGS, "--hicache-storage-backend", "file"]
-    with nursery.serve(MODEL, *exact, log=tmp_path / "exact.log", env={FILES: str(storage)}) as server:
+    with serve(nursery, tmp_path, Variant(), *flags) as server:
         assert tier(server) == ("exact", 1.0)
         other = generate(server, asked, NEW)
         assert other.cached == 0
         assert restored(server, "storage") == 0
         np.testing.assert_allclose(other.output_logprobs, warm.output_logprobs, atol=1e-4)
-
-
-def pages(storage) -> list:
-    """Files of pages, once no more are written."""
-    found: list = []
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        again = sorted(storage.rglob("*.bin"))
-        if again and len(again) == len(found):
-            break
-        found = again
-        time.sleep(0.5)
-    return found
