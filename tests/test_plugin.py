@@ -18,9 +18,12 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import refusal as refusal_module
 from sgl_ragged.plugin import register, resolution, seams
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, dashed, make_options
+from sgl_ragged.plugin.seams import installed_release
 from tests.models import make_llama, make_profile, make_qwen3
 
 load_plugins()
+
+TIERS = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="host tiers need SGLang 0.5.23")
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +126,14 @@ def test_engine_takes_the_flags_as_keywords():
         (("--chunked-prefill-size", "128"), "set it to 256"),
         (("--chunked-prefill-size", "1000"), "set it to 768"),
         (("--disaggregation-mode", "prefill"), "disaggregation"),
-        (("--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"), "backend mooncake was not tried"),
-        (("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer"),
+        pytest.param(
+            ("--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"),
+            "backend mooncake was not tried",
+            marks=TIERS,
+        ),
+        pytest.param(
+            ("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer", marks=TIERS
+        ),
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
@@ -316,6 +325,7 @@ def test_nothing_asked_means_no_options():
     assert make_options({"kv_pool": "token", "kv_bytes": "1k"}, from_command_line=True).kv_bytes == 1000
 
 
+@TIERS
 def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
     """Whatever changes slabs changes what names them; what does not, does not."""
 
@@ -339,3 +349,11 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
         served(llama, "--dtype", "float16"),
     ]
     assert len({own, *others}) == 1 + len(others)
+
+
+def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypatch):
+    lacking = (seams.Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.no_such_strategy", ("strategy",)),)
+    monkeypatch.setattr(resolution, "TIER_SEAMS", lacking)
+    message = refusal(llama, "--kv-pool", "ragged", "--enable-hierarchical-cache")
+    assert "is not supported with --enable-hierarchical-cache" in message
+    resolved(llama, "--kv-pool", "ragged")
