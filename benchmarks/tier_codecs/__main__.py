@@ -12,12 +12,8 @@ contexts that are still on the device. docs/host-tier-codecs.md says what is mea
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
-import shlex
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +22,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer
 
-from benchmarks.harness.errors import ServerLost, SettingsError
+from benchmarks.harness.command import command, provenance
+from benchmarks.harness.errors import ServerFailed, ServerLost, SettingsError
 from benchmarks.harness.files import write_whole
-from benchmarks.harness.launch import ServerFailed
 from benchmarks.harness.machine import describe
 from benchmarks.harness.pools import Pool, Started
-from benchmarks.quality.head import HeadMissing, load_head
-from benchmarks.quality.texts import TextMissing
+from benchmarks.quality.head import load_head
 from benchmarks.tier_codecs.asking import Answers, go_on_restored, read_contexts
 from benchmarks.tier_codecs.results import Result, count_right, differences, document, draw, table
 from benchmarks.tier_codecs.suites import SUITES, Talk, from_recall, from_texts, pool_tokens
@@ -61,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(options: argparse.Namespace) -> list[Result]:
-    """Measure, print, write. Raises SettingsError, ServerLost, TextMissing, HeadMissing."""
+    """Measure, print, write. Raises BenchmarkError."""
     model, tokenizer = Path(options.model), AutoTokenizer.from_pretrained(options.model)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise SettingsError(f"--json {options.json}: give a file in a folder that exists")
@@ -129,11 +124,11 @@ def _asked(
         progress.advance(own)
 
     try:
-        with servers.target(pool, 2, log, flags, ready_within_s=CALIBRATION_S) as target:
+        with servers.client(pool, 2, log, flags, ready_within_s=CALIBRATION_S) as client:
             exact = flags[-1] == CODEC_NAMES[0]
-            on_device = read_contexts(target.url, talks, options.segment, ask=exact, advance=advance)
-            restored = go_on_restored(target.url, talks, options.segment, advance)
-            info = target.ragged()
+            on_device = read_contexts(client.url, talks, options.segment, ask=exact, advance=advance)
+            restored = go_on_restored(client.url, talks, options.segment, advance)
+            info = client.ragged()
     except ServerLost as error:
         raise ServerLost(f"the server with {name} is gone ({error}); its log is {log}") from None
     except ServerFailed as error:
@@ -151,26 +146,13 @@ def _about(options: argparse.Namespace, talks: list[Talk]) -> tuple[dict[str, An
         "continuations": sum(bool(talk.continuation) for talk in talks),
         "questions": sum(len(talk.questions) for talk in talks),
     }
-    about = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.tier_codecs", *sys.argv[1:]]),
-        "machine": describe(),
-    }
-    return settings, about
+    return settings, provenance("benchmarks.tier_codecs") | {"machine": describe()}
 
 
 def main() -> None:
     options = parser().parse_args()
-    # A kill ends the servers as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with torch.inference_mode():
-            run(options)
-    except (SettingsError, ServerLost, TextMissing, HeadMissing) as error:
-        print(f"tier_codecs: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with command("tier_codecs"), torch.inference_mode():
+        run(options)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,8 @@ class SlabTransfer:
         start = self.codec.layout.layer_start
         if self._row_copy is not None:
             here, behind = (int(start[one]) * self._itemsize for one in (layer, layer + 1))
+            # Indices that SGLang hands over are there already.
+            pages, slots = pages.to(slabs.device), slots.to(slabs.device)
             self._row_copy(self.rows, slabs, pages, slots, (here, behind), here)
             return
         group = next((one for one in self.groups if one[0] == layer), None)

@@ -107,9 +107,6 @@ class RaggedHostPool(HostKVCache):
             raise ValueError("not a whole page of this model, profile and pool")
         self.kv_buffer[int(index) // self.page_size].copy_(row)
 
-    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
-        return self.codec.row_bytes % page_size_bytes == 0
-
 
 DIRECT_LAYOUT = "page_first_direct"
 """With it, SGLang's controller hands over device indices on the host: slab by slab, each a copy of its own."""

@@ -315,7 +315,7 @@ def test_a_full_disk_costs_nothing_but_what_it_would_have_held(nursery, tmp_path
             firsts, seconds = cold_turns(server)
             for prompt, first in zip(CONVERSATIONS, firsts, strict=True):
                 assert_same(generate(server, prompt, NEW), first)
-            assert "No space left on device" in server.log_text() or len(pages(folder)) < 30
+            assert 0 < len(pages(folder)) < sum(map(held, firsts, CONVERSATIONS)) // SEGMENT
             for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
                 assert_same(generate(server, second_turn(first, prompt), NEW), second)
         # What fitted is whole.
