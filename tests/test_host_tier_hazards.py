@@ -18,6 +18,7 @@ from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.tier_meter import TierMeter
 from sgl_ragged.plugin import host_tier
+from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, RaggedHostPool
 from sgl_ragged.plugin.host_tier import RaggedCacheController
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
@@ -126,3 +127,20 @@ def test_runs():
     assert marked_runs([]) == []
     assert marked_runs([True]) == [(0, 1)]
     assert marked_runs([False, True, True, False, True]) == [(1, 3), (4, 5)]
+
+
+def test_a_layer_is_not_read_before_it_has_come_from_the_host():
+    said = []
+    pool = SimpleNamespace(
+        layer_transfer_counter=SimpleNamespace(wait_until=lambda layer: said.append(("wait", layer)))
+    )
+    heads = (torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 4), torch.zeros(1, 1, 4), None)
+
+    def operation(layer: int, queries: torch.Tensor, *_: object) -> torch.Tensor:
+        said.append(("read", layer))
+        return queries
+
+    backend = SimpleNamespace(pool=pool, exchange=None, first_layer=0, forward_metadata=None, _heads=lambda *_: heads)
+    layer = SimpleNamespace(layer_id=3)
+    RaggedAttnBackend._attend(backend, operation, None, None, None, layer)
+    assert said == [("wait", 3), ("read", 3)]
