@@ -126,7 +126,7 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         blocks["PRECISION"] = tile.precision
         if kernel is extend.extend_kernel:
-            blocks["DIVIDED"] = False
+            blocks |= {"DIVIDED": False, "LSE": False}
         yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim)
         # Of heads divided among CTAs, one dtype stands for all: only what is done with the result differs.
         if kernel is extend.extend_kernel and dtype == "bf16":
@@ -154,7 +154,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
         constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "TAIL": SEGMENT, "HEAD_DIM": dim}
         constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
-        constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False}
+        constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)
 

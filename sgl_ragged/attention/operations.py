@@ -117,9 +117,9 @@ class Operations(ABC):
             queries: [tokens, heads, q_per_kv, head_dim].
             keys, values: [tokens, heads, head_dim], keys after RoPE.
             sides: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
-            lse: float32 [tokens, heads, q_per_kv], all -inf, for layers with partial heads: theirs get the natural
-                log-sum-exps of their logits. They remain -inf where a head attends to nothing here, and its output is
-                0.
+            lse: float32 [tokens, heads, q_per_kv], all -inf, to be filled with the natural log-sum-exps of the logits;
+                layers with partial heads need it. They remain -inf where a head attends to nothing here, and its
+                output is 0.
 
         Returns:
             [tokens, heads, q_per_kv, head_dim]; zeros for tokens of no chunk. Changes the slabs of finished segments

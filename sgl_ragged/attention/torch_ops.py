@@ -156,11 +156,11 @@ def _attend_pieces(
                 store, layer, band, heads, history[:, :, :seen], own, row, piece, tokens
             )
             chunk = slice(piece.first_token, piece.first_token + piece.tokens)
-            if band.partial:
-                assert lse is not None, "layers with partial heads need their log-sum-exps"
+            if lse is not None:
                 attended, logs = _attend_part(asking[:, :, tokens], seen_keys, seen_values, mask, store.scales[layer])
                 lse[chunk, heads] = logs.permute(2, 0, 1)
             else:
+                assert not band.partial, "layers with partial heads need their log-sum-exps"
                 attended = _attend(asking[:, :, tokens], seen_keys, seen_values, mask, store.scales[layer])
             output[chunk, heads] = attended.permute(2, 0, 1, 3)
 
@@ -212,16 +212,16 @@ def _attend_part_of_batch(
         mask = part.mask(band.kept)
         if not band.attends_open:
             band_tails, mask = band_tails[:, :, :, :0], mask[..., : view.slots.shape[1] * band.kept]
-        attended, logs = _attend_band(band_queries, history, band_tails, mask, band.partial)
+        assert lse is not None or not band.partial, "layers with partial heads need their log-sum-exps"
+        attended, logs = _attend_band(band_queries, history, band_tails, mask, lse is not None)
         output[:, heads] = attended.to(output.dtype)
-        if logs is not None:
-            assert lse is not None, "layers with partial heads need their log-sum-exps"
+        if lse is not None:
             lse[:, heads] = logs
     return output
 
 
 def _attend_band(
-    queries: torch.Tensor, history: torch.Tensor, tails: torch.Tensor, mask: torch.Tensor, partial: bool
+    queries: torch.Tensor, history: torch.Tensor, tails: torch.Tensor, mask: torch.Tensor, log_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Decode attention of one band in float32.
 
@@ -233,8 +233,7 @@ def _attend_band(
         history: [batch * segments, heads, 2 (K, V), kept, d].
         tails: [batch, 2 (K, V), heads, tokens, d].
         mask: bool [batch, 1, 1, segments * kept + tokens].
-
-        partial: whether queries may see nothing, and log-sum-exps are wanted.
+        log_sums: whether log-sum-exps are wanted; queries may see nothing then.
 
     Returns:
         Like `queries`, and the log-sum-exps of the logits [batch, heads, q_per_kv], if they are wanted.
@@ -248,7 +247,7 @@ def _attend_band(
     past = past.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, seen)
     logits = torch.cat([past, queries @ tails[:, 0].transpose(2, 3)], dim=-1)
     logits.masked_fill_(~mask, -torch.inf)
-    lse = logits.logsumexp(dim=-1) if partial else None
+    lse = logits.logsumexp(dim=-1) if log_sums else None
     weights = logits.softmax(dim=-1) if lse is None else _softmax(logits, lse)
     output = weights[..., seen:] @ tails[:, 1]
     if segments:

@@ -36,7 +36,8 @@ class HeadOrder:
     def __init__(self, placement: Placement, geometry: ModelGeometry) -> None:
         self._geometry = geometry
         order = np.array(placement.heads.reshape(placement.heads.shape[0], -1))
-        self._order = torch.from_numpy(order)
+        # Layers that the placement does not know of, those with sliding windows, keep the checkpoint's order.
+        self._order = dict(zip(geometry.layer_numbers, torch.from_numpy(order), strict=True))
         self._found: dict[tuple[int, str], str] = {}
 
     def reorder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -50,15 +51,17 @@ class HeadOrder:
 
     def require_all(self) -> None:
         """After the last pair: raise RaggedConfigError unless q, k, v and o of every layer were among them."""
-        require_projections(self._found.values(), self._geometry.num_layers)
+        require_projections(self._found.values(), self._geometry.all_layers)
 
     def _place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found = attention_part(name, self._geometry.num_layers)
+        found = attention_part(name, self._geometry.all_layers)
         if found is None:
             return tensor
         layer, part = found
         if self._found.setdefault((layer, part), name) != name:
             raise _not_covered(f"{name} and {self._found[layer, part]} are the same weight of layer {layer}")
+        if layer not in self._order:
+            return tensor
         if part in _SHARED:
             if part.endswith("norm.weight") and tensor.shape != (self._geometry.head_dim,):
                 raise _not_covered(f"{name} {tuple(tensor.shape)} normalises over all heads together")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from dataclasses import dataclass, replace
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.window_sizes import WindowNeeds
 
 MAX_TAIL_SHARE = 1 / 8
 """Unless the user asks for more running requests, tails take at most this share of the KV bytes, and at most half of
@@ -39,6 +41,7 @@ class PoolSizes:
     """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
     `side_bytes`: what the scorer keeps beside each row's tail, counted as part of the tails.
+    `window_pages`, `window_page_bytes`: the pool of the model's sliding-window layers, its padding page among them.
     """
 
     layout: SlabLayout
@@ -46,6 +49,8 @@ class PoolSizes:
     num_slots: int
     num_rows: int
     side_bytes: int = 0
+    window_pages: int = 0
+    window_page_bytes: int = 0
 
     @property
     def slab_bytes(self) -> int:
@@ -61,8 +66,12 @@ class PoolSizes:
         return self.num_rows * self.row_bytes
 
     @property
+    def windows_bytes(self) -> int:
+        return self.window_pages * self.window_page_bytes
+
+    @property
     def total_bytes(self) -> int:
-        return self.num_slots * self.slab_bytes + self.tails_bytes
+        return self.num_slots * self.slab_bytes + self.tails_bytes + self.windows_bytes
 
     @property
     def max_total_tokens(self) -> int:
@@ -76,8 +85,8 @@ class PoolSizes:
 
     @property
     def full_tokens(self) -> int:
-        """Tokens that an uncompressed cache holds in the same bytes."""
-        return self.total_bytes // self.layout.full_bytes_per_token(self.itemsize)
+        """Tokens that an uncompressed cache holds in the same bytes, with as many pages for sliding-window layers."""
+        return (self.total_bytes - self.windows_bytes) // self.layout.full_bytes_per_token(self.itemsize)
 
     @property
     def warning(self) -> str | None:
@@ -100,11 +109,15 @@ class PoolSizes:
         kept = self.layout.kept
         low, middle, high = int(kept.min()), _median(kept.ravel().tolist()), int(kept.max())
         gain = self.max_total_tokens / self.full_tokens
+        windows = ""
+        if self.window_pages:
+            windows = f"sliding-window layers {self.windows_bytes} bytes in {self.window_pages} pages, "
         return (
             f"kept per {self.layout.segment}-token segment min/median/max {low}/{middle:g}/{high} "
             f"(mean share {self.layout.mean_kept_share:.4f}), slab {self.slab_bytes} bytes, {self.num_slots} slots, "
             f"{self.max_total_tokens} virtual tokens, tails {self.tails_bytes} bytes for {self.max_requests} requests, "
-            f"total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them ({gain:.2f}x)"
+            f"{windows}total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them "
+            f"({gain:.2f}x)"
         )
 
 
@@ -115,8 +128,9 @@ def fit_pool(
     max_requests: int | None,
     side_bytes: int = 0,
     max_tokens: int | None = None,
+    windows: WindowNeeds | None = None,
 ) -> PoolSizes:
-    """Divide a KV budget into tails and slabs.
+    """Divide a KV budget into tails, slabs and pages of sliding-window layers.
 
     Args:
         layout: the slab layout of this rank.
@@ -127,24 +141,40 @@ def fit_pool(
         side_bytes: as in PoolSizes.
         max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
             smaller has fewer tails, too.
+        windows: what the model's sliding-window layers need, if it has any.
 
     Raises:
-        RaggedConfigError: the budget does not hold the tails and one usable slab, or a limit is below what serves.
+        RaggedConfigError: the budget does not hold the tails and one usable slab, or a limit is below what serves, or
+            sliding-window layers get less than one request needs.
     """
     check_limits(layout.segment, max_requests, max_tokens)
     most_slots = None if max_tokens is None else max_tokens // layout.segment + 1
 
     def with_requests(requests: int) -> PoolSizes:
-        plan = PoolSizes(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
-        num_slots = (budget_bytes - plan.tails_bytes) // plan.slab_bytes
-        if num_slots < 2:
+        empty = PoolSizes(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
+        running = windows.running(requests, budget_bytes) if windows and max_requests is None else requests
+
+        def with_slots(slots: int) -> PoolSizes:
+            pages, page_bytes = 0, 0
+            if windows is not None:
+                pages, page_bytes = windows.pages(slots, running, layout.segment), windows.page_bytes
+            return replace(empty, num_slots=slots, window_pages=pages, window_page_bytes=page_bytes)
+
+        slots = range(max(budget_bytes, 0) // empty.slab_bytes + 1)
+        fitting = bisect.bisect_right(slots, budget_bytes, key=lambda count: with_slots(count).total_bytes) - 1
+        if fitting < 2:
+            least = with_slots(2)
+            beside = f" and {least.windows_bytes} for sliding-window layers" if windows else ""
             raise RaggedConfigError(
                 f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need "
-                f"{plan.tails_bytes} bytes of tails and at least two slabs of {plan.slab_bytes} bytes, together "
-                f"{plan.tails_bytes + 2 * plan.slab_bytes}; give more memory (--kv-bytes, --mem-fraction-static), "
+                f"{least.tails_bytes} bytes of tails and at least two slabs of {least.slab_bytes} bytes{beside}, "
+                f"together {least.total_bytes}; give more memory (--kv-bytes, --mem-fraction-static), "
                 f"fewer --max-running-requests or a shorter --ragged-segment"
             )
-        return replace(plan, num_slots=int(min(num_slots, most_slots or num_slots)))
+        plan = with_slots(min(fitting, most_slots or fitting))
+        if windows is not None:
+            windows.require(plan.window_pages, plan.num_slots)
+        return plan
 
     if max_requests is not None:
         return with_requests(max_requests)

@@ -12,11 +12,14 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
+from sgl_ragged.plugin.window_attention import window_backend
+from sgl_ragged.plugin.window_pool import RaggedHybridPool, slab_pool
 
 
 class Observer(Protocol):
@@ -54,7 +57,8 @@ class Observer(Protocol):
 class RaggedAttnBackend(AttentionBackend):
     """Attention over slabs and tails.
 
-    Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose.
+    Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose. Sliding-window
+    layers are left to a backend of their own (`windows`).
     """
 
     def __init__(
@@ -63,17 +67,21 @@ class RaggedAttnBackend(AttentionBackend):
         make_operations: Callable[[SlabStore, int], Operations],
         observer: Observer | None = None,
         exchange: LseExchange | None = None,
+        kernel: str = "torch",
     ) -> None:
         """
         Args:
             make_operations: gives the operations for a store and the most segments that a sequence can have.
+            kernel: the name of these operations; sliding-window layers follow it.
             exchange: combines the parts of heads that are split over ranks; None where no head is split.
         """
         super().__init__()
-        pool = model_runner.token_to_kv_pool
+        given, pool = model_runner.token_to_kv_pool, slab_pool(model_runner.token_to_kv_pool)
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
-        layers = _attention_layers(model_runner.model, pool.sizes.layout.num_layers)
+        self.windows = window_backend(model_runner, kernel) if isinstance(given, RaggedHybridPool) else None
+        layers = _attention_layers(model_runner.model, pool)
+        self.numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
         self.observer = observer
@@ -84,9 +92,8 @@ class RaggedAttnBackend(AttentionBackend):
         self._token_scores: dict[int, torch.Tensor] = {}
         self._hidden_states: dict[int, torch.Tensor] = {}
         if self.store.scorer.reads_hidden_states or (observer is not None and observer.reads_hidden_states):
-            self._read_hidden_states(model_runner.model, pool.start_layer)
+            self._read_hidden_states(model_runner.model)
         self.segment = pool.page_size
-        self.first_layer = pool.start_layer
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.operations = make_operations(self.store, -(-self.req_to_token.shape[1] // self.segment))
         # Operations may seal made-up segments when they are made, to have their kernels compiled.
@@ -96,14 +103,19 @@ class RaggedAttnBackend(AttentionBackend):
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         # A decode step copies rows, lengths and slots to buffers of its own before its layers run. What it reads after
         # that, slabs and tails, is written by forward passes alone, in stream order.
-        return SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
+        own = SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
+        return own if self.windows is None else SharedReadEnds.max_of([own, self.windows.shared_read_ends(fm)])
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Seal what the last decode step filled, then describe this batch."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
-            self.init_forward_metadata_out_graph(forward_batch)
+            self._describe_decode(forward_batch)
+            if self.windows is not None:
+                self.windows.init_forward_metadata(forward_batch)
             return
+        if self.windows is not None:
+            self.windows.init_forward_metadata(forward_batch)
         self.store.settle()
         if mode.is_idle():
             self.forward_metadata = None
@@ -119,16 +131,27 @@ class RaggedAttnBackend(AttentionBackend):
         if not self.operations.captures_graphs:
             raise RaggedConfigError("these attention kernels cannot be captured; use --disable-cuda-graph")
         self.operations.reserve(max_bs)
+        if self.windows is not None:
+            self.windows.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have one token, in row 0, which belongs to no request."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before every decode step, and before its graph is captured or replayed: seal, then describe the batch.
+        """Before a decode step's graph is captured or replayed: seal, then describe the batch.
 
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
+        self._describe_decode(forward_batch, in_capture)
+        if self.windows is not None:
+            self.windows.init_forward_metadata_out_graph(forward_batch, in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if self.windows is not None:
+            self.windows.init_forward_metadata_in_graph(forward_batch)
+
+    def _describe_decode(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if not in_capture:
             self.store.settle()
         self.forward_metadata = self.operations.describe_decode(
@@ -155,12 +178,15 @@ class RaggedAttnBackend(AttentionBackend):
 
         Raises RaggedConfigError where the model asks for more than that (`_refuse_call`).
         """
+        if layer.layer_id not in self.numbers:
+            return self._windowed().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
+        sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
-        output, heads = self._attend(self.operations.extend, q, k, v, layer)
+        output, heads = self._attend(self.operations.extend, q, k, v, layer, sinks)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
             queries, keys, values, sides = heads
-            number = layer.layer_id - self.first_layer
+            number = self.numbers[layer.layer_id]
             hidden_states = self._hidden_states.pop(layer.layer_id, None)
             self.observer.extend(self.store, number, queries, keys, values, self._observed, sides, hidden_states)
         return output
@@ -176,8 +202,15 @@ class RaggedAttnBackend(AttentionBackend):
         **more: Any,
     ) -> torch.Tensor:
         """Attention of one token per request; shapes and errors as in `forward_extend`."""
+        if layer.layer_id not in self.numbers:
+            return self._windowed().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
+        sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
-        return self._attend(self.operations.decode, q, k, v, layer)[0]
+        return self._attend(self.operations.decode, q, k, v, layer, sinks)[0]
+
+    def _windowed(self) -> AttentionBackend:
+        assert self.windows is not None, "layers that are not in slabs are those with windows"
+        return self.windows
 
     def _attend(
         self,
@@ -186,18 +219,27 @@ class RaggedAttnBackend(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         layer: RadixAttention,
+        sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-        """The output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs."""
+        """The output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs.
+
+        sinks: [query heads], the layer's learned sinks, or None.
+        """
         queries, keys, values, sides = heads = self._heads(q, k, v, layer)
-        number = layer.layer_id - self.first_layer
+        number = self.numbers[layer.layer_id]
         if self.pool.layer_transfer_counter is not None:
             # Slabs on their way from the host: this layer's part must be there.
             self.pool.layer_transfer_counter.wait_until(number)
-        if self.exchange is None or not self.exchange.needed(number):
+        split = self.exchange is not None and self.exchange.needed(number)
+        if not split and sinks is None:
             return operation(number, queries, keys, values, self.forward_metadata, sides).flatten(1), heads
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
         output = operation(number, queries, keys, values, self.forward_metadata, sides, lse)
-        return self.exchange.weigh(number, output, lse).flatten(1), heads
+        if split:
+            assert self.exchange is not None
+            assert sinks is None, "no head is split where there are sinks"
+            output = self.exchange.weigh(number, output, lse)
+        return (output if sinks is None else with_sinks(output, lse, sinks)).flatten(1), heads
 
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
@@ -212,12 +254,12 @@ class RaggedAttnBackend(AttentionBackend):
             sides = queries.flatten(2)
         return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), sides
 
-    def _read_hidden_states(self, model: torch.nn.Module, first_layer: int) -> None:
+    def _read_hidden_states(self, model: torch.nn.Module) -> None:
         """Before an attention layer runs, score its tokens from what enters it, or keep that for the observer."""
         for parent in model.modules():
             for child in parent.children():
-                if isinstance(child, RadixAttention):
-                    statistics = self.store.statistics[child.layer_id - first_layer]
+                if isinstance(child, RadixAttention) and child.layer_id in self.numbers:
+                    statistics = self.store.statistics[self.numbers[child.layer_id]]
                     parent.register_forward_pre_hook(
                         self._token_score_hook(child.layer_id, statistics, parent), with_kwargs=True
                     )
@@ -257,22 +299,24 @@ def _refuse_call(layer: RadixAttention, k: Any, v: Any, save_kv_cache: bool, mor
         )
 
 
-def _attention_layers(model: torch.nn.Module, num_layers: int) -> list[RadixAttention]:
-    """The model's attention layers in order; raises RaggedConfigError for attention that is not supported."""
-    layers = [module for module in model.modules() if isinstance(module, RadixAttention)]
-    with_sinks = {
-        child for parent in model.modules() if getattr(parent, "sinks", None) is not None for child in parent.children()
-    }
-    if len({module.layer_id for module in layers}) != len(layers) or len(layers) != num_layers:
+def _attention_layers(model: torch.nn.Module, pool: RaggedTokenToKVPool) -> list[RadixAttention]:
+    """The model's layers with full attention, in order.
+
+    Raises:
+        RaggedConfigError: these are not the layers that the pool holds, or their attention is of another kind.
+    """
+    found = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    layers = [module for module in found if module.sliding_window_size <= 0]
+    numbers, wanted = sorted(module.layer_id for module in layers), list(pool.layer_numbers)
+    if numbers != wanted:
         raise RaggedConfigError(
-            f"the loaded model has {len(layers)} attention modules for {num_layers} layers of keys and values (layers "
-            f"that share them?), which --kv-pool ragged does not support; use --kv-pool token"
+            f"the loaded model attends to everything in layers {numbers}, and by its config keys and values are those "
+            f"of layers {wanted} (layers that share them, or windows that the config does not tell of?), which "
+            f"--kv-pool ragged does not support; use --kv-pool token"
         )
     for module in layers:
         reasons = (
             (module.logit_cap > 0, "logit capping"),
-            (module.sliding_window_size > 0, "a sliding window"),
-            (module in with_sinks, "attention sinks"),
             (module.is_cross_attention, "cross-attention"),
             (module.attn_type != AttentionType.DECODER, "non-causal attention"),
             (module.xai_temperature_len > 0, "a temperature per position"),

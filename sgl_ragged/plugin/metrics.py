@@ -14,6 +14,7 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
+from sgl_ragged.plugin.window_pool import slab_allocator, slab_pool
 
 _METRICS = "_sgl_ragged_metrics"
 """Attribute of SGLang's collector that holds ours."""
@@ -62,7 +63,7 @@ class RaggedMetrics:
         # prometheus_client decides at its first import whether processes share files, and SGLang sets that up late.
         from prometheus_client import Counter, Gauge
 
-        self._pool, self._allocator, self._requests = pool, allocator, requests
+        self._pool, self._allocator, self._requests = pool, slab_allocator(allocator), requests
         self._gauges = {
             name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
             for name, text in _GAUGES.items()
@@ -147,7 +148,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
 def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
     """Adds the ragged settings to what the scheduler reports when it is ready, and creates the metrics."""
     allocator = scheduler.token_to_kv_pool_allocator
-    pool, layouts = allocator.get_kvcache(), serving_plan(options).layouts
+    pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, imbalance(layouts))

@@ -16,12 +16,9 @@ import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.geometry import ModelGeometry, windowed_layers
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_WINDOWS_IGNORED = ("Qwen2", "Qwen3")
-"""Starts of architecture names whose sliding windows SGLang's model classes do not read: they attend to everything."""
 
 _BIDIRECTIONAL = (
     "BertModel",
@@ -60,19 +57,21 @@ def load_model_config(folder: Path) -> Any:
 
 def model_geometry(model_config: Any) -> ModelGeometry:
     """Geometry of the whole model, as SGLang sees it (model_config is its ModelConfig)."""
-    heads = model_config.get_total_num_kv_heads()
+    heads, config = model_config.get_total_num_kv_heads(), model_config.hf_text_config.to_dict()
+    windowed = windowed_layers(config, heads, model_config.head_dim)
     return ModelGeometry(
         name=model_config.model_path,
-        fingerprint=config_fingerprint(model_config.hf_text_config.to_dict()),
-        num_layers=model_config.num_hidden_layers,
+        fingerprint=config_fingerprint(config),
+        num_layers=model_config.num_hidden_layers - (len(windowed.layers) if windowed else 0),
         num_heads=heads,
         q_per_kv=model_config.get_total_num_attention_heads() // heads,
         head_dim=model_config.head_dim,
+        windowed=windowed,
     )
 
 
 def refuse_model(model_config: Any) -> None:
-    """Raise RaggedConfigError for a model whose attention is not plain causal MHA/GQA in every layer.
+    """Raise RaggedConfigError for a model whose attention is not causal MHA/GQA, some layers of it to a window.
 
     Args:
         model_config: SGLang's ModelConfig.
@@ -88,11 +87,7 @@ def refuse_model(model_config: Any) -> None:
         ),
         (mambaish_config(model_config) is not None, "its state-space or linear-attention layers have no KV cache"),
         (model_config.attention_arch != AttentionArch.MHA, "its attention is of another kind than MHA and GQA"),
-        (
-            bool(model_config.is_hybrid_swa) or _reads_windows(arch, text),
-            "its sliding-window layers do not attend to the whole history",
-        ),
-        (bool(model_config.has_attention_sinks), "its attention has learned sinks"),
+        *_window_reasons(model_config),
         (is_minimax_sparse(model_config.hf_config), "its sparse attention indexes single tokens"),
         (model_config.is_encoder_decoder, "cross-attention is not supported"),
         (
@@ -152,9 +147,41 @@ def refuse_kv_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def _reads_windows(arch: str, text: Any) -> bool:
-    """Whether layers attend to a window only, in pools that SGLang does not call hybrid."""
-    if arch.startswith(_WINDOWS_IGNORED):
-        return False
-    kinds = set(getattr(text, "layer_types", None) or ())
-    return bool(kinds - {"full_attention"}) or bool(getattr(text, "sliding_window_pattern", None))
+def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
+    """Sliding windows that are not served, with the reasons."""
+    text = model_config.hf_text_config
+    geometry = model_geometry(model_config)
+    windows = geometry.windowed.layers if geometry.windowed else ()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    known = model_config.swa_attention_layer_ids if model_config.is_hybrid_swa else None
+    shapes = {
+        (model_config.get_total_num_kv_heads(), model_config.head_dim, model_config.v_head_dim),
+        (model_config.get_swa_num_kv_heads(1), model_config.swa_head_dim, model_config.swa_v_head_dim),
+    }
+    return (
+        (bool(kinds), f"some of its layers are of another kind than full and sliding attention: {', '.join(kinds)}"),
+        (getattr(model_config, "attention_chunk_size", None) is not None, "some of its layers attend to chunks"),
+        (
+            bool(model_config.is_hybrid_swa_compress) or (bool(windows) and len(shapes) > 1),
+            "its sliding-window layers have heads of another shape",
+        ),
+        (
+            model_config.is_hybrid_swa and known != list(windows),
+            f"SGLang takes layers {known} for sliding-window layers, and its config lists {list(windows)}",
+        ),
+        (bool(windows) and geometry.num_layers == 0, "all its layers attend to a window: there is nothing to compress"),
+    )
+
+
+def hybrid_overrides(geometry: ModelGeometry, given: str | None) -> str | None:
+    """--json-model-override-args by which SGLang gives sliding-window layers a pool of their own; None without such.
+
+    SGLang lists some such models as hybrid itself; of others it keeps everything, windows or not.
+
+    Args:
+        given: the user's overrides.
+    """
+    if geometry.windowed is None:
+        return None
+    pattern = [int(number in geometry.windowed.layers) for number in range(geometry.all_layers)]
+    return json.dumps(json.loads(given or "{}") | {"is_hybrid_swa": True, "hybrid_layer_pattern": pattern})

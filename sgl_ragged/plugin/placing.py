@@ -50,7 +50,7 @@ def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_conf
         return plan
     mode = mode or "permute"
     if mode == "split":
-        refuse_split(plan.kernel)
+        refuse_split(plan.kernel, plan.geometry)
     placement = plan_placement(plan.kept, plan.ranks, mode, cost=_cost(plan, model_config))
     return dataclasses.replace(plan, fairkv=mode, placement=placement)
 
@@ -98,8 +98,13 @@ def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
         )
 
 
-def refuse_split(kernel: str) -> None:
-    """Raise RaggedConfigError for kernels that cannot attend to partial heads."""
+def refuse_split(kernel: str, geometry: ModelGeometry) -> None:
+    """Raise RaggedConfigError for kernels that cannot attend to partial heads, and models with other layers beside."""
+    if geometry.windowed is not None:
+        raise RaggedConfigError(
+            "--ragged-fairkv split changes the number of heads of all layers, and sliding-window layers keep theirs; "
+            "use --ragged-fairkv permute"
+        )
     if kernel == "flashinfer":
         raise RaggedConfigError(
             "--ragged-fairkv split is not available with --ragged-kernel flashinfer, which attends to whole heads; "
@@ -135,7 +140,7 @@ def _require_movable(plan: ServingPlan, options: RaggedOptions, view: Any, model
             raise RaggedConfigError(f"heads cannot be moved between ranks: {reason}; use --ragged-fairkv none")
     names = _checkpoint_names(Path(model_config.model_path))
     if names:
-        require_projections(names, geometry.num_layers)
+        require_projections(names, geometry.all_layers)
 
 
 def _checkpoint_names(folder: Path) -> list[str]:

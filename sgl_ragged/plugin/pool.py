@@ -33,13 +33,17 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         q_per_kv: int,
         dtype: torch.dtype,
         device: str,
-        start_layer: int,
-        end_layer: int,
+        layer_numbers: Sequence[int],
     ) -> None:
+        """
+        Args:
+            layer_numbers: which of the model's layers these are; the pool counts them from 0.
+        """
         self.sizes = sizes
         self._scorer = scorer
         self._statistics = statistics
         self._q_per_kv = q_per_kv
+        self.layer_numbers = tuple(layer_numbers)
         self.tier: Restorer | None = None
         super().__init__(
             size=sizes.max_total_tokens,
@@ -50,8 +54,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             layer_num=sizes.layout.num_layers,
             device=device,
             enable_memory_saver=False,
-            start_layer=start_layer,
-            end_layer=end_layer,
+            start_layer=0,
+            end_layer=len(layer_numbers),
             enable_alt_stream=False,
         )
 

@@ -12,7 +12,13 @@ from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
-from sgl_ragged.plugin.model_support import model_geometry, refuse_kv_scheme, refuse_model
+from sgl_ragged.plugin.model_support import (
+    architecture,
+    hybrid_overrides,
+    model_geometry,
+    refuse_kv_scheme,
+    refuse_model,
+)
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, check_seams, resolve, seams_for
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
@@ -72,7 +78,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"SGLang set {name} to {found!r} for this model or flag combination, but --kv-pool ragged needs "
                 f"{wanted!r}"
             )
-    model_config = model_config_of(server_args)
+    model_config = _hybrid_config(server_args, kernel)
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
     plan = _decide(options, view, model_config, kernel)
@@ -85,6 +91,49 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         # The config that was built without them; whoever asks next builds it anew.
         server_args._model_config = None
         require_places(plan, model_geometry(model_config_of(server_args)))
+
+
+def _hybrid_config(server_args: Any, kernel: str) -> Any:
+    """SGLang's ModelConfig, sliding-window layers in a pool of their own where the model has some.
+
+    Raises:
+        RaggedConfigError: a flag or kernel does not go with such layers.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
+
+    model_config, view = model_config_of(server_args), resolving_view(server_args)
+    if model_config.has_attention_sinks and kernel == "flashinfer":
+        raise RaggedConfigError(
+            f"attention of {architecture(model_config)} has learned sinks, which --ragged-kernel flashinfer does not "
+            f"know; use --ragged-kernel triton"
+        )
+    geometry = model_geometry(model_config)
+    if geometry.windowed is None:
+        return model_config
+    if view.enable_hierarchical_cache:
+        raise RaggedConfigError(
+            f"--enable-hierarchical-cache is not supported for models with sliding-window layers "
+            f"({architecture(model_config)}) with --kv-pool ragged; drop it"
+        )
+    if server_args.disable_hybrid_swa_memory:
+        raise RaggedConfigError(
+            "--disable-hybrid-swa-memory keeps everything of sliding-window layers, and --kv-pool ragged has slabs for "
+            "the other layers alone; drop it"
+        )
+    if not model_config.is_hybrid_swa:
+        overrides = hybrid_overrides(geometry, view.json_model_override_args)
+        declare_resolution(
+            server_args, "sgl_ragged", disable_hybrid_swa_memory=False, json_model_override_args=overrides
+        )
+        # The config that was built without them; whoever asks next builds it anew.
+        server_args._model_config = None
+        model_config = model_config_of(server_args)
+        if not model_config.is_hybrid_swa:
+            raise RaggedConfigError(
+                f"SGLang does not keep the sliding-window layers of {architecture(model_config)} apart; use "
+                f"--kv-pool token"
+            )
+    return model_config
 
 
 def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -> ServingPlan:
@@ -129,13 +178,20 @@ def _hook_launcher() -> None:
 
 
 def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> None:
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     options, view = getattr(server_args, ATTRIBUTE, None), resolving_view(server_args)
     if options is not None and options.ragged:
         refuse_segment(options.segment, view.device)
         refuse_model(model_config_of(server_args))
         refuse_kv_scheme(model_config_of(server_args), view.kv_cache_dtype)
+        if model_geometry(model_config_of(server_args)).windowed is not None:
+            # SGLang serves some of these models with backends that it knows by name alone. Triton is what their
+            # sliding-window layers run on, or torch with the same masks.
+            declare_resolution(server_args, "sgl_ragged", attention_backend="triton")
+            previous(server_args)
+            declare_resolution(server_args, "sgl_ragged", attention_backend=BACKEND)
+            return
     previous(server_args)
 
 

@@ -12,6 +12,7 @@ from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
+from sgl_ragged.mem_pool.window_sizes import WindowNeeds
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
@@ -75,11 +76,18 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
         schedule.max_running_requests,
         _side_bytes(serving, layout, configurator),
         schedule.max_total_tokens,
+        _window_needs(serving, configurator),
     )
+    tokens = least_over_ranks(plan.max_total_tokens, ranks, group)
+    both: dict[str, int] = {}
+    if serving.geometry.windowed is not None:
+        pages = least_over_ranks(plan.window_pages, ranks, group)
+        both = {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": (pages - 1) * serving.segment}
     return MemoryPoolConfig(
-        max_total_num_tokens=least_over_ranks(plan.max_total_tokens, ranks, group),
+        max_total_num_tokens=tokens,
         max_running_requests=least_over_ranks(plan.max_requests, ranks, group),
         mem_fraction_static=schedule.mem_fraction_static,
+        **both,
     )
 
 
@@ -119,28 +127,42 @@ def build_pool(
     from sgl_ragged.scorers import get_scorer
 
     serving, rank = serving_plan(options), get_parallel().attn_tp_rank
-    layout = serving.layout(rank)
+    layout, geometry = serving.layout(rank), serving.geometry
+    windows = _window_needs(serving, configurator)
     plan = PoolSizes(
         layout=layout,
         itemsize=configurator.kv_cache_dtype.itemsize,
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,
         num_rows=req_to_token_pool.size + 1,
         side_bytes=_side_bytes(serving, layout, configurator),
+        window_pages=sizes.swa_max_total_num_tokens // serving.segment + 1 if windows else 0,
+        window_page_bytes=windows.page_bytes if windows else 0,
     )
     statistics = [
         {name: torch.from_numpy(array).to(configurator.device) for name, array in tensors.items()}
         for tensors in serving.rank_statistics(rank)
     ]
-    pool = RaggedTokenToKVPool(
+    pool: Any = RaggedTokenToKVPool(
         plan,
         get_scorer(serving.scorer),
         statistics,
         q_per_kv=serving.q_per_kv,
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
-        start_layer=configurator.layer_info.start_layer,
-        end_layer=configurator.layer_info.end_layer,
+        layer_numbers=geometry.layer_numbers,
     )
+    if geometry.windowed is not None:
+        from sgl_ragged.plugin.window_pool import RaggedHybridPool
+
+        pool = RaggedHybridPool(
+            pool,
+            geometry.windowed,
+            geometry.layer_numbers,
+            window_tokens=sizes.swa_max_total_num_tokens,
+            num_heads=layout.num_heads,
+            dtype=configurator.kv_cache_dtype,
+            device=configurator.device,
+        )
     if serving.tier is not None:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
@@ -169,7 +191,9 @@ def recompute_segments(
     options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any
 ) -> Any:
     """Before a batch, the segments of its cached prefixes that were not loaded; its prefill is timed."""
-    restorer = worker.model_runner.token_to_kv_pool.tier
+    from sgl_ragged.plugin.window_pool import slab_pool
+
+    restorer = slab_pool(worker.model_runner.token_to_kv_pool).tier
     if batch is None or restorer is None:
         return original(worker, batch, *args, **more)
     restorer.run(worker, batch)
@@ -201,7 +225,11 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     logger.info("ragged attention kernels: %s", plan.kernel)
     return RaggedAttnBackend(
-        model_runner, functools.partial(make_operations, plan.kernel), observer, _exchange(plan, model_runner.device)
+        model_runner,
+        functools.partial(make_operations, plan.kernel),
+        observer,
+        _exchange(plan, model_runner.device),
+        plan.kernel,
     )
 
 
@@ -221,3 +249,21 @@ def _side_bytes(plan: ServingPlan, layout: SlabLayout, configurator: Any) -> int
     from sgl_ragged.scorers import get_scorer
 
     return side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, configurator.kv_cache_dtype)
+
+
+def _window_needs(plan: ServingPlan, configurator: Any) -> WindowNeeds | None:
+    """What the model's sliding-window layers need on a rank."""
+    from sglang.srt.runtime_context import get_schedule
+
+    from sgl_ragged.plugin.window_pool import window_needs
+
+    schedule = get_schedule()
+    chunk = schedule.chunked_prefill_size
+    return window_needs(
+        plan.geometry,
+        ranks=plan.ranks,
+        itemsize=configurator.kv_cache_dtype.itemsize,
+        segment=plan.segment,
+        chunk=chunk if chunk is not None and chunk > 0 else configurator.model_config.context_len,
+        share=schedule.swa_full_tokens_ratio if schedule._swa_full_tokens_ratio_explicitly_set else None,
+    )

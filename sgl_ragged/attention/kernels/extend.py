@@ -59,6 +59,7 @@ def extend_kernel(
     PRECISION: tl.constexpr,
     DIVIDED: tl.constexpr,
     PARTIAL: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -156,7 +157,7 @@ def extend_kernel(
         causal = valid[None, :] & (number[None, :] <= token[:, None])
         best, total, output = accumulate(query, keys, values, causal, scale2, best, total, output, PRECISION)
 
-    if PARTIAL and not DIVIDED:
+    if LSE and not DIVIDED:
         head_lse = (best + tl.log2(tl.where(total == 0.0, 1.0, total))) * LN2
         head_lse_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head
         tl.store(head_lse_ptr + head_lse_at, head_lse, mask=inside)
@@ -187,7 +188,7 @@ def combine_tiles_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    LSE: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     head = tl.program_id(1)
@@ -200,7 +201,7 @@ def combine_tiles_kernel(
     parts = tl.load(parts_ptr + head * 2 + 1)
     output, head_lse = merge_parts(partial_ptr, lse_ptr, place * BLOCK_M + row, BLOCK_M, parts, HEAD_DIM, BLOCK_P)
     query_head = head * Q_PER_KV + pair % Q_PER_KV
-    if PARTIAL:
+    if LSE:
         tl.store(head_lse_ptr + (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head, head_lse)
     output_at = (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
     tl.store(output_ptr + output_at + tl.arange(0, HEAD_DIM), output.to(output_ptr.dtype.element_ty))
@@ -239,8 +240,9 @@ def extend(
         output: [tokens, heads, q_per_kv, d], contiguous.
         scratch: where some head has several parts, float32 of at least [tiles, CTAs, block_m, d] and
             [tiles, CTAs, block_m] elements, which are overwritten; None where each head is one CTA.
-        opens: as in `decode.decode_parts`; with it `head_lse`, float32 [tokens, heads, q_per_kv], contiguous, for
-            natural log-sum-exps, -inf where a head attends to nothing (its output is 0).
+        opens: as in `decode.decode_parts`.
+        head_lse: float32 [tokens, heads, q_per_kv], contiguous, for natural log-sum-exps, -inf where a head attends to
+            nothing (its output is 0); None where heads are whole and nobody asks.
 
     Returns:
         The compiled kernel; None in the interpreter.
@@ -282,6 +284,7 @@ def extend(
         PRECISION=tile.precision,
         DIVIDED=scratch is not None,
         PARTIAL=opens is not None,
+        LSE=head_lse is not None,
         num_warps=tile.warps,
     )
     if scratch is not None:
@@ -298,7 +301,7 @@ def extend(
             HEAD_DIM=dim,
             BLOCK_M=tile.block_m,
             BLOCK_P=COMBINED_PARTS,
-            PARTIAL=opens is not None,
+            LSE=head_lse is not None,
             num_warps=4,
         )
     return kernel

@@ -1,0 +1,69 @@
+"""How many pages the pool of sliding-window layers has, beside the slabs of the others. Plain arithmetic.
+
+A page holds the windowed layers' keys and values of one segment, uncompressed. A running request holds the pages of its
+window and of what is being prefilled; a cached prefix is of use only where the pages of the window before its end are
+still there. So both pools must grow together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_ragged.errors import RaggedConfigError
+
+TOKENS_PER_WINDOW = 16384
+"""One window is kept for so many tokens of cached history. A pool of conversations of this length finds the windows of
+all of them; with longer ones some windows are unused, with shorter ones some conversations are computed again."""
+
+MAX_RUNNING_SHARE = 1 / 4
+"""Unless the user says how many requests run, their windows take at most this share of the KV bytes."""
+
+
+@dataclass(frozen=True)
+class WindowNeeds:
+    """What sliding-window layers need, in pages of one segment on one rank.
+
+    page_bytes: of a page.
+    per_prefix: pages that hold the window before the end of a cached prefix.
+    per_request: pages of a running request, at most.
+    in_flight: pages of one chunk of prefill.
+    share: pages per slab, if the user says so (--swa-full-tokens-ratio); None for the rule of `pages`.
+    """
+
+    page_bytes: int
+    per_prefix: int
+    per_request: int
+    in_flight: int
+    share: float | None = None
+
+    def pages(self, num_slots: int, requests: int, segment: int) -> int:
+        """Pages beside so many slabs, the padding page among them; never more than slabs, since each has one at most.
+
+        Args:
+            requests: how many running requests there is room for.
+        """
+        slabs = max(num_slots - 1, 0)
+        if self.share is not None:
+            return 1 + int(self.share * slabs)
+        cached = -(-slabs * segment * self.per_prefix // TOKENS_PER_WINDOW)
+        return 1 + min(slabs, self.in_flight + requests * self.per_request + cached)
+
+    def running(self, requests: int, budget_bytes: int) -> int:
+        """Of so many requests, those whose windows are counted where the user gave no number."""
+        most = int(budget_bytes * MAX_RUNNING_SHARE) // (self.per_request * self.page_bytes)
+        return max(1, min(requests, most))
+
+    def require(self, pages: int, num_slots: int) -> None:
+        """Raise RaggedConfigError for a pool in which no request can be admitted.
+
+        Args:
+            pages: with the padding page, as `pages` gives them.
+        """
+        # A chunk is never larger than what the slabs hold.
+        needed = 1 + max(self.per_request, min(self.in_flight + self.per_request, num_slots - 1))
+        if pages < needed:
+            raise RaggedConfigError(
+                f"the sliding-window layers get {pages - 1} pages, and one request needs {needed - 1}: up to "
+                f"{self.in_flight} for a chunk of prefill and {self.per_request} for its window; give more memory, a "
+                f"higher --swa-full-tokens-ratio or a lower --chunked-prefill-size"
+            )

@@ -1,0 +1,111 @@
+"""Attention of sliding-window layers, whose keys and values lie in SGLang's pool for them, not in slabs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sgl_ragged.attention.sinks import with_sinks
+
+
+def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
+    """The backend of a model's sliding-window layers: SGLang's Triton backend, or torch beside torch operations."""
+    if kernel == "torch":
+        return TorchWindowBackend(model_runner)
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    return TritonAttnBackend(model_runner)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """New tokens of one request, and what they can see of it.
+
+    tokens: where they are in the batch. first: position of the first token that is read. start: of the first new one.
+    locations: int64 [tokens read], places in the pool of windowed layers.
+    """
+
+    tokens: slice
+    first: int
+    start: int
+    locations: torch.Tensor
+
+    def mask(self, window: int) -> torch.Tensor:
+        """Bool [new tokens, tokens read]: up to `window` tokens before each, and itself."""
+        device = self.locations.device
+        asking = torch.arange(self.start, self.start + self.tokens.stop - self.tokens.start, device=device)[:, None]
+        seen = torch.arange(self.first, self.first + len(self.locations), device=device)
+        return (seen <= asking) & (seen >= asking - window)
+
+
+class TorchWindowBackend(AttentionBackend):
+    """Plain torch, a request at a time: for CPUs, and to compare other backends with.
+
+    SGLang's own torch backend reads its pools by full locations and knows no sinks.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self._pool = model_runner.token_to_kv_pool
+        self._req_to_token = model_runner.req_to_token_pool.req_to_token
+        layers = (m for m in model_runner.model.modules() if isinstance(m, RadixAttention))
+        self._longest = max(layer.sliding_window_size for layer in layers)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_idle():
+            self._chunks: list[_Chunk] = []
+            return
+        ends = forward_batch.seq_lens_cpu.tolist()
+        decoding = forward_batch.forward_mode.is_decode()
+        lengths = [1] * len(ends) if decoding else list(forward_batch.extend_seq_lens_cpu)
+        self._written = self._pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+        self._chunks, at = [], 0
+        for row, end, length in zip(forward_batch.req_pool_indices.tolist(), ends, lengths, strict=True):
+            first = max(end - length - self._longest, 0)
+            locations = self._pool.translate_loc_from_full_to_swa(self._req_to_token[row, first:end].long())
+            self._chunks.append(_Chunk(slice(at, at + length), first, end - length, locations))
+            at += length
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self.init_forward_metadata(forward_batch)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store the new tokens and attend; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim].
+
+        sinks: [query heads], or None.
+        """
+        heads, dim = layer.tp_k_head_num, layer.head_dim
+        queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
+        # Batches may be padded behind their last token.
+        new = slice(0, len(self._written))
+        k, v = (part.reshape(-1, heads, dim)[new] for part in (k, v))
+        self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._written), k, v)
+        cached = self._pool.get_kv_buffer(layer.layer_id)
+        output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        for chunk in self._chunks:
+            keys, values = (part[chunk.locations].transpose(0, 1)[:, None].float() for part in cached)
+            asking = queries[chunk.tokens].permute(1, 2, 0, 3).float()
+            logits = asking @ keys.transpose(-1, -2) * layer.scaling
+            logits.masked_fill_(~chunk.mask(layer.sliding_window_size), -torch.inf)
+            attended = (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3)
+            if sinks is not None:
+                attended = with_sinks(attended, logits.logsumexp(dim=-1).permute(2, 0, 1), sinks)
+            output[chunk.tokens] = attended.to(output.dtype)
+        return output.flatten(1)
+
+    forward_decode = forward_extend
