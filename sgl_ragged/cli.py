@@ -11,6 +11,9 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
 from sgl_ragged.model_options import add_model_options, choose_kept
 
+CHUNK = 8192
+"""Tokens of a chunk of prefill on most GPUs that SGLang knows."""
+
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -24,6 +27,8 @@ def main() -> None:
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--max-total-tokens", type=int)
+    layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
+    layout.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
@@ -40,6 +45,7 @@ def show_layout(options: argparse.Namespace) -> None:
     import torch
 
     from sgl_ragged.mem_pool.slab_store import side_bytes
+    from sgl_ragged.plugin.window_pool import window_needs
     from sgl_ragged.scorers import get_scorer
 
     budget = parse_bytes(options.kv_bytes)
@@ -48,8 +54,17 @@ def show_layout(options: argparse.Namespace) -> None:
     kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
+    itemsize = DTYPE_BYTES[options.dtype]
+    windows = window_needs(
+        geometry,
+        ranks=1,
+        itemsize=itemsize,
+        segment=options.segment,
+        chunk=options.chunked_prefill_size,
+        share=options.swa_full_tokens_ratio,
+    )
     plan = fit_pool(
-        layout, DTYPE_BYTES[options.dtype], budget, options.max_running_requests, side, options.max_total_tokens
+        layout, itemsize, budget, options.max_running_requests, side, options.max_total_tokens, windows
     )
     if plan.warning is not None:
         print(f"sgl-ragged: warning: {plan.warning}", file=sys.stderr)
@@ -57,7 +72,8 @@ def show_layout(options: argparse.Namespace) -> None:
         print(chosen.source)
         print(plan.describe())
         return
-    names = ("slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests", "total_bytes", "full_tokens")
+    names = ("slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests", "window_pages")
+    names += ("windows_bytes", "total_bytes", "full_tokens")
     print(json.dumps({name: getattr(plan, name) for name in names} | {"kept": kept.tolist()}))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
-from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.profile import Profile
 
 SIZES = dict(
@@ -61,15 +61,15 @@ def make_profile(
     mu: np.ndarray | None = None,
 ) -> Profile:
     """A profile for `model` with strongly unequal head statistics, random unless `mu` is given, saved at `path`."""
-    config = AutoConfig.from_pretrained(model)
-    shape = (config.num_hidden_layers, config.num_key_value_heads)
+    geometry = ModelGeometry.from_config(AutoConfig.from_pretrained(model).to_dict(), model.name)
+    shape = (geometry.num_layers, geometry.num_heads)
     rng = np.random.default_rng(seed)
     profile = Profile(
         mu=(rng.uniform(0.05, 1.0, shape) ** 2 if mu is None else mu).astype(np.float32),
         sigma=rng.uniform(0.0, 0.05, shape).astype(np.float32),
         model_id=model.name,
-        model_fingerprint=config_fingerprint(config.to_dict()),
-        head_dim=config.head_dim,
+        model_fingerprint=geometry.fingerprint,
+        head_dim=geometry.head_dim,
         scorer=scorer,
         method="implied",
         scope="model",

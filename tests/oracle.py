@@ -127,6 +127,8 @@ def visible(scorer: str, tokens: Tokens, count: int, segment: int) -> np.ndarray
 class Oracle:
     """A model whose attention heads keep `kept[layer, head]` tokens of every finished segment.
 
+    Layers with sliding windows attend to these, and are not counted among the layers of `kept`.
+
     `statistics`: of every layer and head, what `Tokens` has of one: [layers, heads or 1, ...].
     """
 
@@ -141,9 +143,15 @@ class Oracle:
         self.kept, self.segment, self.scorer, self.statistics = kept, segment, scorer, statistics
         AttentionInterface.register(NAME, self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME).eval()
+        layers = range(self.model.config.num_hidden_layers)
+        kinds = getattr(self.model.config, "layer_types", None) or ["full_attention"] * len(layers)
+        whole = [layer for layer in layers if kinds[layer] == "full_attention"]
+        self.numbers = {layer: number for number, layer in enumerate(whole)}
 
-    def _attention(self, module, query, key, value, attention_mask, scaling, **_):
+    def _attention(self, module, query, key, value, attention_mask, scaling, sliding_window=None, s_aux=None, **_):
         per_head = query.shape[1] // key.shape[1]
+        number = self.numbers.get(module.layer_idx)
+        assert (number is None) == (sliding_window is not None)
         output = torch.empty_like(query)
         for head in range(key.shape[1]):
             group = range(head * per_head, (head + 1) * per_head)
@@ -152,14 +160,23 @@ class Oracle:
                 values=value[0, head].double().numpy(),
                 queries=query[0, group].double().numpy(),
                 scale=scaling,
-                statistics=self.statistics
-                and tuple(s[module.layer_idx, min(head, s.shape[1] - 1)] for s in self.statistics),
+                statistics=self.statistics and tuple(s[number, min(head, s.shape[1] - 1)] for s in self.statistics),
             )
-            mask = visible(self.scorer, tokens, int(self.kept[module.layer_idx, head]), self.segment)
+            if number is None:
+                places = np.arange(len(tokens))
+                mask = (places <= places[:, None]) & (places > places[:, None] - sliding_window)
+            else:
+                mask = visible(self.scorer, tokens, int(self.kept[number, head]), self.segment)
             blocked = torch.from_numpy(~mask)
             for q in group:
                 logits = (query[0, q] @ key[0, head].T * scaling).masked_fill(blocked, -torch.inf)
-                output[0, q] = logits.softmax(-1) @ value[0, head]
+                if s_aux is None:
+                    output[0, q] = logits.softmax(-1) @ value[0, head]
+                else:
+                    # The head's sink takes its share of the softmax, and has no value. SGLang rounds it to bfloat16.
+                    sink = s_aux[q].bfloat16().float()
+                    with_sink = torch.cat([logits, sink.expand(len(logits), 1)], dim=-1)
+                    output[0, q] = with_sink.softmax(-1)[:, :-1] @ value[0, head]
         return output.transpose(1, 2).contiguous(), None
 
     @torch.no_grad()

@@ -20,7 +20,11 @@ def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
         return TorchWindowBackend(model_runner)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
-    return TritonAttnBackend(model_runner)
+    backend = TritonAttnBackend(model_runner)
+    # Its prefill lets a query see that many tokens before it, and its decode that many with the query's own. Keys that
+    # decode writes would differ from those of the same tokens in a prompt, and a cache hit from a miss.
+    backend.sliding_window_size += 1
+    return backend
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.harness.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept
+from tests.architectures import WINDOWED
 from tests.models import make_llama, make_profile
 from tests.oracle import Oracle
 from tests.server.client import generate, generate_all, ragged_metrics
@@ -17,15 +18,21 @@ SEGMENT, RATIO, NEW = 32, 0.6, 4
 LENGTHS = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7)
 
 
-@pytest.mark.parametrize("scorer", ["keydiff"])
-def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, scorer):
-    model = make_llama(tmp_path / "model", num_hidden_layers=2)
+def make_two_layers(folder):
+    return make_llama(folder, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(("make", "scorer"), [(make_two_layers, "keydiff"), (WINDOWED["gpt_oss"].make, "keydiff")])
+def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make, scorer):
+    """Of a model with sliding windows and sinks, too: its windowed layers are on SGLang's own Triton kernels."""
+    model = make(tmp_path / "model")
     profile = make_profile(model, tmp_path / "profile.safetensors", scorer=scorer, segment=SEGMENT)
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
         *("--kv-pool", "ragged", "--ragged-kernel", "triton", "--ragged-ratio", str(RATIO), "--kv-bytes", "32MiB"),
         *("--ragged-segment", str(SEGMENT), "--ragged-profile", str(tmp_path / "profile.safetensors")),
         *("--enable-metrics", "--max-running-requests", "6", "--chunked-prefill-size", str(3 * SEGMENT)),
+        *("--moe-runner-backend", "triton"),
     ]
     kept = profile_kept(profile, RATIO, SEGMENT)
     assert kept.min() < SEGMENT, "nothing would be compressed"
