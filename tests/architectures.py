@@ -84,7 +84,9 @@ PLAIN: dict[str, Family] = {
 WINDOWED: dict[str, Family] = {
     "mistral": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
     "gpt_oss": Family("GptOssConfig", "GptOssForCausalLM", MIXED | dict(num_local_experts=4, num_experts_per_tok=2)),
-    "gemma3_text": Family("Gemma3TextConfig", "Gemma3ForCausalLM", MIXED | {"rope_parameters": None, "tie_word_embeddings": True}),
+    "gemma3_text": Family(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", MIXED | {"rope_parameters": None, "tie_word_embeddings": True}
+    ),
     "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", MIXED | {"sliding_window_pattern": "LG"}),
     "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", MIXED),
     "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", MIXED),

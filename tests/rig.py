@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view, filled
 from sgl_ragged.fairkv.placement import Placement
@@ -57,8 +58,11 @@ class Sequence:
         self.gates = torch.rand(length, layers, heads, 1, generator=generator)
         self.scorer = scorer
 
-    def expected(self, kept: np.ndarray, seen: Seen | None = None) -> torch.Tensor:
-        """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone."""
+    def expected(self, kept: np.ndarray, seen: Seen | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+        """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone.
+
+        sinks: [layers, heads, q_per_kv], a logit more in each softmax, which has no value.
+        """
         output = torch.empty(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
             keys, values = self.k[:, layer, head].double(), self.v[:, layer, head].double()
@@ -76,7 +80,11 @@ class Sequence:
                 for other in set(range(number)) - set(seen(number)):
                     mask[number * SEGMENT : (number + 1) * SEGMENT, other * SEGMENT : (other + 1) * SEGMENT] = False
             logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
-            weights = logits.masked_fill(torch.from_numpy(~mask), -torch.inf).softmax(-1)
+            logits.masked_fill_(torch.from_numpy(~mask), -torch.inf)
+            if sinks is not None:
+                sink = sinks[layer, head].double()[:, None, None].expand(-1, len(mask), 1)
+                logits = torch.cat([logits, sink], dim=-1)
+            weights = logits.softmax(-1)[..., : len(mask)]
             output[:, layer, head] = torch.einsum("gts,sd->tgd", weights, values)
         return output
 
@@ -107,9 +115,13 @@ class Rig:
         placement: Placement | None = None,
         rank: int = 0,
         tail_capacity: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
-        """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..]."""
-        self.kept, self.placement = kept, placement
+        """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..].
+
+        sinks: as in `Sequence.expected`.
+        """
+        self.kept, self.placement, self.sinks = kept, placement, sinks
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
         self.heads = torch.tensor(heads)
         layout = SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT)
@@ -158,8 +170,9 @@ class Rig:
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
             rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
-            lse = () if self.placement is None else (self.lse[layer],)
-            layers.append(self.operations.extend(layer, *rows, batch, sides, *lse))
+            lse = None if self.placement is None and self.sinks is None else self.lse[layer]
+            output = self.operations.extend(layer, *rows, batch, sides, lse)
+            layers.append(output if self.sinks is None else with_sinks(output, self.lse[layer], self.sinks[layer]))
         return list(torch.stack(layers, dim=1).split(lengths))
 
     def decode(
@@ -189,8 +202,12 @@ class Rig:
             sides = self._sides(sequences, positions, ends, layer)
             tensors = [*self._rows(sequences, positions, ends, layer), *([] if sides is None else [sides])]
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
-            lse = {} if self.placement is None else {"lse": self.lse[layer]}
-            layers.append(self.operations.decode(layer, *padded[:3], batch, *padded[3:], **lse)[:size])
+            lse = None if self.placement is None and self.sinks is None else self.lse[layer]
+            padded_sides = padded[3] if len(padded) > 3 else None
+            output = self.operations.decode(layer, *padded[:3], batch, padded_sides, lse)[:size]
+            if self.sinks is not None:
+                output = with_sinks(output, self.lse[layer, :size], self.sinks[layer])
+            layers.append(output)
         self.lse = self.lse[:, :size]
         return torch.stack(layers, dim=1)
 

@@ -14,6 +14,7 @@ from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import model_support
 from sgl_ragged.plugin.model_support import load_model_config, refuse_kv_dtype, refuse_kv_scheme, refuse_model
+from sgl_ragged.plugin.options import ATTRIBUTE
 from tests.models import make_llama
 from tests.test_plugin import refusal, resolved
 
@@ -31,20 +32,16 @@ SIZES = dict(
 WINDOWED = ["sliding_attention", "full_attention"] * 2
 
 REFUSED = [
-    ("GptOss", "GptOssForCausalLM", {"head_dim": 64, "sliding_window": 128, "num_local_experts": 2}, "sliding-window"),
     (
-        "Exaone4",
-        "Exaone4ForCausalLM",
-        {"sliding_window": 128, "sliding_window_pattern": "LG", "layer_types": WINDOWED},
-        "sliding-window",
+        "GptOss",
+        "GptOssForCausalLM",
+        {"head_dim": 64, "sliding_window": 128, "num_local_experts": 2, "layer_types": ["sliding_attention"] * 4},
+        "nothing to compress",
     ),
     ("Qwen3Next", "Qwen3NextForCausalLM", {"head_dim": 64, "num_experts": 2}, "linear-attention"),
     ("Qwen3_5Text", "Qwen3_5ForCausalLM", {"head_dim": 64}, "linear-attention"),
     ("FalconH1", "FalconH1ForCausalLM", {"head_dim": 64}, "linear-attention"),
-    ("Cohere2", "Cohere2ForCausalLM", {"layer_types": WINDOWED, "sliding_window": 128}, "sliding-window"),
-    ("Gemma2", "Gemma2ForCausalLM", {"head_dim": 64, "layer_types": WINDOWED}, "sliding-window"),
-    ("Gemma3Text", "Gemma3ForCausalLM", {"head_dim": 64, "layer_types": WINDOWED}, "sliding-window"),
-    ("Olmo3", "Olmo3ForCausalLM", {"layer_types": WINDOWED, "sliding_window": 128}, "sliding-window"),
+    ("Gemma2", "Gemma2ForCausalLM", {"head_dim": 64, "layer_types": WINDOWED}, "caps logits"),
     ("DeepseekV3", "DeepseekV3ForCausalLM", {}, "MLA attention"),
     ("Bert", "BertModel", {}, "not causal"),
 ]
@@ -61,8 +58,7 @@ def make_config(folder, name: str, architecture: str, more: dict) -> str:
 def test_launcher_and_command_line_refuse_alike(tmp_path, monkeypatch, name, architecture, more, reason):
     model = make_config(tmp_path, name, architecture, more)
     said = refusal(model, "--kv-pool", "ragged").removeprefix("sgl_ragged: ")
-    # SGLang's name for it: it serves the third Olmo as the second.
-    assert said.startswith(f"{architecture.replace('Olmo3', 'Olmo2')} cannot be served with --kv-pool ragged: ")
+    assert said.startswith(f"{architecture} cannot be served with --kv-pool ragged: ")
     assert reason in said
     monkeypatch.setattr(sys, "argv", ["sgl-ragged", "layout", "--model", model, "--kv-bytes", "1GiB"])
     with pytest.raises(SystemExit) as ended:
@@ -82,6 +78,42 @@ def test_launcher_and_command_line_refuse_alike(tmp_path, monkeypatch, name, arc
 def test_models_that_are_served_pass(tmp_path, name, architecture, more):
     refuse_model(load_model_config_of(tmp_path, name, architecture, more))
     resolved(tmp_path, "--kv-pool", "ragged")
+
+
+HYBRID = [
+    ("GptOss", "GptOssForCausalLM", {"head_dim": 64, "sliding_window": 128, "num_local_experts": 2}),
+    ("Exaone4", "Exaone4ForCausalLM", {"sliding_window": 128, "sliding_window_pattern": "LG"}),
+    ("Cohere2", "Cohere2ForCausalLM", {"sliding_window": 128}),
+    ("Gemma3Text", "Gemma3ForCausalLM", {"head_dim": 64, "sliding_window": 128}),
+    ("Olmo3", "Olmo3ForCausalLM", {"sliding_window": 128}),
+]
+
+
+@pytest.mark.parametrize(("name", "architecture", "more"), HYBRID, ids=[row[0] for row in HYBRID])
+def test_windowed_layers_get_a_pool_of_their_own(tmp_path, name, architecture, more):
+    """Whether SGLang calls the model hybrid or not, and whichever backends it asks for by name."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    make_config(tmp_path, name, architecture, more | {"layer_types": WINDOWED})
+    args = resolved(tmp_path, "--kv-pool", "ragged")
+    assert resolving_view(args).attention_backend == "ragged"
+    assert resolving_view(args).disable_hybrid_swa_memory is False
+    model_config = model_config_of(args)
+    assert model_config.swa_attention_layer_ids == [0, 2]
+    assert getattr(args, ATTRIBUTE).plan.geometry.layer_numbers == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--enable-hierarchical-cache",), "not supported for models with sliding-window layers"),
+        (("--disable-hybrid-swa-memory",), "drop it"),
+        (("--tp", "2", "--ragged-fairkv", "split"), "sliding-window layers keep theirs"),
+    ],
+)
+def test_what_does_not_go_with_windowed_layers(tmp_path, flags, words):
+    make_config(tmp_path, "Gemma3Text", "Gemma3ForCausalLM", HYBRID[3][2] | {"layer_types": WINDOWED})
+    assert words in refusal(tmp_path, "--kv-pool", "ragged", *flags)
 
 
 def load_model_config_of(folder, name, architecture, more):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.geometry import ModelGeometry, WindowedLayers
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin import placing
 from sgl_ragged.plugin.options import ATTRIBUTE
@@ -18,6 +19,7 @@ from sgl_ragged.plugin.placing import describe_placement
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
 
+GEOMETRY = ModelGeometry("toy", "0" * 16, num_layers=1, num_heads=2, q_per_kv=1, head_dim=16)
 RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "128", "--ragged-ratio", "0.3", "--ragged-profile", "uniform")
 
 
@@ -87,9 +89,15 @@ def test_split_gives_every_rank_more_heads(llama, profile):
 
 
 def test_split_needs_kernels_that_give_parts():
-    placing.refuse_split("triton")
+    placing.refuse_split("triton", GEOMETRY)
     with pytest.raises(RaggedConfigError, match="not available with --ragged-kernel flashinfer"):
-        placing.refuse_split("flashinfer")
+        placing.refuse_split("flashinfer", GEOMETRY)
+
+
+def test_split_leaves_windowed_layers_their_heads():
+    windowed = dataclasses.replace(GEOMETRY, windowed=WindowedLayers((1, 2), 64, 128))
+    with pytest.raises(RaggedConfigError, match="sliding-window layers keep theirs; use --ragged-fairkv permute"):
+        placing.refuse_split("triton", windowed)
 
 
 def test_split_needs_a_config_that_takes_heads(llama):

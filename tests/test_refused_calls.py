@@ -69,7 +69,7 @@ def pool():
     plan = PoolSizes(layout=layout, itemsize=4, num_slots=4, num_rows=2)
     scorer = get_scorer("keydiff")
     return RaggedTokenToKVPool(
-        plan, scorer, [{}, {}], q_per_kv=1, dtype=torch.float32, device="cpu", start_layer=0, end_layer=1
+        plan, scorer, [{}, {}], q_per_kv=1, dtype=torch.float32, device="cpu", layer_numbers=(0, 1)
     )
 
 
@@ -94,7 +94,7 @@ TOKENS = torch.zeros(1, 1, 16)
 @pytest.mark.parametrize(
     ("k", "options", "words"),
     [
-        (TOKENS, {"sinks": torch.zeros(1)}, "layer 3 asks attention for sinks,"),
+        (TOKENS, {"sinks": torch.zeros(1), "k_rope": TOKENS}, "layer 3 asks attention for k_rope,"),
         (TOKENS, {"sinks": None, "k_rope": TOKENS}, "for k_rope,"),
         (TOKENS, {"save_kv_cache": False}, "save_kv_cache=False"),
         (None, {}, "without keys and values of its own"),
@@ -102,6 +102,7 @@ TOKENS = torch.zeros(1, 1, 16)
 )
 def test_a_layer_that_asks_for_more_than_causal_attention_is_refused(forward, k, options, words):
     backend = object.__new__(RaggedAttnBackend)
+    backend.numbers = {3: 0}
     with pytest.raises(RaggedConfigError, match=words):
         getattr(backend, forward)(TOKENS, k, k, LAYER, None, **options)
 
@@ -109,27 +110,27 @@ def test_a_layer_that_asks_for_more_than_causal_attention_is_refused(forward, k,
 class Block(torch.nn.Module):
     """An attention block as SGLang's models have it; `more` goes to its attention."""
 
-    def __init__(self, sinks: bool = False, **more: object) -> None:
+    def __init__(self, layer_id: int = 0, **more: object) -> None:
         super().__init__()
-        self.attn = RadixAttention(2, 16, 0.25, num_kv_heads=1, layer_id=0, **more)
-        self.sinks = torch.nn.Parameter(torch.zeros(2)) if sinks else None
+        self.attn = RadixAttention(2, 16, 0.25, num_kv_heads=1, layer_id=layer_id, **more)
 
 
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        (lambda: Block(sinks=True), "layer 0 uses attention sinks"),
-        (lambda: Block(sliding_window_size=64), "a sliding window"),
+        (lambda: Block(sliding_window_size=64), r"everything in layers \[\], and .* those of layers \[0\]"),
         (lambda: Block(logit_cap=30.0), "logit capping"),
         (lambda: Block(attn_type=AttentionType.ENCODER_ONLY), "non-causal attention"),
-        (lambda: torch.nn.Sequential(Block(), Block()), "2 attention modules for 1 layers"),
+        (lambda: torch.nn.Sequential(Block(), Block()), r"layers \[0, 0\], and .* layers \[0\] \(layers that share"),
     ],
 )
 def test_a_model_whose_attention_is_another_is_refused(block, words):
     with pytest.raises(RaggedConfigError, match=words) as refused:
-        _attention_layers(block(), 1)
+        _attention_layers(block(), SimpleNamespace(layer_numbers=(0,)))
     assert "loaded model" in str(refused.value)
 
 
-def test_plain_attention_is_served():
-    assert [layer.layer_id for layer in _attention_layers(Block(), 1)] == [0]
+def test_layers_in_slabs_are_those_without_windows():
+    model = torch.nn.Sequential(Block(2), Block(1, sliding_window_size=64), Block(0))
+    found = _attention_layers(model, SimpleNamespace(layer_numbers=(0, 2)))
+    assert [layer.layer_id for layer in found] == [0, 2]

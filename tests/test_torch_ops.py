@@ -47,6 +47,22 @@ def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
         torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
 
 
+def test_sinks_take_their_share():
+    """A sink is a logit more in the softmax of every query of its head."""
+    lengths = [1, SEGMENT + 1, 3 * SEGMENT + 7]
+    sinks = torch.randn(*KEPT.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
+    sequences = [Sequence(length + 2, *KEPT.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
+    rig = Rig(KEPT, 16, "keydiff", len(lengths), 8, 2, sinks=sinks)
+    expected = [sequence.expected(KEPT, sinks=sinks) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    for output, want, length in zip(outputs, expected, lengths, strict=True):
+        torch.testing.assert_close(output.double(), want[:length], atol=1e-5, rtol=1e-4)
+    for step in range(2):
+        output = rig.decode(sequences, [length + step for length in lengths], padding=1)
+        want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
+        torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("segments_at_once", [1, 7, 20])
 def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     """Requests that gather more than fits a cache attend one after the other; the longest decides how many at once."""

@@ -62,6 +62,21 @@ def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, 
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("lengths", [SHORT, pytest.param(LONG, marks=pytest.mark.thorough)])
+def test_sinks_take_their_share(lengths):
+    """Heads of one CTA and of several give the log-sum-exps that sinks need."""
+    sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
+    sequences = [Sequence(length + 1, *MIXED.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
+    rig = Rig(MIXED, 16, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
+    expected = [sequence.expected(MIXED, sinks=sinks) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs.append(rig.decode(sequences, lengths, padding=1))
+    want = [e[:length] for e, length in zip(expected, lengths, strict=True)]
+    want.append(torch.stack([e[length] for e, length in zip(expected, lengths, strict=True)]))
+    for output, right in zip(outputs, want, strict=True):
+        torch.testing.assert_close(output.double(), right, atol=1e-5, rtol=1e-4)
+
+
 def test_views_may_leave_segments_out():
     """Every query segment sees the first segment and the one before it; tails have room for more than a segment."""
     lengths, steps = [3 * SEGMENT + 7, SEGMENT - 1], 2

@@ -1,4 +1,4 @@
-"""Models with sliding windows: SGLang's pages for the windowed layers, slabs for the others, both shared by prefixes."""
+"""Models with sliding windows: SGLang's pages for windowed layers, slabs for the others; prefixes share both."""
 
 from __future__ import annotations
 
