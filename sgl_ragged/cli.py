@@ -63,9 +63,7 @@ def show_layout(options: argparse.Namespace) -> None:
         chunk=options.chunked_prefill_size,
         share=options.swa_full_tokens_ratio,
     )
-    plan = fit_pool(
-        layout, itemsize, budget, options.max_running_requests, side, options.max_total_tokens, windows
-    )
+    plan = fit_pool(layout, itemsize, budget, options.max_running_requests, side, options.max_total_tokens, windows)
     if plan.warning is not None:
         print(f"sgl-ragged: warning: {plan.warning}", file=sys.stderr)
     if not options.json:

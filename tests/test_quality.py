@@ -23,13 +23,15 @@ from benchmarks.quality.store import Results
 
 
 class Words:
-    """A tokenizer of words and single spaces; ids in order of appearance."""
+    """A tokenizer of words and single spaces; ids in order of appearance. Without a template texts begin with `<s>`."""
 
-    def __init__(self) -> None:
-        self.known: dict[str, int] = {}
+    def __init__(self, chat_template: str | None = "one") -> None:
+        self.known: dict[str, int] = {} if chat_template else {"<s>": 0}
+        self.chat_template, self.bos_token_id = chat_template, None if chat_template else 0
 
-    def encode(self, text: str, **_: object) -> list[int]:
-        return [self.known.setdefault(part, len(self.known)) for part in re.findall(r"\s|\S+", text)]
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        first = [self.bos_token_id] if add_special_tokens and self.bos_token_id is not None else []
+        return first + [self.known.setdefault(part, len(self.known)) for part in re.findall(r"\s|\S+", text)]
 
     def decode(self, ids: list[int]) -> str:
         words = list(self.known)
@@ -89,6 +91,18 @@ def test_facts_are_in_the_context_and_questions_do_not_give_them_away(kind):
         assert len({question.answer for question in interview.questions}) == 4
     first, again = (facts.interviews(tokenizer, kind, 2, facts=4, length=300) for _ in range(2))
     assert first == again
+
+
+def test_a_model_without_a_template_reads_one_text():
+    tokenizer = Words(chat_template=None)
+    (interview,) = facts.interviews(tokenizer, "words", 1, facts=2, length=300)
+    asked = [tokenizer.decode([*interview.context, *question.suffix]) for question in interview.questions]
+    for text, question in zip(asked, interview.questions, strict=True):
+        assert text.startswith(f"<s>{facts.INTRODUCTION}")
+        assert f"{facts.QUESTION}\n\n" in text
+        assert f"{text.rpartition(chr(10))[2]} {question.answer}." in text
+    (text, *_) = texts.pieces(tokenizer, 100)
+    assert (len(text.ids), text.ids[0], text.ids.count(0)) == (100, 0, 1)
 
 
 def test_what_counts_as_right():

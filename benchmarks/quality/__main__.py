@@ -36,7 +36,7 @@ CALIBRATION_S = 3600.0
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", required=True, help="folder of a Hugging Face model with a chat template")
+    made.add_argument("--model", required=True, help="folder of a Hugging Face model")
     made.add_argument("--scorer", nargs="+", default=["default"], help="[default: the server's own choice]")
     made.add_argument("--budgets", nargs="+", default=["auto"], help="auto, uniform or profiles by {scorer} [auto]")
     made.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.3, 0.2])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality.texts import SOURCES, read
+from benchmarks.quality.texts import SOURCES, beginning, read
 
 STATEMENTS = {
     "numbers": (
@@ -82,7 +82,7 @@ def interviews(tokenizer: Any, kind: str, count: int, *, facts: int, length: int
     """`count` interviews about contexts of about `length` tokens, from all sources in turns.
 
     Each fact ends a sentence; the user asks for the sentence, and the answer is begun with it: a model that is too
-    small to be asked freely has only to find the fact.
+    small to be asked freely has only to find the fact. A model without a chat template reads all of it as one text.
     """
     made = []
     for number in range(count):
@@ -94,10 +94,14 @@ def interviews(tokenizer: Any, kind: str, count: int, *, facts: int, length: int
         else:
             answers = [WORDS[i] for i in rng.permutation(len(WORDS))[:facts]]
         text = _with_facts(rng, tokenizer, source, list(zip(begun, answers, strict=True)), length)
-        messages = [{"role": "user", "content": f"{INTRODUCTION}{text}\n\n@@{QUESTION}"}]
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before, _, behind = rendered.partition("@@")
-        context = tokenizer.encode(before, add_special_tokens=False)
+        content, first = f"{INTRODUCTION}{text}\n\n@@{QUESTION}", ()
+        if tokenizer.chat_template:
+            messages = [{"role": "user", "content": content}]
+            content = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        else:
+            content, first = f"{content}\n\n", beginning(tokenizer)
+        before, _, behind = content.partition("@@")
+        context = [*first, *tokenizer.encode(before, add_special_tokens=False)]
         questions = []
         for beginning, answer in zip(begun, answers, strict=True):
             asked = behind + beginning

@@ -53,13 +53,18 @@ def pieces(tokenizer: Any, length: int, count: int = 1) -> list[Text]:
     found = []
     for source in SOURCES:
         ids = tokenizer.encode(read(source), add_special_tokens=False)
-        first = tokenizer.bos_token_id if getattr(tokenizer, "add_bos_token", False) else None
-        own = length - (first is not None)
+        first = beginning(tokenizer)
+        own = length - len(first)
         room = len(ids) - own
         if room < 0:
             raise TextMissing(f"the text {source!r} has {len(ids)} tokens, {own} are wanted")
         for number in range(count):
             start = room * (2 * number + 1) // (2 * count)
             piece = ids[start : start + own]
-            found.append(Text(source, (*([first] if first is not None else []), *piece)))
+            found.append(Text(source, (*first, *piece)))
     return found
+
+
+def beginning(tokenizer: Any) -> tuple[int, ...]:
+    """The token that every text of this model begins with, if there is one."""
+    return tuple(token for token in tokenizer.encode("") if token == tokenizer.bos_token_id)
