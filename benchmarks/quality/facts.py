@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality.texts import SOURCES, beginning, read
+from benchmarks.quality.texts import SOURCES, first_token, read
 
 STATEMENTS = {
     "numbers": (
@@ -99,7 +99,7 @@ def interviews(tokenizer: Any, kind: str, count: int, *, facts: int, length: int
             messages = [{"role": "user", "content": content}]
             content = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         else:
-            content, first = f"{content}\n\n", beginning(tokenizer)
+            content, first = f"{content}\n\n", first_token(tokenizer)
         before, _, behind = content.partition("@@")
         context = [*first, *tokenizer.encode(before, add_special_tokens=False)]
         questions = []

@@ -53,7 +53,7 @@ def pieces(tokenizer: Any, length: int, count: int = 1) -> list[Text]:
     found = []
     for source in SOURCES:
         ids = tokenizer.encode(read(source), add_special_tokens=False)
-        first = beginning(tokenizer)
+        first = first_token(tokenizer)
         own = length - len(first)
         room = len(ids) - own
         if room < 0:
@@ -65,6 +65,6 @@ def pieces(tokenizer: Any, length: int, count: int = 1) -> list[Text]:
     return found
 
 
-def beginning(tokenizer: Any) -> tuple[int, ...]:
+def first_token(tokenizer: Any) -> tuple[int, ...]:
     """The token that every text of this model begins with, if there is one."""
     return tuple(token for token in tokenizer.encode("") if token == tokenizer.bos_token_id)
