@@ -185,16 +185,11 @@ def scale_to_ratio(mu: np.ndarray, ratio: float) -> tuple[float, bool]:
 
 
 def _require_same_heads(measured: Measured, geometry: ModelGeometry) -> None:
-    layers, heads = measured.whole.shape[1:]
-    if measured.model_layers > layers and geometry.num_layers != layers:
-        raise RaggedConfigError(
-            f"the file covers {layers} of the {measured.model_layers} layers of {measured.model_id!r}, those with "
-            f"full attention; such models cannot be served, so leave out --config and only inspect the profile"
-        )
-    have = (layers, heads)
-    want = (geometry.num_layers, geometry.num_heads)
+    have = (measured.layers, measured.whole.shape[2])
+    want = (geometry.layer_numbers, geometry.num_heads)
     if have != want:
         raise RaggedConfigError(
-            f"the file was measured on {measured.model_id!r} with (layers, heads) = {have}, but the configuration "
-            f"has {want}: pass the configuration of that model"
+            f"the file was measured on {measured.model_id!r} in layers {list(have[0])} with {have[1]} heads each, but "
+            f"by the configuration layers {list(want[0])} have full attention, with {want[1]} heads: pass the "
+            f"configuration of that model"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,19 @@ SINKS, WINDOW = 32, 4096
 
 
 def write_measured(
-    path: Path, *, layers: int = 3, heads: int = 4, samples: int = 6, seed: int = 0, **meta: Any
+    path: Path,
+    *,
+    layers: int = 3,
+    heads: int = 4,
+    samples: int = 6,
+    seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    **meta: Any,
 ) -> Path:
-    """Write a file with heads that differ more than samples do; `meta` overrides or, with None, removes entries."""
+    """Write a file with heads that differ more than samples do; `meta` overrides or, with None, removes entries.
+
+    numbers: of the layers in the model; all of its layers if not given.
+    """
     rng = np.random.default_rng(seed)
     total = rng.integers(16_000, 26_000, samples)
     evictable = np.clip(rng.uniform(0, 0.2, (layers, heads)) + rng.normal(0, 0.01, (samples, layers, heads)), 0, 1)
@@ -37,7 +48,7 @@ def write_measured(
             np.int32
         ),
         base_ratios=np.array([0.3], np.float32),
-        static_layer_ids=np.arange(layers),
+        static_layer_ids=np.arange(layers) if numbers is None else np.array(numbers),
         meta=np.frombuffer(text.encode(), np.uint8),
     )
     return path

@@ -102,6 +102,17 @@ def test_profile_over_the_model(tmp_path, config):
     assert profile.tasks == ("one",) * 6
 
 
+def test_layers_with_windows_are_not_among_the_measured_ones(tmp_path, config, capsys):
+    """A file covers the layers with full attention, by the model's numbers of them."""
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 64}))
+    file = write_measured(tmp_path / "m.npz", layers=2, numbers=(2, 5), num_hidden_layers=6)
+    assert convert(tmp_path, file, "--config", str(config)).num_layers == 2
+    other = write_measured(tmp_path / "other.npz", layers=2, numbers=(1, 5), num_hidden_layers=6)
+    said = refusal(capsys, "convert", str(other), "-o", str(tmp_path / "p"), "--config", str(config))
+    assert "in layers [1, 5] with 4 heads each, but by the configuration layers [2, 5] have full attention" in said
+
+
 def test_means_only(tmp_path, config):
     profile = convert(tmp_path, write_measured(tmp_path / "m.npz"), "--config", str(config), "--means-only")
     assert (profile.sigma == 0).all()
@@ -177,7 +188,7 @@ def test_refusals(tmp_path, config, capsys):
     (tmp_path / "empty.json").write_text("{}")
     assert "it lacks 'num_hidden_layers'" in line(good, "--config", str(tmp_path / "empty.json"))
     four = write_measured(damaged, layers=4)
-    assert "(layers, heads) = (4, 4), but the configuration has (3, 4)" in line(four, "--config", str(config))
+    assert "in layers [0, 1, 2, 3] with 4 heads each" in line(four, "--config", str(config))
     some = write_measured(damaged, layers=2, num_hidden_layers=3)
     assert "2 of the 3 layers" in line(some, "--config", str(config))
     assert "cannot write" in refusal(capsys, "convert", str(good), "-o", str(tmp_path / "no" / "folder"))
