@@ -70,8 +70,8 @@ def show_layout(options: argparse.Namespace) -> None:
         print(chosen.source)
         print(plan.describe())
         return
-    names = ("slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests", "window_pages")
-    names += ("windows_bytes", "total_bytes", "full_tokens")
+    names = ["slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests"]
+    names += ["window_pages", "windows_bytes", "total_bytes", "full_tokens"]
     print(json.dumps({name: getattr(plan, name) for name in names} | {"kept": kept.tolist()}))
 
 

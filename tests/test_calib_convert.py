@@ -190,7 +190,7 @@ def test_refusals(tmp_path, config, capsys):
     four = write_measured(damaged, layers=4)
     assert "in layers [0, 1, 2, 3] with 4 heads each" in line(four, "--config", str(config))
     some = write_measured(damaged, layers=2, num_hidden_layers=3)
-    assert "2 of the 3 layers" in line(some, "--config", str(config))
+    assert "in layers [0, 1] with 4 heads each" in line(some, "--config", str(config))
     assert "cannot write" in refusal(capsys, "convert", str(good), "-o", str(tmp_path / "no" / "folder"))
 
 

@@ -20,7 +20,7 @@ from sgl_ragged.plugin.model_support import (
     refuse_model,
 )
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
-from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, check_seams, resolve, seams_for
+from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, WINDOW_SEAMS, check_seams, resolve, seams_for
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 
 DISABLED = "disabled"
@@ -110,6 +110,7 @@ def _hybrid_config(server_args: Any, kernel: str) -> Any:
     geometry = model_geometry(model_config)
     if geometry.windowed is None:
         return model_config
+    check_seams(WINDOW_SEAMS, " for models with sliding windows")
     if view.enable_hierarchical_cache:
         raise RaggedConfigError(
             f"--enable-hierarchical-cache is not supported for models with sliding-window layers "

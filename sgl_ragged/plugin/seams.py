@@ -112,6 +112,29 @@ TIER_SEAMS = (
 )
 """What a host tier needs beside the rest; 0.5.22 lacks some of it."""
 
+_WINDOW_POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+
+WINDOW_SEAMS = (
+    Seam(
+        f"{_WINDOW_POOL}.__init__",
+        (
+            *("self", "size", "size_swa", "page_size", "dtype", "head_num", "head_dim", "swa_attention_layer_ids"),
+            *("full_attention_layer_ids", "device", "token_to_kv_pool_class", "full_kv_pool_class"),
+            *("swa_kv_pool_class", "full_kv_pool_kwargs", "swa_kv_pool_kwargs", "enable_memory_saver", "kwargs"),
+        ),
+    ),
+    Seam(f"{_WINDOW_POOL}.translate_loc_from_full_to_swa", ("self", "kv_indices")),
+    Seam(f"{_WINDOW_POOL}.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")),
+    Seam(
+        "sglang.srt.layers.attention.triton_backend.update_sliding_window_buffer",
+        (
+            *("window_kv_indptr", "translator", "plan", "req_pool_indices", "sliding_window_size", "seq_lens", "bs"),
+            *("device", "token_to_kv_pool", "window_kv_indices"),
+        ),
+    ),
+)
+"""What models with sliding windows need beside the rest."""
+
 
 def resolve(target: str) -> object | None:
     """The object at a dotted path, or None; the function itself where it is a class method."""
@@ -127,7 +150,10 @@ def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
     """The seams that serving with these options needs."""
     if not options.ragged:
         return KV_BYTES_SEAMS
-    return RAGGED_SEAMS if options.plan is None or options.plan.tier is None else RAGGED_SEAMS + TIER_SEAMS
+    if options.plan is None:
+        return RAGGED_SEAMS
+    windows = WINDOW_SEAMS if options.plan.geometry.windowed is not None else ()
+    return RAGGED_SEAMS + windows + (TIER_SEAMS if options.plan.tier is not None else ())
 
 
 def installed_release() -> str:
