@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.fingerprint import config_fingerprint, text_config
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class ModelGeometry:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelGeometry:
-        """From a Hugging Face config of the text model; KeyError if it lacks layers or heads."""
+        """From a Hugging Face config; KeyError if its language model lacks layers or heads."""
+        config = text_config(config)
         query_heads = config["num_attention_heads"]
         heads = config.get("num_key_value_heads") or query_heads
         return cls(

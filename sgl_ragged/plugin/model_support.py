@@ -17,6 +17,7 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.plugin.multimodal import media_reason
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,7 +64,9 @@ def model_geometry(model_config: Any) -> ModelGeometry:
     heads = model_config.get_total_num_kv_heads()
     return ModelGeometry(
         name=model_config.model_path,
-        fingerprint=config_fingerprint(model_config.hf_text_config.to_dict()),
+        fingerprint=config_fingerprint(
+            model_config.hf_text_config.to_dict() | {"architectures": model_config.hf_config.architectures}
+        ),
         num_layers=model_config.num_hidden_layers,
         num_heads=heads,
         q_per_kv=model_config.get_total_num_attention_heads() // heads,
@@ -81,6 +84,7 @@ def refuse_model(model_config: Any) -> None:
     from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
     text, arch = model_config.hf_text_config, architecture(model_config)
+    media = media_reason(model_config, arch)
     reasons = (
         (
             model_config.attention_arch == AttentionArch.MLA,
@@ -99,7 +103,7 @@ def refuse_model(model_config: Any) -> None:
             arch in _BIDIRECTIONAL or getattr(text, "use_bidirectional_attention", None) not in (None, False),
             "its attention is not causal",
         ),
-        (model_config.is_multimodal, "multimodal models have not been tested"),
+        (media is not None, str(media)),
         (bool(getattr(text, "attn_logit_softcapping", None)), "its attention caps logits"),
         (bool(getattr(text, "num_kv_shared_layers", 0)), "some of its layers share keys and values"),
         (model_config.head_dim != model_config.v_head_dim, "keys and values have different head dimensions"),
