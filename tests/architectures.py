@@ -103,9 +103,6 @@ WINDOWED: dict[str, Family] = {
     ),
     "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", MIXED | {"sliding_window_pattern": "LG"}, NO_BACKEND),
     "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", MIXED | {"tie_word_embeddings": True}),
-    # SGLang's own class of this config takes the base of RoPE from a key that transformers no longer writes.
-    "olmo3": Family(
-        "Olmo3Config", "Olmo3ForCausalLM", MIXED | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    ),
+    "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", MIXED),
 }
 """Families with sliding windows of WINDOW tokens in every other layer."""

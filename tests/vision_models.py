@@ -93,9 +93,6 @@ class VisionModel:
     turned_experts: bool = False
     """Whether published checkpoints, which SGLang reads, have the experts' matrices the other way round."""
 
-    whole: bool = False
-    """Whether SGLang answers wrongly, also on its token pool, where a chunk of prefill ends inside a picture."""
-
     def save(self, folder: Path) -> Path:
         """Write what a server loads."""
         self.model.save_pretrained(folder)
@@ -194,10 +191,11 @@ def make_mistral3() -> VisionModel:
         image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
         spatial_merge_size=2,
         vision_feature_layer=-1,
+        tie_word_embeddings=False,
     )
     pixels = PixtralImageProcessor(size={"longest_edge": 224}, patch_size={"height": 14, "width": 14})
     processor = PixtralProcessor(image_processor=pixels, tokenizer=tokenizer, patch_size=14, spatial_merge_size=2)
-    return _vision_model(Mistral3ForConditionalGeneration, config, processor, "[IMG]", whole=True)
+    return _vision_model(Mistral3ForConditionalGeneration, config, processor, "[IMG]")
 
 
 def make_glm4v() -> VisionModel:
@@ -209,6 +207,7 @@ def make_glm4v() -> VisionModel:
     tokenizer = _tokenizer(tokens)
     config = Glm4vConfig(
         text_config=TEXT | dict(head_dim=16, pad_token_id=0, rope_parameters=MROPE | {"partial_rotary_factor": 1.0}),
+        # Half the spread: sums of larger terms differ between programs by more than the tests allow.
         vision_config=VISION
         | dict(initializer_range=0.1, intermediate_size=128, out_hidden_size=WIDTH, image_size=224),
         **_ids(tokenizer, tokens),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import httpx
 import numpy as np
 import pytest
@@ -58,8 +61,7 @@ def assert_same(found: Answer, expected: Answer) -> None:
 def test_full_ratio_equals_hugging_face(vision, serve):
     """The picture runs over several chunks and segments; the words behind it show what they saw of it."""
     tokens, logprobs, of_text = vision.answer(vision.prompt(BEFORE, AFTER), picture(0), NEW)
-    chunks = () if vision.whole else ("--chunked-prefill-size", str(SEGMENT))
-    with serve(1, *chunks) as server:
+    with serve(1, "--chunked-prefill-size", str(SEGMENT)) as server:
         cold, warm = look(vision, server, 0, logprobs_from=0), look(vision, server, 0)
     prompt = len(logprobs) + 1 - NEW
     assert (cold.cached, warm.cached) == (0, (prompt - 1) // SEGMENT * SEGMENT)
@@ -88,3 +90,26 @@ def test_hit_equals_miss_and_pictures_share_nothing(vision, serve):
     assert_same(other, alone)
     assert_same(again, cold)
     assert np.abs(other.output_logprobs - cold.output_logprobs).max() > 0.1
+
+
+@pytest.mark.thorough
+def test_a_gate_trained_on_text_serves_pictures(tmp_path, nursery):
+    """Calibration sends text alone; the gate then scores what enters attention at a picture's tokens, too."""
+    vision = MAKERS["qwen2.5-vl"]()
+    model, profile = vision.save(tmp_path / "model"), tmp_path / "gate.safetensors"
+    rng = np.random.default_rng(0)
+    samples = [{"task": "ab"[n % 2], "input_ids": rng.integers(16, 512, 200 + 30 * n).tolist()} for n in range(4)]
+    data = tmp_path / "samples.jsonl"
+    data.write_text("\n".join(map(json.dumps, samples)))
+    command = ["-m", "calib", "run", "--model", model, "--dtype", "float32", "--data", data, "--segment", SEGMENT]
+    done = nursery.run([sys.executable, *map(str, [*command, "--scorer", "gate", "-o", profile])], timeout=400)
+    assert done.returncode == 0, done.stderr[-2000:]
+    flags = [
+        *("--dtype", "float32", "--kv-bytes", "16MiB", "--max-running-requests", "4", "--kv-pool", "ragged"),
+        *("--ragged-ratio", "0.3", "--ragged-segment", str(SEGMENT), "--ragged-profile", str(profile)),
+    ]
+    with nursery.serve(model, *flags, log=tmp_path / "gate.log") as server:
+        cold, warm = look(vision, server, 0), look(vision, server, 0)
+        assert "scorer gate" in server.log_text()
+    assert (cold.cached, warm.cached > len(BEFORE) + SEGMENT) == (0, True)
+    assert_same(warm, cold)
