@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # The first release of SGLang that is served on; .venv has the last one.
 SGLANG_RELEASE ?= 0.5.22
 
-.PHONY: setup demo report test test-all compat peers lint clean
+.PHONY: setup demo report test test-all architectures compat peers lint clean
 
 setup: .venv/.ready
 
@@ -31,6 +31,11 @@ test: setup
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
 	$(PYTHON) -m pytest -n 2 --dist loadscope --thorough $(ARGS)
+
+# Every model family that SGLang serves on CPUs, with text and with pictures (docs/models.md).
+architectures: setup
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --architectures tests/server/test_architectures.py tests/server/test_images.py \
+		$(ARGS)
 
 compat: .venv-compat/$(SGLANG_RELEASE)
 	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from sgl_ragged.budgets import check_ratio, check_segment, profile_kept, uniform
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.profile import FITS, METHODS, SCOPES
 from sgl_ragged.scorers import get_scorer, scorer_names
 
@@ -75,7 +77,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Calibrate; writes one profile per scorer. Raises RaggedConfigError on bad input."""
     _check(options)
-    geometry, context_length = _read_model(options.model)
+    geometry, context_length = _read_model(options.model, options.scorer)
     if options.tp < 1 or geometry.num_heads % options.tp:
         raise RaggedConfigError(f"--tp {options.tp} does not divide the model's {geometry.num_heads} KV heads")
     longest = min(options.max_tokens, context_length - 2)
@@ -195,17 +197,24 @@ def _check(options: argparse.Namespace) -> None:
             )
 
 
-def _read_model(model: str) -> tuple[ModelGeometry, int]:
-    """The model's geometry, with the server's fingerprint, and its context length in tokens."""
+def _read_model(model: str, scorers: Sequence[str] = ()) -> tuple[ModelGeometry, int]:
+    """The model's geometry, with the server's fingerprint, and its context length in tokens.
+
+    Raises:
+        RaggedConfigError: its config cannot be read, or one of the scorers does not go with it.
+    """
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        config = AutoConfig.from_pretrained(model)
         geometry = ModelGeometry.from_config(config.to_dict(), model)
+        config = config.get_text_config()
     except (OSError, ValueError) as error:
         raise RaggedConfigError(f"cannot read the config of {model}: {str(error).splitlines()[0]}") from None
     except KeyError as error:
         raise RaggedConfigError(f"{model} cannot be calibrated, its config lacks {error}") from None
+    for scorer in scorers:
+        refuse_positions(config, scorer)
     return geometry, int(getattr(config, "max_position_embeddings", 8192))
 
 

@@ -22,6 +22,21 @@ _KEYS = (
 )
 
 
+_LANGUAGE_MODELS = ("thinker_config", "llm_config", "language_config", "text_config")
+"""Where configs of models that take more than text have that of their language model; SGLang looks in this order."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a config, under the whole model's architecture; the config itself if it has none.
+
+    Models with the same language model are told apart by what surrounds it, whether its part is nested or not.
+    """
+    for name in _LANGUAGE_MODELS:
+        if isinstance(config.get(name), Mapping):
+            return {**text_config(config[name]), "architectures": config.get("architectures")}
+    return config
+
+
 def config_fingerprint(config: Mapping[str, Any]) -> str:
     """Fingerprint of a Hugging Face model config: 16 hex digits over its attention geometry.
 

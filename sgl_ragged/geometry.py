@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_ragged.fingerprint import config_fingerprint
+from sgl_ragged.fingerprint import config_fingerprint, text_config
 
 _WINDOWS_IGNORED = ("Qwen2", "Qwen3", "Mistral")
 """Starts of architecture names whose sliding windows SGLang's model classes do not read: they attend to everything."""
@@ -55,7 +55,8 @@ class ModelGeometry:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelGeometry:
-        """From a Hugging Face config of the text model; KeyError if it lacks layers or heads."""
+        """From a Hugging Face config; KeyError if its language model lacks layers or heads."""
+        config = text_config(config)
         query_heads = config["num_attention_heads"]
         heads = int(config.get("num_key_value_heads") or query_heads)
         head_dim = int(config.get("head_dim") or config["hidden_size"] // query_heads)

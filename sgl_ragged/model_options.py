@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fingerprint import text_config
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plan import BudgetChoice, choose_budgets
 
@@ -34,11 +35,13 @@ def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoic
         RaggedConfigError: no such model, one that the server refuses, or budgets that do not fit it.
     """
     from sgl_ragged.plugin.model_support import load_model_config, model_geometry, refuse_model
+    from sgl_ragged.plugin.multimodal import refuse_positions
 
     check_ratio(options.ratio)
     check_segment(options.segment)
     model_config = load_model_config(options.model)
     refuse_model(model_config)
+    refuse_positions(model_config.hf_text_config, options.scorer)
     geometry = model_geometry(model_config)
     chosen = choose_budgets(
         geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
@@ -55,7 +58,7 @@ def read_sizes(folder: Path, make: Callable[[Mapping[str, Any]], T]) -> T:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-        return make(config.get("text_config", config))
+        return make(text_config(config))
     except (OSError, json.JSONDecodeError) as error:
         raise RaggedConfigError(f"cannot read {path}: {error}") from None
     except KeyError as error:

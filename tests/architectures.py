@@ -33,6 +33,11 @@ MIXED = dict(
 )
 
 
+NO_TRITON = "the gate of its shared expert is a Triton kernel without another form ('0 active drivers')"
+NO_SINKS = "its attention on CPUs takes no sinks (TorchNativeAttnBackend: unexpected keyword argument 'sinks')"
+NO_BACKEND = "'One of the attention backends in [fa3, triton, trtllm_mha] is required for Exaone4ForCausalLM'"
+
+
 @dataclass(frozen=True)
 class Family:
     """How a model is made: `config` and `model` are names in transformers.
@@ -64,9 +69,15 @@ PLAIN: dict[str, Family] = {
     "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": Family("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS),
-    "qwen2_moe": Family("Qwen2MoeConfig", "Qwen2MoeForCausalLM", EXPERTS | {"shared_expert_intermediate_size": 64}),
+    "qwen2_moe": Family(
+        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", EXPERTS | {"shared_expert_intermediate_size": 64}, NO_TRITON
+    ),
     "mixtral": Family("MixtralConfig", "MixtralForCausalLM", dict(num_local_experts=4, num_experts_per_tok=2)),
-    "olmoe": Family("OlmoeConfig", "OlmoeForCausalLM", dict(num_experts=4, num_experts_per_tok=2)),
+    "olmoe": Family(
+        "OlmoeConfig", "OlmoeForCausalLM", dict(num_key_value_heads=8, num_experts=4, num_experts_per_tok=2)
+    ),
+    # SGLang serves it without its window.
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
     "phi3": Family("Phi3Config", "Phi3ForCausalLM"),
     "granite": Family(
         "GraniteConfig",
@@ -75,20 +86,29 @@ PLAIN: dict[str, Family] = {
     ),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM"),
     "glm4": Family("Glm4Config", "Glm4ForCausalLM", {"attention_bias": True}),
-    "gemma": Family("GemmaConfig", "GemmaForCausalLM"),
+    "gemma": Family("GemmaConfig", "GemmaForCausalLM", {"tie_word_embeddings": True}),
     "starcoder2": Family("Starcoder2Config", "Starcoder2ForCausalLM", {"sliding_window": None}),
-    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", dict(n_positions=1024, n_embd=128, n_layer=3, n_head=8)),
+    "gpt2": Family(
+        "GPT2Config", "GPT2LMHeadModel", dict(n_positions=1024, num_key_value_heads=8, tie_word_embeddings=True)
+    ),
 }
 """Families whose layers all attend to the whole history."""
 
 WINDOWED: dict[str, Family] = {
-    "mistral": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
-    "gpt_oss": Family("GptOssConfig", "GptOssForCausalLM", MIXED | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "gpt_oss": Family(
+        "GptOssConfig", "GptOssForCausalLM", MIXED | dict(num_local_experts=4, num_experts_per_tok=2), NO_SINKS
+    ),
     "gemma3_text": Family(
         "Gemma3TextConfig", "Gemma3ForCausalLM", MIXED | {"rope_parameters": None, "tie_word_embeddings": True}
     ),
-    "exaone4": Family("Exaone4Config", "Exaone4ForCausalLM", MIXED | {"sliding_window_pattern": "LG"}),
-    "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", MIXED),
+    "exaone4": Family(
+        "Exaone4Config",
+        "Exaone4ForCausalLM",
+        # The base that SGLang takes where a config has it among other parameters of RoPE, as those of today have.
+        MIXED | {"sliding_window_pattern": "LG", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        NO_BACKEND,
+    ),
+    "cohere2": Family("Cohere2Config", "Cohere2ForCausalLM", MIXED | {"tie_word_embeddings": True}),
     "olmo3": Family("Olmo3Config", "Olmo3ForCausalLM", MIXED),
 }
-"""Families with sliding windows in some layers, or, like mistral, in all."""
+"""Families with sliding windows of WINDOW tokens in every other layer."""

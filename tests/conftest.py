@@ -1,4 +1,4 @@
-"""Settings for all tests; what runs in `make test-all` only; one process runs the server tests."""
+"""Settings for all tests; what runs in `make test-all` or `make architectures` only; one process runs server tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="also what `make test` leaves out")
+    parser.addoption(
+        "--architectures", action="store_true", help="every model family, not those alone that differ most"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("thorough") and not config.getoption("thorough"):
             item.add_marker(pytest.mark.skip(reason="make test-all"))
+        if item.get_closest_marker("architecture") and not config.getoption("architectures"):
+            item.add_marker(pytest.mark.skip(reason="make architectures"))
 
 
 @pytest.hookimpl(optionalhook=True)

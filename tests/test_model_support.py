@@ -10,10 +10,21 @@ import torch
 import transformers
 from sglang.srt.plugins import load_plugins
 
+from calib.__main__ import main as calibrate
+from calib.run import _read_model as calibrated_model
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.model_options import read_sizes
 from sgl_ragged.plugin import model_support
-from sgl_ragged.plugin.model_support import load_model_config, refuse_kv_dtype, refuse_kv_scheme, refuse_model
+from sgl_ragged.plugin.model_support import (
+    load_model_config,
+    model_geometry,
+    refuse_kv_dtype,
+    refuse_kv_scheme,
+    refuse_model,
+)
+from sgl_ragged.plugin.multimodal import media_reason
 from sgl_ragged.plugin.options import ATTRIBUTE
 from tests.models import make_llama
 from tests.test_plugin import refusal, resolved
@@ -182,3 +193,89 @@ def test_the_resolved_dtype_has_the_last_word():
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8):
         with pytest.raises(RaggedConfigError, match="pass --kv-cache-dtype bfloat16"):
             refuse_kv_dtype(dtype)
+
+
+MEDIA_SIZES = SIZES | {"head_dim": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}}
+
+
+def media_config(folder, name, architecture, more):
+    config_class = getattr(transformers, f"{name}Config")
+    config_class(architectures=[architecture], text_config=MEDIA_SIZES | more).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "reason"),
+    [
+        ("Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration", None),
+        ("Qwen3VL", "Qwen3VLForConditionalGeneration", None),
+        ("Mistral3", "Mistral3ForConditionalGeneration", None),
+        ("Gemma3", "Gemma3ForConditionalGeneration", "both directions"),
+        ("Llava", "LlavaForConditionalGeneration", "have not been tested"),
+        ("Cohere2Vision", "Cohere2VisionForConditionalGeneration", "have not been tested"),
+    ],
+)
+def test_models_that_take_pictures(tmp_path, name, architecture, reason):
+    model_config = load_model_config(media_config(tmp_path, name, architecture, {}))
+    # SGLang leaves the pictures of some models out unless --enable-multimodal is given.
+    model_config.is_multimodal = True
+    found = media_reason(model_config, architecture)
+    assert found is None if reason is None else reason in found
+    model_config.is_multimodal = False
+    assert media_reason(model_config, architecture) is None
+
+
+def test_an_untested_model_with_pictures_is_refused_in_one_line(tmp_path, monkeypatch):
+    model = str(media_config(tmp_path, "Llava", "LlavaForConditionalGeneration", {}))
+    said = refusal(model, "--kv-pool", "ragged").removeprefix("sgl_ragged: ")
+    assert said.startswith("LlavaForConditionalGeneration cannot be served with --kv-pool ragged: multimodal models")
+    monkeypatch.setattr(sys, "argv", ["sgl-ragged", "layout", "--model", model, "--kv-bytes", "1GiB"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == f"sgl-ragged: {said}"
+
+
+def test_one_position_per_token_is_not_m_rope(tmp_path, monkeypatch):
+    """expected_attention turns keys by their place in the sequence: server, layout and calibration refuse it alike."""
+    model = str(media_config(tmp_path, "Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration", MROPE))
+    said = refusal(model, "--kv-pool", "ragged", "--ragged-scorer", "expected_attention", "--ragged-profile", "uniform")
+    assert "expected_attention" in said
+    assert "M-RoPE" in said
+    resolved(model, "--kv-pool", "ragged", "--ragged-scorer", "snapkv", "--ragged-profile", "uniform")
+    layout = ["sgl-ragged", "layout", "--model", model, "--kv-bytes", "1GiB", "--scorer", "expected_attention"]
+    monkeypatch.setattr(sys, "argv", layout)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == said.replace("sgl_ragged: ", "sgl-ragged: ", 1)
+    calibration = ["calib", "run", "--model", model, "--scorer", "expected_attention", "-o", str(tmp_path / "p")]
+    monkeypatch.setattr(sys, "argv", calibration)
+    with pytest.raises(SystemExit) as ended:
+        calibrate()
+    assert "M-RoPE" in str(ended.value.code)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_everyone_sees_the_same_language_model(tmp_path, nested):
+    """Of configs with a part of its own for the language model, and of older ones, which have it all on one level."""
+    media_config(tmp_path, "Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration", MROPE)
+    path = tmp_path / "config.json"
+    if not nested:
+        config = json.loads(path.read_text())
+        text = {name: value for name, value in config.pop("text_config").items() if name != "model_type"}
+        path.write_text(json.dumps(text | config | {"model_type": "qwen2_5_vl"}))
+    served = model_geometry(load_model_config(tmp_path))
+    assert (served.num_layers, served.num_heads, served.q_per_kv, served.head_dim) == (4, 2, 2, 64)
+    assert read_sizes(tmp_path, lambda config: ModelGeometry.from_config(config, served.name)) == served
+    assert ModelGeometry.from_config(json.loads(path.read_text()), served.name) == served
+    assert calibrated_model(str(tmp_path))[0] == served
+
+
+def test_models_around_the_same_language_model_differ(tmp_path):
+    """A profile of one does not fit the other: their pictures are embedded by other networks."""
+    names = [("Qwen2VL", "Qwen2VLForConditionalGeneration"), ("Qwen2_5_VL", "Qwen2_5_VLForConditionalGeneration")]
+    prints = {
+        model_geometry(load_model_config(media_config(tmp_path / name, name, arch, MROPE))).fingerprint
+        for name, arch in names
+    }
+    assert len(prints) == 2

@@ -17,6 +17,7 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry, windowed_layers
+from sgl_ragged.plugin.multimodal import media_reason
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -57,7 +58,8 @@ def load_model_config(folder: Path) -> Any:
 
 def model_geometry(model_config: Any) -> ModelGeometry:
     """Geometry of the whole model, as SGLang sees it (model_config is its ModelConfig)."""
-    heads, config = model_config.get_total_num_kv_heads(), model_config.hf_text_config.to_dict()
+    heads = model_config.get_total_num_kv_heads()
+    config = model_config.hf_text_config.to_dict() | {"architectures": model_config.hf_config.architectures}
     windowed = windowed_layers(config, heads, model_config.head_dim)
     return ModelGeometry(
         name=model_config.model_path,
@@ -80,6 +82,7 @@ def refuse_model(model_config: Any) -> None:
     from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
     text, arch = model_config.hf_text_config, architecture(model_config)
+    media = media_reason(model_config, arch)
     reasons = (
         (
             model_config.attention_arch == AttentionArch.MLA,
@@ -94,7 +97,7 @@ def refuse_model(model_config: Any) -> None:
             arch in _BIDIRECTIONAL or getattr(text, "use_bidirectional_attention", None) not in (None, False),
             "its attention is not causal",
         ),
-        (model_config.is_multimodal, "multimodal models have not been tested"),
+        (media is not None, str(media)),
         (bool(getattr(text, "attn_logit_softcapping", None)), "its attention caps logits"),
         (bool(getattr(text, "num_kv_shared_layers", 0)), "some of its layers share keys and values"),
         (model_config.head_dim != model_config.v_head_dim, "keys and values have different head dimensions"),

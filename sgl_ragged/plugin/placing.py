@@ -130,6 +130,7 @@ def _require_movable(plan: ServingPlan, options: RaggedOptions, view: Any, model
     reasons = (
         (ranks == 1, "there is one rank; use --tp"),
         (options.observer is not None, "the calibrator records heads in the model's order"),
+        (model_config.is_multimodal, "other towers of a multimodal model have attention layers, too"),
         (geometry.num_heads % ranks != 0, f"{geometry.num_heads} KV heads cannot be divided among {ranks} ranks"),
         (view.load_format not in _LOAD_FORMATS, f"--load-format {view.load_format} bypasses the default loader"),
         (quantization is not None, f"the weights are quantised ({quantization}); blocks of weights may cross heads"),

@@ -19,6 +19,7 @@ from sgl_ragged.plugin.model_support import (
     refuse_kv_scheme,
     refuse_model,
 )
+from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, WINDOW_SEAMS, check_seams, resolve, seams_for
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
@@ -145,6 +146,7 @@ def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -
     geometry = model_geometry(model_config)
     scorer, profile = settle_profile(options, view, geometry)
     refuse_ranks(geometry, view.tp_size, scorer)
+    refuse_positions(model_config.hf_text_config, scorer)
     if kernel != "torch":
         check_shape(geometry.head_dim, geometry.q_per_kv)
     calibrate_if_missing(scorer, profile, options, view, geometry)

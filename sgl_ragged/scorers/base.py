@@ -58,6 +58,9 @@ class Scorer(ABC):
     trained: bool = False
     """Whether calibration trains the statistics."""
 
+    counts_positions: bool = False
+    """Whether `score` takes a token's place in the sequence for its position under RoPE. With M-RoPE it is not."""
+
     reads_hidden_states: bool = False
     """Whether `token_scores` is to be called with the input of every attention layer."""
 

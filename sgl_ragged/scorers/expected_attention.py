@@ -26,6 +26,7 @@ class ExpectedAttention(Scorer):
     name = "expected_attention"
     statistics = ("query_mean", "query_covariance", "rope_frequencies", "rope_order")
     shared_statistics = ("rope_frequencies", "rope_order")
+    counts_positions = True
 
     def score(self, segment: SegmentData) -> torch.Tensor:
         assert segment.numbers is not None, "the position of the segment is known where it is sealed"

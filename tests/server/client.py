@@ -1,10 +1,11 @@
-"""Requests to a server's native API, as token ids."""
+"""Requests to a server's native API, as token ids, or as text with pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import numpy as np
@@ -24,14 +25,20 @@ class Answer:
 
 
 def generate(server: Server, tokens: Sequence[int], new: int, *, logprobs_from: int | None = None) -> Answer:
+    """Greedy decoding of exactly `new` tokens after these; `logprobs_from` as in `ask`."""
+    return ask(server, {"input_ids": list(tokens)}, new, logprobs_from=logprobs_from)
+
+
+def ask(server: Server, prompt: Mapping[str, Any], new: int, *, logprobs_from: int | None = None) -> Answer:
     """Greedy decoding of exactly `new` tokens.
 
     Args:
+        prompt: what the native API calls `input_ids`, or `text` and `image_data`.
         logprobs_from: input position from which logprobs are returned (its own first one is undefined and left
             out). The radix cache serves no token after it. None: output logprobs only.
     """
     body = {
-        "input_ids": list(tokens),
+        **prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
         "return_logprob": True,
     }
