@@ -124,7 +124,10 @@ class Rig:
         tail_capacity: int | None = None,
         scales: KvScales = SCALES,
     ) -> None:
-        """`scales` are those of FP8 caches, whose queries are float32. With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..]."""
+        """`scales` are those of FP8 caches, whose queries are float32.
+
+        With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..].
+        """
         self.kept, self.placement = kept, placement
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
         self.heads = torch.tensor(heads)

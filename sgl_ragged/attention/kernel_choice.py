@@ -63,11 +63,11 @@ def check_cache(kernel: str, dtype: torch.dtype, capability: tuple[int, int] | N
         )
 
 
-def device_capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a device; None where it is no GPU."""
+def device_capability(device: str) -> tuple[int, int] | None:
+    """Compute capability of a device such as "cuda"; None where it is no GPU."""
     import torch
 
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
 
 
 def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operations:
@@ -82,7 +82,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     """
     max_batch = store.tails.shape[0]
     if store.fp8:
-        check_cache(kernel, store.slabs.dtype, device_capability(store.slabs.device))
+        check_cache(kernel, store.slabs.dtype, device_capability(str(store.slabs.device)))
     if kernel == "torch":
         from sgl_ragged.attention.torch_ops import TorchOps
 

@@ -149,6 +149,7 @@ def _attend_pieces(
     """Attention of pieces of one request that see the same list of slots; tensors as in `Operations.extend`."""
     row = int(view.rows[pieces[0].request])
     slots = view.lists[pieces[0].listed, : max(piece.seen for piece in pieces)].long()
+    scale = store.logit_scale(layer)
     first, last = pieces[0].first_token, pieces[-1].first_token + pieces[-1].tokens
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
@@ -167,10 +168,10 @@ def _attend_pieces(
             chunk = slice(piece.first_token, piece.first_token + piece.tokens)
             if band.partial:
                 assert lse is not None, "layers with partial heads need their log-sum-exps"
-                attended, logs = _attend_part(asking[:, :, tokens], seen_keys, seen_values, mask, store.logit_scale(layer))
+                attended, logs = _attend_part(asking[:, :, tokens], seen_keys, seen_values, mask, scale)
                 lse[chunk, heads] = logs.permute(2, 0, 1)
             else:
-                attended = _attend(asking[:, :, tokens], seen_keys, seen_values, mask, store.logit_scale(layer))
+                attended = _attend(asking[:, :, tokens], seen_keys, seen_values, mask, scale)
             output[chunk, heads] = attended.permute(2, 0, 1, 3)
 
 

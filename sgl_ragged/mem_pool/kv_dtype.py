@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,12 @@ class KvScales:
                     f"{scale} is no scale of an FP8 KV cache: it must be positive and finite; mend the checkpoint's "
                     f"scales, or pass --kv-cache-dtype bfloat16"
                 )
+
+
+def describe_scales(scales: Sequence[KvScales]) -> str:
+    """The smallest and largest scale of all layers, in words."""
+    keys, values = [one.keys for one in scales], [one.values for one in scales]
+    return f"scales of keys {min(keys):g} to {max(keys):g}, of values {min(values):g} to {max(values):g}"
 
 
 def is_fp8(dtype: torch.dtype) -> bool:

@@ -52,8 +52,9 @@ class SlabStore:
         query_dtype: of the model's queries, those beside the tails among them; the cache's by default. Never FP8.
 
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
-    and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer` writes slabs: called with the store, a layer or None for all, and
-    segments. `watchers` are called with the same after it. `seal_meter` counts what they have done.
+    and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer`
+    writes slabs: called with the store, a layer or None for all, and segments. `watchers` are called with the same
+    after it. `seal_meter` counts what they have done.
     """
 
     def __init__(
@@ -103,6 +104,12 @@ class SlabStore:
     @property
     def nbytes(self) -> int:
         return self.slabs.nbytes + self.tails.nbytes + self.sides.nbytes
+
+    @property
+    def stored_as(self) -> str:
+        """Names the dtype and, of FP8, the scales: what decides which numbers the bytes of a slab stand for."""
+        scales = [(one.keys, one.values) for one in self.kv_scales]
+        return f"{self.slabs.dtype} {scales}" if self.fp8 else str(self.slabs.dtype)
 
     def logit_scale(self, layer: int) -> float:
         """What products of queries and stored keys are multiplied by to give logits."""

@@ -15,6 +15,7 @@ from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
+from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
@@ -76,6 +77,8 @@ class RaggedAttnBackend(AttentionBackend):
         layers = _attention_layers(model_runner.model, pool.sizes.layout.num_layers)
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
+        if self.store.fp8:
+            self.store.kv_scales = [_kv_scales(layer) for layer in layers]
         self.observer = observer
         if observer is not None:
             observer.prepare(model_runner.model, self.store)
@@ -238,6 +241,16 @@ class RaggedAttnBackend(AttentionBackend):
                 self._hidden_states[layer_id] = hidden_states
 
         return hook
+
+
+def _kv_scales(layer: RadixAttention) -> KvScales:
+    """The layer's scales, 1 where the checkpoint and --quantization-param-path give none."""
+    # The model loader leaves floats; what reads --quantization-param-path leaves only k_scale and v_scale.
+    found = (
+        next((float(scale) for scale in both if scale is not None), 1.0)
+        for both in ((layer.k_scale_float, layer.k_scale), (layer.v_scale_float, layer.v_scale))
+    )
+    return KvScales(*found)
 
 
 def _refuse_call(layer: RadixAttention, k: Any, v: Any, save_kv_cache: bool, more: dict[str, Any]) -> None:

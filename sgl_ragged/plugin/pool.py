@@ -35,11 +35,14 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         device: str,
         start_layer: int,
         end_layer: int,
+        query_dtype: torch.dtype | None = None,
     ) -> None:
+        """`q_per_kv`, `dtype`, `query_dtype` and statistics as in `SlabStore`, the other arguments are SGLang's."""
         self.sizes = sizes
         self._scorer = scorer
         self._statistics = statistics
         self._q_per_kv = q_per_kv
+        self._query_dtype = query_dtype
         self.tier: Restorer | None = None
         super().__init__(
             size=sizes.max_total_tokens,
@@ -65,6 +68,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             self.device,
             q_per_kv=self._q_per_kv,
             statistics=self._statistics,
+            query_dtype=self._query_dtype,
         )
 
     def _clear_buffers(self) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_ragged.attention import triton_ops
 from tests.kernels.operations import triton_operations
-from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
+from tests.rig import KEPT, SCALES, SEGMENT, Rig, Sequence
 from tests.test_torch_ops import first_and_latest
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
