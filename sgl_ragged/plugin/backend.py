@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.view import ExtendView, extend_view, filled
@@ -78,6 +79,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
         if self.store.fp8:
+            _require_scales(layers, get_model().quantization_param_path)
             self.store.kv_scales = [_kv_scales(layer) for layer in layers]
         self.observer = observer
         if observer is not None:
@@ -241,6 +243,15 @@ class RaggedAttnBackend(AttentionBackend):
                 self._hidden_states[layer_id] = hidden_states
 
         return hook
+
+
+def _require_scales(layers: list[RadixAttention], path: str | None) -> None:
+    """Raise RaggedConfigError where SGLang has read none from --quantization-param-path, of which it only warns."""
+    if path is not None and any(layer.k_scale is None for layer in layers):
+        raise RaggedConfigError(
+            f"SGLang took no scales from --quantization-param-path {path}: it reads them for --kv-cache-dtype fp8_e4m3 "
+            f"alone, and leaves out a file that does not fit the model (the log says why); mend it, or drop the flag"
+        )
 
 
 def _kv_scales(layer: RadixAttention) -> KvScales:
