@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import MODEL
 from sgl_ragged.budgets import profile_kept
@@ -21,6 +23,9 @@ pytestmark = pytest.mark.server
 SEGMENT, RATIO, NEW = 128, 0.3, 40
 SCALES = (0.03, 0.05, 0.02, 0.1)
 """Of keys and values in each layer."""
+
+
+STATIC = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 def serve(nursery, folder, dtype, *more):
@@ -74,3 +79,31 @@ def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(nursery, tmp_path, 
     assert np.quantile(np.abs(found - wide), 0.5) > 1e-3, "without rounding the same positions look different"
     assert f"slab {int(kept.sum()) * 2 * 32} bytes" in log
     assert f"scales of keys {min(scales):g} to {max(scales):g}" in log
+
+
+def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(nursery, tmp_path):
+    """By compressed-tensors: plain weights, and a scale of keys and of values for each layer."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    for layer, scale in enumerate(SCALES):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor([scale])
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([2 * scale])
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    scheme = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    config["quantization_config"] = scheme | {"quantization_status": "compressed", "kv_cache_scheme": STATIC}
+    (model / "config.json").write_text(json.dumps(config))
+    flags = [
+        *("--dtype", "bfloat16", "--skip-tokenizer-init", "--kv-bytes", "20MiB", "--max-running-requests", "2"),
+        *("--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "128"),
+    ]
+    with nursery.serve(model, *flags, log=tmp_path / "log") as server:
+        prompt = document(1, 300)
+        cold = generate(server, prompt, 8)
+        warm = generate(server, prompt, 8)
+        log = server.log_text()
+    assert (cold.cached, warm.cached) == (0, 256)
+    assert warm.tokens == cold.tokens
+    assert "KV cache in torch.float8_e4m3fn, scales of keys 0.02 to 0.1, of values 0.04 to 0.2" in log
+    assert f"slab {4 * 8 * 2 * 64 * 32} bytes" in log
