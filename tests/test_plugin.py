@@ -135,6 +135,11 @@ def test_engine_takes_the_flags_as_keywords():
         pytest.param(
             ("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer", marks=TIERS
         ),
+        pytest.param(
+            ("--enable-hierarchical-cache", "--ragged-host-codec", "fp8", "--kv-cache-dtype", "fp8_e5m2"),
+            "--ragged-host-codec fp8 is for a KV cache that is wider",
+            marks=TIERS,
+        ),
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
