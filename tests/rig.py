@@ -66,7 +66,9 @@ class Sequence:
         self.scorer = scorer
 
     def stored(self, dtype: torch.dtype, scales: KvScales) -> Sequence:
-        """The sequence with keys and values as they come back from an FP8 cache."""
+        """The sequence with keys and values as they come back from an FP8 cache; itself where it is wide."""
+        if dtype not in LARGEST:
+            return self
         other, most = copy.copy(self), LARGEST[dtype]
         other.k = (self.k.double() / scales.keys).clamp(-most, most).float().to(dtype).float() * scales.keys
         other.v = (self.v.double() / scales.values).clamp(-most, most).float().to(dtype).float() * scales.values

@@ -91,13 +91,14 @@ def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     cuts=st.lists(st.integers(1, 4 * SEGMENT + 9), max_size=6),
     mix=st.integers(0, 3),
     scorer=st.sampled_from(["keydiff", "snapkv", "tova", "h2o", "fastkvzip"]),
+    dtype=st.sampled_from([torch.float32, *LARGEST]),
 )
-def test_chunks_of_any_length_give_the_same(cuts, mix, scorer):
+def test_chunks_of_any_length_give_the_same(cuts, mix, scorer, dtype):
     """A prompt in chunks that end anywhere, also inside segments, and with decode steps between, equals one pass."""
     total = 4 * SEGMENT + 10
     sequence = Sequence(total, *KEPT.shape, 2, 8, scorer, seed=3)
-    expected = sequence.expected(KEPT)
-    rig = Rig(KEPT, 8, scorer, 1, 5)
+    expected = sequence.stored(dtype, SCALES).expected(KEPT)
+    rig = Rig(KEPT, 8, scorer, 1, 5, dtype=dtype)
     borders = [0, *sorted(set(cuts)), total]
     outputs = []
     for begin, end in itertools.pairwise(borders):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_ragged.attention import triton_ops
 from tests.kernels.operations import triton_operations
-from tests.rig import KEPT, SCALES, SEGMENT, Rig, Sequence
+from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
 from tests.test_torch_ops import first_and_latest
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
@@ -82,28 +82,29 @@ SCORERS = ("keydiff", "snapkv", "fastkvzip")
 
 
 @pytest.mark.parametrize(
-    ("scorer", "cuts"),
+    ("scorer", "cuts", "dtype"),
     [
-        (SCORERS[0], CUTS[0]),
+        (SCORERS[0], CUTS[0], torch.float32),
         *(
-            thorough(scorer, cuts)
-            for scorer, cuts in itertools.product(SCORERS, CUTS)
-            if (scorer, cuts) != (SCORERS[0], CUTS[0])
+            thorough(scorer, cuts, dtype)
+            for scorer, cuts, dtype in itertools.product(SCORERS, CUTS, (torch.float32, *LARGEST))
+            if (scorer, cuts, dtype) != (SCORERS[0], CUTS[0], torch.float32)
         ),
     ],
 )
-def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts):
+def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts, dtype):
     """Chunks that start and end anywhere, each after three decode steps, equal one pass."""
     total, kept = 3 * SEGMENT + 10, KEPT[:2]
     sequence = Sequence(total, *kept.shape, 2, 16, scorer, seed=3)
-    rig = rig_for(kept, 16, scorer, 1, 5, 2)
+    rig = rig_for(kept, 16, scorer, 1, 5, 2, dtype=dtype)
     outputs = []
     for begin, end in itertools.pairwise([0, *cuts, total]):
         steps = min(3, end - begin)
         outputs += [rig.decode([sequence], [begin + step]) for step in range(steps)]
         if begin + steps < end:
             outputs += rig.extend([sequence], [begin + steps], [end])
-    torch.testing.assert_close(torch.cat(outputs).double(), sequence.expected(kept), atol=1e-5, rtol=1e-4)
+    want = sequence.stored(dtype, SCALES).expected(kept)
+    torch.testing.assert_close(torch.cat(outputs).double(), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("chunks", "per_head"), [([3], 2), thorough([1, 5, 8], 4)])
