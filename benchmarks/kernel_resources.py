@@ -24,10 +24,12 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged.attention.kernels import append, decode, extend, parts, row_copy, seal, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, seal, tiles
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
+FP8 = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
+"""Caches narrower than the queries, which are bf16 then; and the largest number of each. fp8e4nv is E4M3."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -75,6 +77,11 @@ def builds(architecture: int) -> Iterator[Build]:
             # What only moves or scores rows is compiled alike for both 16-bit dtypes.
             if dtype != "fp16":
                 yield from _storage_builds(dtype, dim)
+    for dtype in FP8:
+        # Before 8.9 the machine cannot convert E4M3, nor does Triton (`kernel_choice.check_cache`).
+        for dim in (64, 128, 256) if dtype == "fp8e5" or architecture >= 89 else ():
+            yield from _attention_builds(dtype, dim, architecture)
+            yield from _storage_builds(dtype, dim)
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
@@ -83,14 +90,15 @@ def builds(architecture: int) -> Iterator[Build]:
 
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
-    element, itemsize = f"*{dtype}", ITEMSIZE[dtype]
+    query_dtype = "bf16" if dtype in FP8 else dtype
+    query, element, itemsize = f"*{query_dtype}", f"*{dtype}", ITEMSIZE[query_dtype]
     common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "TAIL": SEGMENT, "HEAD_DIM": dim}
     common["PARTIAL"] = False
     kernels = (
         (
             decode.decode_kernel,
             tiles.decode_tile(dim, itemsize),
-            {"queries_ptr": element, "slabs_ptr": element, "tails_ptr": element, "slots_ptr": "*i32"}
+            {"queries_ptr": query, "slabs_ptr": element, "tails_ptr": element, "slots_ptr": "*i32"}
             | {
                 "rows_ptr": "*i64",
                 "seen_ptr": "*i32",
@@ -108,10 +116,10 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         ),
         (
             extend.extend_kernel,
-            tiles.extend_tile(dim, itemsize, architecture // 10),
-            {"queries_ptr": element, "keys_ptr": element, "values_ptr": element, "slabs_ptr": element}
+            tiles.extend_tile(dim, itemsize, architecture // 10, fp8=dtype in FP8),
+            {"queries_ptr": query, "keys_ptr": element, "values_ptr": element, "slabs_ptr": element}
             | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
-            | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": element}
+            | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": query}
             | {
                 "opens_ptr": "*i32",
                 "head_lse_ptr": "*fp32",
@@ -122,7 +130,11 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         ),
     )
     for kernel, tile, types in kernels:
-        strides = {name: "i32" for name in kernel.arg_names if name not in types and not name.isupper()}
+        if dtype in FP8:
+            types["value_scale"] = "fp32"
+        else:
+            common["value_scale"] = None
+        strides = {name: "i32" for name in kernel.arg_names if name not in types | common and not name.isupper()}
         blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         blocks["PRECISION"] = tile.precision
         if kernel is extend.extend_kernel:
@@ -135,25 +147,31 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
 
 
 def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
-    element = f"*{dtype}"
-    pointers = {
-        append.append_kernel: ["keys_ptr", "values_ptr", "tails_ptr"],
+    element, is_fp8 = f"*{dtype}", dtype in FP8
+    pointers: dict[Any, list[str]] = {
+        append.append_kernel: ["tails_ptr"] if is_fp8 else ["keys_ptr", "values_ptr", "tails_ptr"],
         seal.score_kernel: ["keys_ptr", "values_ptr"],
         seal.gather_kernel: ["keys_ptr", "values_ptr", "slabs_ptr"],
-        decode.combine_kernel: ["output_ptr"],
-        extend.combine_tiles_kernel: ["output_ptr"],
     }
+    if is_fp8:
+        pointers[narrow.narrow_kernel] = ["stored_keys_ptr", "stored_values_ptr"]
+    else:
+        pointers |= {decode.combine_kernel: ["output_ptr"], extend.combine_tiles_kernel: ["output_ptr"]}
     others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "rows_ptr": "*i64"}
-    others |= {"key_blocks_ptr": "*i64", "head_lse_ptr": "*fp32"}
+    others |= {"key_blocks_ptr": "*i64", "head_lse_ptr": "*fp32", "keys_ptr": "*bf16", "values_ptr": "*bf16"}
+    # Constants of caches that hold keys and values as they are.
+    plain = {} if is_fp8 else {"key_reciprocal": None, "value_reciprocal": None}
+    others |= {} if plain else {"key_reciprocal": "fp32", "value_reciprocal": "fp32"}
     for kernel, elements in pointers.items():
         types = {}
         for name in kernel.arg_names:
             if name in elements:
                 types[name] = element
-            elif not name.isupper():
+            elif not name.isupper() and name not in plain:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
         constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "TAIL": SEGMENT, "HEAD_DIM": dim}
         constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
+        constants |= {"LARGEST": FP8.get(dtype), "WIDTH": HEADS * dim, "BLOCK": narrow.MOST_BLOCK} | plain
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)
@@ -230,7 +248,9 @@ By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
 `tests/test_compiled_kernels.py` guards it.
 
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
-Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight.
+Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
+FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
+queries are bf16 there.
 """
     lines = [
         intro,
@@ -241,7 +261,8 @@ Decode and extend load keys and values 16 bytes at a time, asynchronously, with 
     for one in found:
         rows.setdefault((one.kernel, one.dtype, one.head_dim), []).append(one)
     for (kernel, dtype, dim), several in sorted(rows.items()):
-        cells = [f"{one.registers} / {one.shared_bytes / 1024:.1f}" for one in several]
+        cells = ["-"] * (len(ARCHITECTURES) - len(several)) if dtype in FP8 else []
+        cells += [f"{one.registers} / {one.shared_bytes / 1024:.1f}" for one in several]
         cores = ", ".join(dict.fromkeys(one.tensor_core for one in several if one.tensor_core)) or "none"
         shapes = ", ".join(dict.fromkeys(one.tile for one in several)) or "-"
         lines.append(f"| {kernel} | {dtype} | {dim or '-'} | {shapes} | {' | '.join(cells)} | {cores} |")

@@ -191,6 +191,7 @@ class _Sequence:
         if prefix:
             (band,) = store.layout.bands[layer]
             slabs = store.band_view(layer, band)[view.pages[0, : prefix // self.segment].long(), :, 0]
+            slabs = store.from_cache(layer, 0, slabs)
             everything = torch.cat([slabs.to(keys.dtype).transpose(0, 1).flatten(1, 2), everything], dim=1)
         everything = everything.float()
         peaks = everything.new_zeros((len(self.kinds), heads, everything.shape[1]))

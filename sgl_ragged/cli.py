@@ -14,7 +14,7 @@ from sgl_ragged.model_options import add_model_options, choose_kept
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
 
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     layout = commands.add_parser("layout", help="what a KV budget holds, for a model on disk")
     add_model_options(layout)
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
-    layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
+    layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16", help="of the KV cache [bfloat16]")
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--max-total-tokens", type=int)
     layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
@@ -53,7 +53,9 @@ def show_layout(options: argparse.Namespace) -> None:
     geometry, chosen = choose_kept(options)
     kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
-    side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, getattr(torch, options.dtype))
+    # Queries beside an FP8 cache have the model's dtype.
+    queries = torch.bfloat16 if options.dtype.startswith("fp8") else getattr(torch, options.dtype)
+    side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, queries)
     itemsize = DTYPE_BYTES[options.dtype]
     windows = window_needs(
         geometry,

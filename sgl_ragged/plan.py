@@ -42,13 +42,13 @@ class TierPlan:
     sized: bool
     restore: str
 
-    def rank_identity(self, rank: int, dtype: str) -> str:
-        """16 hex digits: rows with equal identities and tokens are equal. dtype: of the KV cache.
+    def rank_identity(self, rank: int, stored_as: str) -> str:
+        """16 hex digits: rows with equal identities and tokens are equal. stored_as: of the rank's `SlabStore`.
 
         With a codec that loses something they are equal up to that: what is computed behind a restored prefix has seen
         it as it was restored.
         """
-        state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, dtype])
+        state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, stored_as])
         return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 

@@ -6,6 +6,7 @@ time, in float64 on the model's own keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -130,6 +131,7 @@ class Oracle:
     Layers with sliding windows attend to these, and are not counted among the layers of `kept`.
 
     `statistics`: of every layer and head, what `Tokens` has of one: [layers, heads or 1, ...].
+    `stored`: called with a layer's number and its keys or values, gives them as they come back from the cache.
     """
 
     def __init__(
@@ -139,7 +141,9 @@ class Oracle:
         segment: int,
         scorer: str,
         statistics: tuple[np.ndarray, ...] | None = None,
+        stored: Callable[[int, torch.Tensor], torch.Tensor] = lambda _, x: x,
     ) -> None:
+        self.stored = stored
         self.kept, self.segment, self.scorer, self.statistics = kept, segment, scorer, statistics
         AttentionInterface.register(NAME, self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=NAME).eval()
@@ -153,6 +157,7 @@ class Oracle:
         number = self.numbers.get(module.layer_idx)
         assert (number is None) == (sliding_window is not None)
         output = torch.empty_like(query)
+        key, value = (self.stored(module.layer_idx, x) for x in (key, value))
         for head in range(key.shape[1]):
             group = range(head * per_head, (head + 1) * per_head)
             tokens = Tokens(

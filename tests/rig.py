@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view, filled
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, visible
@@ -21,6 +23,12 @@ from tests.oracle import Tokens, visible
 SEGMENT = 64
 # 16 is the guard alone and 64 all tokens; between them scores decide.
 KEPT = np.array([[16, 48, 32, 64], [32, 32, 32, 32], [64, 64, 64, 64]])
+
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The dtypes of FP8 caches, and the largest number of each."""
+
+SCALES = KvScales(keys=0.0625, values=0.03)
 
 
 Seen = Callable[[int], list[int]]
@@ -57,6 +65,15 @@ class Sequence:
         self.v = torch.randn(length, layers, heads, dim, generator=generator)
         self.gates = torch.rand(length, layers, heads, 1, generator=generator)
         self.scorer = scorer
+
+    def stored(self, dtype: torch.dtype, scales: KvScales) -> Sequence:
+        """The sequence with keys and values as they come back from an FP8 cache; itself where it is wide."""
+        if dtype not in LARGEST:
+            return self
+        other, most = copy.copy(self), LARGEST[dtype]
+        other.k = (self.k.double() / scales.keys).clamp(-most, most).float().to(dtype).float() * scales.keys
+        other.v = (self.v.double() / scales.values).clamp(-most, most).float().to(dtype).float() * scales.values
+        return other
 
     def expected(self, kept: np.ndarray, seen: Seen | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone.
@@ -116,10 +133,11 @@ class Rig:
         rank: int = 0,
         tail_capacity: int | None = None,
         sinks: torch.Tensor | None = None,
+        scales: KvScales = SCALES,
     ) -> None:
-        """With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..].
+        """`scales` are those of FP8 caches, whose queries are float32. `sinks` as in `Sequence.expected`.
 
-        sinks: as in `Sequence.expected`.
+        With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..].
         """
         self.kept, self.placement, self.sinks = kept, placement, sinks
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
@@ -143,11 +161,13 @@ class Rig:
             q_per_kv=per_head,
             statistics=[{"query_mean": mean[row], "query_covariance": covariance[row], **rope} for row in self.heads],
             tail_capacity=tail_capacity,
+            query_dtype=torch.float32 if dtype in LARGEST else None,
         )
         self.store.scales = [0.5] * len(kept)
+        self.store.kv_scales = [scales] * len(kept)
         self.operations = make_operations(self.store, segments)
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
-        self.store.slabs[1:] = 1e4
+        self.store.slabs[1:] = min(1e4, torch.finfo(dtype).max)
         self.store.sides[:] = 1e4
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
@@ -216,7 +236,7 @@ class Rig:
         return torch.full((layers, tokens, places, self.store.q_per_kv), -torch.inf)
 
     def _rows(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> list[torch.Tensor]:
-        dtype = self.store.slabs.dtype
+        dtype = self.store.query_dtype
         return [
             torch.cat([getattr(s, name)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)])
             .index_select(1, self.heads[layer])

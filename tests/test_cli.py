@@ -44,6 +44,11 @@ def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
     with_queries = json.loads(capsys.readouterr().out)["tails_bytes"]
     # Per row: keys and values of a segment, and 2 query heads for 256 places and the one that takes the rest.
     assert with_queries == 8 * 3 * 4 * 64 * 2 * (2 * 256 + 2 * 257)
+    run(monkeypatch, "layout", *flags, "--max-running-requests", "7", "--dtype", "fp8_e4m3")
+    narrow = json.loads(capsys.readouterr().out)
+    # Keys and values take a byte, queries beside them two as before.
+    assert narrow["tails_bytes"] == 8 * 3 * 4 * 64 * (2 * 256 + 2 * 2 * 257)
+    assert narrow["slab_bytes"] == plan["slab_bytes"] // 2
 
 
 def test_layout_as_a_line(model, monkeypatch, capsys):

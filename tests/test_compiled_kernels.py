@@ -15,7 +15,7 @@ import pytest
 import triton
 from _pytest.mark import ParameterSet
 
-from benchmarks.kernel_resources import ARCHITECTURES, Build, Resources, builds, compile_build, markdown
+from benchmarks.kernel_resources import ARCHITECTURES, FP8, Build, Resources, builds, compile_build, markdown
 from sgl_ragged.attention.kernels import decode, extend
 
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
@@ -32,6 +32,10 @@ def cells() -> Iterator[ParameterSet]:
         yield pytest.param(*cell, marks=[] if sum(places) % 3 == 0 else pytest.mark.thorough)
     for architecture in ARCHITECTURES:
         yield pytest.param(architecture, "fp32", 0, marks=[] if architecture == 90 else pytest.mark.thorough)
+    for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, FP8, HEAD_DIMS):
+        by_default = (architecture, dtype, head_dim) in ((80, "fp8e5", 128), (90, "fp8e4nv", 128))
+        if architecture >= 89 or dtype == "fp8e5":
+            yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(("architecture", "dtype", "head_dim"), cells())
@@ -40,14 +44,15 @@ def test_kernels_compile_without_spills_and_pipelined(architecture, dtype, head_
         if (build.dtype, build.head_dim) != (dtype, head_dim):
             continue
         # Kernels that only move rows are compiled in every variant for one architecture, and in one for the others.
-        one_variant = (dtype, head_dim) in (("bf16", 128), ("fp32", 0))
+        one_variant = (dtype, head_dim) in (("bf16", 128), ("fp32", 0), ("fp8e5", 128))
         if architecture != 90 and build.kernel not in ATTENTION and not one_variant:
             continue
         found = compile_build(build, architecture)
         assert found.spilled_bytes == 0, found
         assert found.shared_bytes <= SHARED_LIMIT[architecture], found
         if build.kernel in ATTENTION:
-            assert found.wide_loads > found.narrow_loads, found
+            # A row of FP8 takes half the loads, beside as many loads of slots.
+            assert found.wide_loads > found.narrow_loads // (8 if dtype in FP8 else 1), found
             assert found.async_depth >= 2, found
             # The fp32 tile of 256 dimensions computes in plain float32.
             assert found.tensor_core or build.constants["PRECISION"] == "ieee", found
@@ -88,6 +93,15 @@ def test_partial_heads_compile_as_well(kernel):
     found = compile_build(dataclasses.replace(build, constants=build.constants | more), 90)
     assert found.spilled_bytes == 0, found
     assert kernel is decode.combine_kernel or found.async_depth >= 2, found
+
+
+@pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel])
+def test_the_first_gpus_with_e4m3_take_it_as_well(kernel):
+    """Compute capability 8.9, as `kernel_choice.check_cache` says; on 8.6 Triton refuses."""
+    build = next(b for b in builds(89) if b.kernel is kernel and b.dtype == "fp8e4nv" and b.head_dim == 128)
+    assert compile_build(build, 89).spilled_bytes == 0
+    with pytest.raises(triton.CompilationError, match="fp8e4nv not supported"):
+        compile_build(build, 86)
 
 
 def test_the_checks_see_what_they_look_for():

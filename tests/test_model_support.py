@@ -15,9 +15,10 @@ from calib.run import _read_model as calibrated_model
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.mem_pool.kv_dtype import KV_DTYPES
 from sgl_ragged.model_options import read_sizes
-from sgl_ragged.plugin import model_support
 from sgl_ragged.plugin.model_support import (
+    expected_kv_dtype,
     load_model_config,
     model_geometry,
     refuse_kv_dtype,
@@ -151,46 +152,47 @@ def test_layout_plans_what_the_server_serves_under_other_names(tmp_path, monkeyp
     assert (len(kept), len(kept[0])) == (3, 4)
 
 
+STATIC = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+
+
 @pytest.mark.parametrize(
     ("where", "section", "found"),
     [
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, True),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}, False),
         ("config.json", {"quant_method": "modelopt", "kv_cache_scheme": {"type": "float", "num_bits": 8}}, True),
-        (
-            "config.json",
-            {"quant_method": "compressed-tensors", "kv_cache_scheme": {"type": "float", "num_bits": 8}},
-            False,
-        ),
+        ("config.json", {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC}, True),
+        ("config.json", {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC | {"dynamic": True}}, False),
+        ("config.json", {"quant_method": "fp8"}, False),
     ],
 )
-def test_a_checkpoint_that_asks_for_fp8_is_refused(tmp_path, monkeypatch, where, section, found):
+def test_a_checkpoint_that_asks_for_fp8_gets_it(tmp_path, monkeypatch, where, section, found):
     model_config = load_model_config(make_llama(tmp_path))
     if where == "config.json":
         monkeypatch.setattr(model_config, "hf_quant_config", section)
     else:
         (tmp_path / where).write_text(json.dumps(section))
-    refuse_kv_scheme(model_config, "bfloat16")
-    if not found:
-        refuse_kv_scheme(model_config, "auto")
-        return
-    with pytest.raises(
-        RaggedConfigError, match=r"LlamaForCausalLM asks for a KV cache in FP8.*--kv-cache-dtype bfloat16"
-    ):
-        refuse_kv_scheme(model_config, "auto")
+    assert expected_kv_dtype(model_config, "auto") == (torch.float8_e4m3fn if found else model_config.dtype)
+    assert expected_kv_dtype(model_config, "fp8_e5m2") == torch.float8_e5m2
+    assert expected_kv_dtype(model_config, "bfloat16") == torch.bfloat16
 
 
-def test_the_launcher_refuses_such_a_checkpoint(tmp_path, monkeypatch):
-    make_llama(tmp_path)
-    section = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": []}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
-    assert "asks for a KV cache in FP8" in refusal(tmp_path, "--kv-pool", "ragged")
+@pytest.mark.parametrize("more", [{"dynamic": True}, {"strategy": "attn_head"}, {"symmetric": False}])
+def test_scales_that_sglang_would_leave_out_are_refused(tmp_path, monkeypatch, more):
+    model_config = load_model_config(make_llama(tmp_path))
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": STATIC | more}
+    monkeypatch.setattr(model_config, "hf_quant_config", scheme)
+    refuse_kv_scheme(model_config, "auto")
+    with pytest.raises(RaggedConfigError, match=r"LlamaForCausalLM asks for scales.*--kv-cache-dtype bfloat16"):
+        refuse_kv_scheme(model_config, "fp8_e4m3")
+    monkeypatch.setattr(model_config, "hf_quant_config", {**scheme, "kv_cache_scheme": STATIC})
+    refuse_kv_scheme(model_config, "fp8_e4m3")
 
 
 def test_the_resolved_dtype_has_the_last_word():
-    for dtype in model_support.KV_DTYPES:
+    for dtype in KV_DTYPES:
         refuse_kv_dtype(dtype)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8):
+    for dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float4_e2m1fn_x2, torch.int8, torch.uint8):
         with pytest.raises(RaggedConfigError, match="pass --kv-cache-dtype bfloat16"):
             refuse_kv_dtype(dtype)
 

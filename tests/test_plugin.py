@@ -122,7 +122,8 @@ def test_engine_takes_the_flags_as_keywords():
         (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
         (("--speculative-algorithm", "NGRAM"), "speculative decoding"),
         (("--attention-backend", "torch_native"), "drop --attention-backend"),
-        (("--kv-cache-dtype", "fp8_e4m3"), "quantised KV cache"),
+        (("--kv-cache-dtype", "nvfp4"), "supports FP8; use --kv-cache-dtype fp8_e4m3"),
+        (("--kv-cache-dtype", "mxfp8"), "supports FP8; use --kv-cache-dtype fp8_e4m3"),
         (("--chunked-prefill-size", "128"), "set it to 256"),
         (("--chunked-prefill-size", "1000"), "set it to 768"),
         (("--disaggregation-mode", "prefill"), "disaggregation"),
@@ -133,6 +134,11 @@ def test_engine_takes_the_flags_as_keywords():
         ),
         pytest.param(
             ("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer", marks=TIERS
+        ),
+        pytest.param(
+            ("--enable-hierarchical-cache", "--ragged-host-codec", "fp8", "--kv-cache-dtype", "fp8_e5m2"),
+            "--ragged-host-codec fp8 is for a KV cache that is wider",
+            marks=TIERS,
         ),
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
@@ -215,8 +221,8 @@ def test_files_are_read_once_by_the_launcher(llama, tmp_path):
 def test_a_worker_refuses_the_dtype_that_sglang_resolved():
     from sgl_ragged.plugin.worker import size_pool
 
-    with pytest.raises(RaggedConfigError, match="resolved the KV cache's dtype to float8_e4m3fn"):
-        size_pool(None, None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fn), 0)
+    with pytest.raises(RaggedConfigError, match="resolved the KV cache's dtype to float8_e4m3fnuz"):
+        size_pool(None, None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fnuz), 0)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(refusal_module.TO_ENGINE, RaggedConfigError), (1, RuntimeError)])

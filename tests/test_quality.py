@@ -145,13 +145,14 @@ def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
     path = tmp_path / "q.json"
     results = Results.open(path, {"model": "m"}, {"command": "c"})
     results.add(Configuration.token(), result(0.0, True))
-    one = Configuration("gate", "auto", 0.3)
+    one, narrow = Configuration("gate", "auto", 0.3), Configuration("gate", "auto", 0.6, "fp8_e4m3")
     results.add(one, result(1.0, False))
+    results.add(narrow, result(1.0, False))
     results.add_peer(
         "KeyDiff", 0.3, {"texts": {"continuation_nll": [1.0]}, "right": {k: [[False]] for k in facts.KINDS}}
     )
     again = Results.open(path, {"model": "m"}, {})
-    assert again.known == {Configuration.token(), one}
+    assert again.known == {Configuration.token(), one, narrow}
     assert json.loads(again.text()) == json.loads(path.read_text())
     with pytest.raises(SettingsError, match="model: there m, here other"):
         Results.open(path, {"model": "other"}, {})
@@ -185,6 +186,10 @@ def test_configurations_are_flags_of_the_server():
     assert made[1].flags(64)[:4] == ["--ragged-scorer", "gate", "--ragged-profile", "p/gate.safetensors"]
     assert "--ragged-scorer" not in made[2].flags(64)
     assert Configuration.token().flags(64) == []
+    wide, narrow = configurations(["gate"], ["auto"], [0.6], ["auto", "fp8_e4m3"])
+    assert (str(wide), str(narrow)) == ("gate, auto, ratio 0.6", "gate, auto, fp8_e4m3, ratio 0.6")
+    assert "--kv-cache-dtype" not in wide.flags(64)
+    assert narrow.flags(64)[-2:] == ["--kv-cache-dtype", "fp8_e4m3"]
 
 
 FAKE_PEERS = """#!{python}

@@ -27,6 +27,7 @@ from sgl_ragged.attention.view import extend_view
 from sgl_ragged.budgets import coverage_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
@@ -45,11 +46,20 @@ def content(seed: int) -> list[torch.Tensor]:
 
 
 def record(
-    recorder: Recorder, tensors: list[torch.Tensor], chunks: list[int], hidden: torch.Tensor | None = None
+    recorder: Recorder,
+    tensors: list[torch.Tensor],
+    chunks: list[int],
+    hidden: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
-    """Feed a sequence to a store at rho = 1 in chunks, as the backend does; `hidden` is [layers, tokens, size]."""
+    """Feed a sequence to a store at rho = 1 in chunks, as the backend does; `hidden` is [layers, tokens, size].
+
+    dtype: of the cache; one of FP8 has scales of 1/4.
+    """
     layout = SlabLayout(np.full((LAYERS, HEADS), SEGMENT), DIM, SEGMENT)
-    store = SlabStore(layout, get_scorer("streaming"), 8, 2, torch.float32, "cpu", q_per_kv=PER_HEAD)
+    scorer = get_scorer("streaming")
+    store = SlabStore(layout, scorer, 8, 2, dtype, "cpu", q_per_kv=PER_HEAD, query_dtype=torch.float32)
+    store.kv_scales = [KvScales(0.25, 0.25)] * LAYERS
     operations = TorchOps(store)
     table = torch.zeros(2, 8 * SEGMENT, dtype=torch.int32)
     slots = torch.tensor([5, 2, 7, 1, 3, 4, 6])
@@ -78,6 +88,18 @@ def statistics(tmp_path_factory):
     moments = {"query_mean": mean, "query_covariance": covariance}
     save_file({name: tensor.contiguous() for name, tensor in (moments | rope).items()}, str(path))
     return path
+
+
+def test_a_checkpoint_with_an_fp8_cache_is_recorded_alike(tmp_path, statistics):
+    """Of keys and values that FP8 holds exactly: those of earlier chunks are read back with their scales."""
+    queries, *stored = content(seed=1)
+    stored = [x.mul(4).to(torch.float8_e4m3fn).float() / 4 for x in stored]
+    found = []
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        recorder = Recorder(str(tmp_path), SCORERS, str(statistics))
+        found.append(record(recorder, [queries, *stored], [2 * SEGMENT, 3 * SEGMENT], dtype=dtype))
+    for name, wide in found[0].items():
+        assert torch.equal(wide, found[1][name]), name
 
 
 @pytest.mark.parametrize("chunks", [[], [SEGMENT], [2 * SEGMENT, 3 * SEGMENT]])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_ragged.attention import torch_ops
 from tests.examples import examples
-from tests.rig import KEPT, SEGMENT, Rig, Sequence
+from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,26 @@ def test_sinks_take_their_share():
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scorer", ["keydiff", "value_key_norm", "snapkv", "expected_attention", "fastkvzip"])
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_an_fp8_cache_is_attended_and_scored_as_it_was_stored(dtype, scorer):
+    """In chunks and by decode steps: what a token is taken for does not depend on whether it came from the cache."""
+    lengths, steps = [1, SEGMENT + 1, 3 * SEGMENT - 2], 4
+    sequences = [Sequence(n + steps, *KEPT.shape, 2, 16, scorer, seed) for seed, n in enumerate(lengths)]
+    # Some that no FP8 cache holds, so that they are saturated.
+    for sequence in sequences:
+        sequence.v[0, :, :, 0] = 1e9
+    rig = Rig(KEPT, 16, scorer, len(lengths), 5, dtype=dtype)
+    expected = [sequence.stored(dtype, SCALES).expected(KEPT) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    for step in range(steps):
+        outputs.append(rig.decode(sequences, [length + step for length in lengths]))
+    want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
+    want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
+    for output, right in zip(outputs, want, strict=True):
+        torch.testing.assert_close(output.double(), right, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("segments_at_once", [1, 7, 20])
 def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     """Requests that gather more than fits a cache attend one after the other; the longest decides how many at once."""
@@ -87,13 +107,14 @@ def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     cuts=st.lists(st.integers(1, 4 * SEGMENT + 9), max_size=6),
     mix=st.integers(0, 3),
     scorer=st.sampled_from(["keydiff", "snapkv", "tova", "h2o", "fastkvzip"]),
+    dtype=st.sampled_from([torch.float32, *LARGEST]),
 )
-def test_chunks_of_any_length_give_the_same(cuts, mix, scorer):
+def test_chunks_of_any_length_give_the_same(cuts, mix, scorer, dtype):
     """A prompt in chunks that end anywhere, also inside segments, and with decode steps between, equals one pass."""
     total = 4 * SEGMENT + 10
     sequence = Sequence(total, *KEPT.shape, 2, 8, scorer, seed=3)
-    expected = sequence.expected(KEPT)
-    rig = Rig(KEPT, 8, scorer, 1, 5)
+    expected = sequence.stored(dtype, SCALES).expected(KEPT)
+    rig = Rig(KEPT, 8, scorer, 1, 5, dtype=dtype)
     borders = [0, *sorted(set(cuts)), total]
     outputs = []
     for begin, end in itertools.pairwise(borders):

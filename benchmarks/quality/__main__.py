@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
 from benchmarks.harness.pools import Pool, Started
-from benchmarks.quality.configuration import Configuration, configurations
+from benchmarks.quality.configuration import WIDE, Configuration, configurations
 from benchmarks.quality.facts import KINDS, interviews
 from benchmarks.quality.head import load_head
 from benchmarks.quality.measured import Measured, Tasks, measure
@@ -40,6 +40,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--scorer", nargs="+", default=["default"], help="[default: the server's own choice]")
     made.add_argument("--budgets", nargs="+", default=["auto"], help="auto, uniform or profiles by {scorer} [auto]")
     made.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.3, 0.2])
+    made.add_argument(
+        "--kv-cache-dtype",
+        nargs="+",
+        default=[WIDE],
+        choices=(WIDE, "fp8_e4m3", "fp8_e5m2"),
+        help="of the ragged pool; ratio 0.6 in FP8 has the bytes of 0.3 in 16 bits [auto]",
+    )
     made.add_argument("--segment", type=int, default=256)
     made.add_argument("--length", type=int, default=1280, help="tokens of a text [1280]")
     made.add_argument("--pieces", type=int, default=1, help="pieces of every source [1]")
@@ -70,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     )
     settings = {"model": model.resolve().name, **tasks.describe()}
     results = Results.open(options.output, settings, provenance("benchmarks.quality"))
-    wanted = configurations(options.scorer, options.budgets, options.ratio)
+    wanted = configurations(options.scorer, options.budgets, options.ratio, options.kv_cache_dtype)
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     missing = [one for one in wanted if one not in results.known]

@@ -20,7 +20,7 @@ def draw(results: Results, path: Path) -> None:
     lines: dict[str, list[tuple[float, dict]]] = {}
     for one, result in results.served.items():
         if one.ratio is not None:
-            lines.setdefault(f"{one.scorer}, {one.budgets}", []).append((one.ratio, result))
+            lines.setdefault(one.name, []).append((one.ratio, result))
     ours = set(lines)
     for (method, share), result in results.peers.items():
         lines.setdefault(f"kvpress {method}", []).append((share, result))

@@ -11,6 +11,8 @@ import numpy as np
 from sgl_ragged.errors import RaggedConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from sgl_ragged.attention.operations import Operations
     from sgl_ragged.mem_pool.slab_store import SlabStore
 
@@ -38,6 +40,36 @@ def choose_kernel(asked: str, device: str) -> str:
     raise RaggedConfigError(f"--ragged-kernel {asked} needs an NVIDIA GPU, the device is {device}; use torch or auto")
 
 
+def check_cache(kernel: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
+    """Raise RaggedConfigError for an FP8 cache that a kernel cannot read.
+
+    Args:
+        kernel: from `choose_kernel`.
+        dtype: of the cache.
+        capability: compute capability of the device; None where it is no GPU.
+    """
+    import torch
+
+    from sgl_ragged.mem_pool.kv_dtype import is_fp8
+
+    if kernel == "flashinfer" and is_fp8(dtype):
+        raise RaggedConfigError(
+            "an FP8 KV cache is not supported with --ragged-kernel flashinfer; use --ragged-kernel triton"
+        )
+    if kernel == "triton" and dtype == torch.float8_e4m3fn and capability is not None and capability < (8, 9):
+        raise RaggedConfigError(
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, and Triton converts fp8_e4m3 from 8.9 "
+            f"on; use --kv-cache-dtype fp8_e5m2, or bfloat16"
+        )
+
+
+def device_capability(device: str) -> tuple[int, int] | None:
+    """Compute capability of a device such as "cuda"; None where it is no GPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
+
+
 def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operations:
     """The operations for a store, as large as its rows allow.
 
@@ -46,9 +78,11 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         max_segments: most segments of a sequence.
 
     Raises:
-        RaggedConfigError: the kernel cannot take heads of this shape, or FlashInfer is missing.
+        RaggedConfigError: the kernel cannot take heads of this shape or this cache, or FlashInfer is missing.
     """
     max_batch = store.tails.shape[0]
+    if store.fp8:
+        check_cache(kernel, store.slabs.dtype, device_capability(str(store.slabs.device)))
     if kernel == "torch":
         from sgl_ragged.attention.torch_ops import TorchOps
 
@@ -98,11 +132,12 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
     trial = TritonOps(store, build_cta_map(np.maximum(layout.kept, 1), 1, [1], "none"), 1, 1)
     table = torch.zeros((1, layout.segment), dtype=torch.int32, device=device)
     row = torch.zeros(1, dtype=torch.int64, device=device)
-    queries = store.slabs.new_zeros((1, layout.num_heads, store.q_per_kv, layout.head_dim))
+    shape = (1, layout.num_heads, store.q_per_kv, layout.head_dim)
+    queries = torch.zeros(shape, dtype=store.query_dtype, device=device)
     # A padded row of length 0, and a chunk of one token: there is nothing to read from slabs and tails.
     batch = trial.describe_decode(table, row, row, row.cpu())
     decode = trial.attend_parts(0, queries, batch.view, batch.work[0])
-    keys = queries[:, :, 0].contiguous()
+    keys = queries[:, :, 0].to(store.slabs.dtype).contiguous()
     chunk = trial.describe_extend(table, row, [0], [1])
     extend = trial.attend_chunks(0, queries, keys, keys, chunk, torch.empty_like(queries))
     return resident_ctas(decode, device), resident_ctas(extend, device)

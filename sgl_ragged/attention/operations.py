@@ -126,8 +126,8 @@ class Operations(ABC):
             and the requests' tails.
         """
         store = self.store
-        # What is scored and read must not depend on whether a token came through the cache: it has the cache's dtype.
-        keys, values = keys.to(store.slabs.dtype), values.to(store.slabs.dtype)
+        # What is scored and read must not depend on whether a token came through the cache: it is as there.
+        keys, values = self.to_cache(layer, keys, values)
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         if not batch.view.pieces:
             return output
@@ -138,6 +138,10 @@ class Operations(ABC):
         self._empty_tails(layer, batch.view)
         self._store(layer, keys, values, sides, batch.rest_copies, batch)
         return output
+
+    def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`SlabStore.to_cache` of a chunk's keys and values [tokens, heads, head_dim]."""
+        return self.store.to_cache(layer, keys, values)
 
     def seal_chunks(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None, batch: ExtendBatch
@@ -181,7 +185,8 @@ class Operations(ABC):
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> object:
-        """The attention of `extend` alone, into `output`, all zeros, and `lse`."""
+        """The attention of `extend` alone, to keys and values as the cache holds them, into `output`, all zeros, and
+        `lse`."""
 
     @abstractmethod
     def decode(

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
 from sgl_ragged.layout import Band
+from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
@@ -105,6 +106,7 @@ class TorchOps(Operations):
         keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         for _, pieces in itertools.groupby(batch.view.pieces, key=lambda piece: (piece.request, piece.listed)):
             _attend_pieces(self.store, layer, queries, keys, values, batch.view, list(pieces), output, lse)
+        _scale_values(output, self.store.value_scale(layer))
 
     def decode(
         self,
@@ -123,7 +125,14 @@ class TorchOps(Operations):
             if sides is not None:
                 store.append_side(layer, view.rows, view.places, sides[own])
             output[own] = _attend_part_of_batch(store, layer, queries[own], part, None if lse is None else lse[own])
+        _scale_values(output, store.value_scale(layer))
         return output
+
+
+def _scale_values(output: torch.Tensor, scale: float | None) -> None:
+    """From means of stored values to outputs, in place. Log-sum-exps do not depend on values."""
+    if scale is not None:
+        output.mul_(scale)
 
 
 def _attend_pieces(
@@ -140,6 +149,7 @@ def _attend_pieces(
     """Attention of pieces of one request that see the same list of slots; tensors as in `Operations.extend`."""
     row = int(view.rows[pieces[0].request])
     slots = view.lists[pieces[0].listed, : max(piece.seen for piece in pieces)].long()
+    scale = store.logit_scale(layer)
     first, last = pieces[0].first_token, pieces[-1].first_token + pieces[-1].tokens
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
@@ -157,11 +167,11 @@ def _attend_pieces(
             )
             chunk = slice(piece.first_token, piece.first_token + piece.tokens)
             if lse is not None:
-                attended, logs = _attend_part(asking[:, :, tokens], seen_keys, seen_values, mask, store.scales[layer])
+                attended, logs = _attend_part(asking[:, :, tokens], seen_keys, seen_values, mask, scale)
                 lse[chunk, heads] = logs.permute(2, 0, 1)
             else:
                 assert not band.partial, "layers with partial heads need their log-sum-exps"
-                attended = _attend(asking[:, :, tokens], seen_keys, seen_values, mask, store.scales[layer])
+                attended = _attend(asking[:, :, tokens], seen_keys, seen_values, mask, scale)
             output[chunk, heads] = attended.permute(2, 0, 1, 3)
 
 
@@ -199,7 +209,8 @@ def _attend_part_of_batch(
 ) -> torch.Tensor:
     """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
     view = part.view
-    tails = store.tails[:, layer, :, :, : part.longest_tail].index_select(0, view.rows).float()
+    tails = movable(store.tails[:, layer, :, :, : part.longest_tail]).index_select(0, view.rows)
+    tails = tails.view(store.tails.dtype).float()
     output = torch.empty_like(queries)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
@@ -208,7 +219,7 @@ def _attend_part_of_batch(
             continue
         band_tails = tails.index_select(2, heads)
         history = store.gather(layer, band, view.slots.flatten()).float()
-        band_queries = queries.index_select(1, heads).float() * store.scales[layer]
+        band_queries = queries.index_select(1, heads).float() * store.logit_scale(layer)
         mask = part.mask(band.kept)
         if not band.attends_open:
             band_tails, mask = band_tails[:, :, :, :0], mask[..., : view.slots.shape[1] * band.kept]

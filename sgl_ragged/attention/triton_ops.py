@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_ragged.attention.kernels import append, decode, extend, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, narrow, tiles
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
@@ -71,10 +71,11 @@ class TritonOps(Operations):
         tiles.check_shape(layout.head_dim, store.q_per_kv)
         self.store = store
         self.cta_map = cta_map
-        itemsize = store.slabs.element_size()
+        # Tiles of keys and values have the queries' dtype once they are loaded.
+        itemsize = store.query_dtype.itemsize
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture)
+        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8)
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)
         self._opens = [_opens(layer, device) for layer in layout.bands]
@@ -118,7 +119,8 @@ class TritonOps(Operations):
         device, length = store.slabs.device, layout.segment + 1
         table = torch.zeros((1, 2 * layout.segment), dtype=torch.int32, device=device)
         row = torch.zeros(1, dtype=torch.int64, device=device)
-        keys = store.slabs.new_ones((length, layout.num_heads, layout.head_dim))
+        shape = (length, layout.num_heads, layout.head_dim)
+        keys = torch.ones(shape, dtype=store.query_dtype, device=device)
         queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
         sides = None
         if store.has_sides:
@@ -163,6 +165,12 @@ class TritonOps(Operations):
         partial = torch.empty(rows * store.layout.head_dim, dtype=torch.float32, device=store.slabs.device)
         return work, (partial, torch.empty(rows, dtype=torch.float32, device=store.slabs.device))
 
+    def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        store = self.store
+        if not store.fp8:
+            return super().to_cache(layer, keys, values)
+        return narrow.narrow(head_rows(keys), head_rows(values), store.kv_scales[layer], store.slabs.dtype)
+
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
         tails = self.store.tails
         keys, values = head_rows(keys), head_rows(values)
@@ -194,7 +202,8 @@ class TritonOps(Operations):
             batch.work[layer].parts,
             self._sealer.heads(layer).kept,
             self._sealer.heads(layer).key_blocks,
-            store.scales[layer],
+            store.logit_scale(layer),
+            store.value_scale(layer),
             output,
             batch.scratch,
             self.extend_tile,
@@ -214,7 +223,8 @@ class TritonOps(Operations):
     ) -> torch.Tensor:
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
-        append.append(store.tails, layer, head_rows(keys), head_rows(values), numbers, numbers, view.places, view.rows)
+        rows = head_rows(keys), head_rows(values), numbers, numbers, view.places, view.rows
+        append.append(store.tails, layer, *rows, store.kv_scales[layer] if store.fp8 else None)
         if sides is not None:
             store.append_side(layer, view.rows, view.places, sides)
         return self.attend(layer, queries, batch, lse)
@@ -241,7 +251,8 @@ class TritonOps(Operations):
             work.ctas,
             self._sealer.heads(layer).kept,
             self._sealer.heads(layer).key_blocks,
-            store.scales[layer],
+            store.logit_scale(layer),
+            store.value_scale(layer),
             self._partial,
             self._lse,
             self.decode_tile,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sgl_ragged.layout import Band, SlabLayout
+from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
@@ -21,7 +22,7 @@ def _side_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
 
 
 def side_bytes(scorer: Scorer, layout: SlabLayout, q_per_kv: int, dtype: torch.dtype) -> int:
-    """Bytes per row of what the scorer keeps beside the tail."""
+    """Bytes per row of what the scorer keeps beside the tail; dtype: of queries there (`kv_dtype.beside_cache`)."""
     places, elems = scorer.side_shape(layout.segment, q_per_kv, layout.head_dim)
     return layout.num_layers * layout.num_heads * (places + 1) * elems * _side_dtype(scorer, dtype).itemsize
 
@@ -40,14 +41,20 @@ class SlabStore:
     places + 1, elements]: the queries of a segment's last places, or its token scores. The last place takes what
     need not be kept.
 
+    Slabs and tails may be FP8: they then hold keys and values divided by the layer's scales (`to_cache`), and scorers
+    see them multiplied again (`from_cache`).
+
     Args:
+        dtype: of slabs and tails, one of `kv_dtype.KV_DTYPES`.
         q_per_kv: query heads per head.
         statistics: per layer, the scorer's tensors [heads, ...].
         tail_capacity: tokens that a tail has room for, at least a segment, which is the default.
+        query_dtype: of the model's queries, those beside the tails among them; the cache's by default. Never FP8.
 
-    `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim) unless the owner of the model
-    says otherwise before anything is stored. `sealer` writes slabs: called with the store, a layer or None for all, and
-    segments. `watchers` are called with the same after it. `seal_meter` counts what they have done.
+    `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
+    and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer`
+    writes slabs: called with the store, a layer or None for all, and segments. `watchers` are called with the same
+    after it. `seal_meter` counts what they have done.
     """
 
     def __init__(
@@ -62,12 +69,17 @@ class SlabStore:
         q_per_kv: int = 1,
         statistics: Sequence[Mapping[str, torch.Tensor]] | None = None,
         tail_capacity: int | None = None,
+        query_dtype: torch.dtype | None = None,
     ) -> None:
+        self.query_dtype = query_dtype or dtype
+        assert not is_fp8(self.query_dtype), "queries are never FP8"
+        self.fp8 = is_fp8(dtype)
         self.layout = layout
         self.scorer = scorer
         self.q_per_kv = q_per_kv
         self.statistics = statistics or [{}] * layout.num_layers
         self.scales = [layout.head_dim**-0.5] * layout.num_layers
+        self.kv_scales = [KvScales()] * layout.num_layers
         self.slabs = torch.zeros((num_slots, layout.slab_elems), dtype=dtype, device=device)
         self.tails = torch.zeros(
             (num_rows, layout.num_layers, 2, layout.num_heads, tail_capacity or layout.segment, layout.head_dim),
@@ -77,7 +89,7 @@ class SlabStore:
         self.side_places, elems = scorer.side_shape(layout.segment, q_per_kv, layout.head_dim)
         self.sides = torch.zeros(
             (num_rows, layout.num_layers, layout.num_heads, self.side_places + 1, elems),
-            dtype=_side_dtype(scorer, dtype),
+            dtype=_side_dtype(scorer, self.query_dtype),
             device=device,
         )
         self._heads = [
@@ -92,6 +104,34 @@ class SlabStore:
     @property
     def nbytes(self) -> int:
         return self.slabs.nbytes + self.tails.nbytes + self.sides.nbytes
+
+    @property
+    def stored_as(self) -> str:
+        """Names the dtype and, of FP8, the scales: what decides which numbers the bytes of a slab stand for."""
+        scales = [(one.keys, one.values) for one in self.kv_scales]
+        return f"{self.slabs.dtype} {scales}" if self.fp8 else str(self.slabs.dtype)
+
+    def logit_scale(self, layer: int) -> float:
+        """What products of queries and stored keys are multiplied by to give logits."""
+        return self.scales[layer] * self.kv_scales[layer].keys if self.fp8 else self.scales[layer]
+
+    def value_scale(self, layer: int) -> float | None:
+        """What means of stored values are multiplied by to give outputs; None where values are stored as they are."""
+        return self.kv_scales[layer].values if self.fp8 else None
+
+    def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of any shape as the cache holds them; those in its dtype already are."""
+        dtype, scales = self.slabs.dtype, self.kv_scales[layer]
+        if not self.fp8 or keys.dtype == dtype:
+            return keys.to(dtype), values.to(dtype)
+        return narrowed(keys, scales.keys, dtype), narrowed(values, scales.values, dtype)
+
+    def from_cache(self, layer: int, part: int, stored: torch.Tensor) -> torch.Tensor:
+        """What stored keys (part 0) or values (1) stand for: float32 where they are FP8, else themselves."""
+        if not self.fp8:
+            return stored
+        scales = self.kv_scales[layer]
+        return stored.float() * (scales.keys, scales.values)[part]
 
     @property
     def has_sides(self) -> bool:
@@ -120,21 +160,34 @@ class SlabStore:
             self._scratch = torch.empty(needed, dtype=self.slabs.dtype, device=self.slabs.device)
         start = int(self.layout.layer_start[layer]) + band.offset
         gathered = self._scratch[:needed].view(slots.shape[0], width)
-        torch.index_select(self.slabs[:, start : start + width], 0, slots, out=gathered)
+        torch.index_select(movable(self.slabs[:, start : start + width]), 0, slots, out=movable(gathered))
         return gathered.view(slots.shape[0], len(band.heads), 2, band.kept, self.layout.head_dim)
 
-    def segment_data(self, layer: int, segments: Finished) -> SegmentData:
-        """Finished segments of a layer as the scorer sees them: the only place that builds this."""
+    def segment_rows(self, layer: int, segments: Finished) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [segments, heads, S, head_dim] of a layer's finished segments, as the cache holds them."""
         if isinstance(segments, InTails):
             tails = self.tails[segments.rows, layer, :, :, : self.layout.segment]
-            keys, values = tails[:, 0], tails[:, 1]
+            return tails[:, 0], tails[:, 1]
+        return self._of_segments(segments, segments.keys), self._of_segments(segments, segments.values)
+
+    def segment_data(
+        self, layer: int, segments: Finished, rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> SegmentData:
+        """Finished segments of a layer as the scorer sees them: the only place that builds this.
+
+        Args:
+            rows: their `segment_rows`, if they are there already.
+        """
+        keys, values = (
+            self.from_cache(layer, part, stored)
+            for part, stored in enumerate(self.segment_rows(layer, segments) if rows is None else rows)
+        )
+        sides = None
+        if isinstance(segments, InTails):
             sides = self.sides[segments.rows, layer, :, : self.side_places] if self.has_sides else None
-        else:
-            keys, values = self._of_segments(segments, segments.keys), self._of_segments(segments, segments.values)
-            sides = None
-            if segments.sides is not None:
-                sides = self._of_segments(segments, segments.sides)[:, :, self.layout.segment - self.side_places :]
-                sides = sides.to(self.sides.dtype)
+        elif segments.sides is not None:
+            sides = self._of_segments(segments, segments.sides)[:, :, self.layout.segment - self.side_places :]
+            sides = sides.to(self.sides.dtype)
         queries = token_scores = None
         if sides is not None and self.scorer.reads_hidden_states:
             token_scores = sides[..., 0]
@@ -189,10 +242,11 @@ class SlabStore:
 
         Args:
             rows, places: integers [tokens], tail and place in it of each token.
-            keys, values: [tokens, heads, head_dim].
+            keys, values: [tokens, heads, head_dim], as `to_cache` takes them.
         """
-        self.tails[:, layer, 0].transpose(1, 2)[rows, places] = keys.to(self.tails.dtype)
-        self.tails[:, layer, 1].transpose(1, 2)[rows, places] = values.to(self.tails.dtype)
+        keys, values = self.to_cache(layer, keys, values)
+        self.tails[:, layer, 0].transpose(1, 2)[rows, places] = keys
+        self.tails[:, layer, 1].transpose(1, 2)[rows, places] = values
 
     def append_side(self, layer: int, rows: torch.Tensor, places: torch.Tensor, sides: torch.Tensor) -> None:
         """Store what the scorer will need of appended tokens: [tokens, heads, elements]."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.scorers import keep_positions, rank_positions
 
@@ -20,20 +21,22 @@ def seal_in_torch(store: SlabStore, layer: int | None, segments: Finished) -> No
 
 
 def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
-    data, order = store.segment_data(layer, segments), None
+    rows, order = store.segment_rows(layer, segments), None
+    every_key, every_value = (movable(part) for part in rows)
     for index, band in enumerate(store.layout.bands[layer]):
         if band.kept == 0:
             continue
         heads = store.band_heads(layer, index)
-        view = store.band_view(layer, band)
-        keys, values = data.keys.index_select(1, heads), data.values.index_select(1, heads)
+        view = movable(store.band_view(layer, band))
+        keys, values = every_key.index_select(1, heads), every_value.index_select(1, heads)
         stored = slice(band.first, band.first + band.kept)
         if band.total < store.layout.segment:
             if order is None:
+                data = store.segment_data(layer, segments, rows)
                 order = rank_positions(store.scorer.score(data), segments.numbers == 0)
             kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
-            rows = kept[..., None].expand(*kept.shape, store.layout.head_dim)
-            keys, values = keys.gather(2, rows), values.gather(2, rows)
+            places = kept[..., None].expand(*kept.shape, store.layout.head_dim)
+            keys, values = keys.gather(2, places), values.gather(2, places)
         else:
             keys, values = keys[:, :, stored], values[:, :, stored]
         view[segments.slots.long()] = torch.stack([keys, values], dim=2).to(view.dtype)

@@ -17,6 +17,7 @@ from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.plugin.window_attention import window_backend
 from sgl_ragged.plugin.window_pool import RaggedHybridPool, slab_pool
@@ -84,6 +85,8 @@ class RaggedAttnBackend(AttentionBackend):
         self.numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
+        if self.store.fp8:
+            self.store.kv_scales = kv_scales(layers)
         self.observer = observer
         if observer is not None:
             observer.prepare(model_runner.model, self.store)

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.codecs import CODECS
+from sgl_ragged.mem_pool.codecs import make_codec
 from sgl_ragged.mem_pool.restore_schedule import LOAD, Rate, StoragePays, recomputed_first
 from sgl_ragged.mem_pool.tier_meter import HOST, STORAGE, TierMeter
 from sgl_ragged.plan import TierPlan
@@ -224,9 +224,9 @@ def build_stack(
     """
     refuse_storage(storage_backend)
     memory, layout = get_memory(), kvcache.sizes.layout
-    codec = CODECS[tier.codec](layout, kvcache.dtype)
+    codec = make_codec(tier.codec, layout, kvcache.dtype)
     codec.watch(kvcache.store)
-    identity = tier.rank_identity(get_parallel().attn_tp_rank, str(kvcache.dtype))
+    identity = tier.rank_identity(get_parallel().attn_tp_rank, kvcache.store.stored_as)
     host = RaggedHostPool(
         kvcache,
         codec,

@@ -17,9 +17,16 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
 from sgl_ragged.geometry import ModelGeometry, windowed_layers
+from sgl_ragged.mem_pool.kv_dtype import FP8, KV_DTYPES
 from sgl_ragged.plugin.multimodal import media_reason
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMED_KV_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Values of --kv-cache-dtype that are served, beside auto."""
 
 _BIDIRECTIONAL = (
     "BertModel",
@@ -112,17 +119,31 @@ def architecture(model_config: Any) -> str:
     return (model_config.hf_config.architectures or ["this model"])[0]
 
 
-def refuse_kv_scheme(model_config: Any, kv_cache_dtype: str) -> None:
-    """Raise RaggedConfigError for a checkpoint that turns --kv-cache-dtype auto into FP8.
+def expected_kv_dtype(model_config: Any, kv_cache_dtype: str) -> torch.dtype:
+    """The dtype that workers will give the cache, as far as the launcher can know: it reads no weights.
 
-    SGLang decides that in the worker; `refuse_kv_dtype` sees what it decided. Here is what the launcher can know: what
-    ModelOpt writes into config.json or, for a checkpoint on this disk, into hf_quant_config.json.
+    SGLang decides in the worker, and `refuse_kv_dtype` sees what it decided. A checkpoint turns --kv-cache-dtype auto
+    into FP8 by what ModelOpt or compressed-tensors write into config.json or, on this disk, into hf_quant_config.json.
     """
-    if kv_cache_dtype == "auto" and any(_is_fp8_kv(section) for section in _quantization(model_config)):
-        raise RaggedConfigError(
-            f"the checkpoint of {architecture(model_config)} asks for a KV cache in FP8, which is not supported with "
-            f"--kv-pool ragged; pass --kv-cache-dtype bfloat16"
-        )
+    if kv_cache_dtype in NAMED_KV_DTYPES:
+        return NAMED_KV_DTYPES[kv_cache_dtype]
+    return torch.float8_e4m3fn if any(map(_is_fp8_kv, _quantization(model_config))) else model_config.dtype
+
+
+def refuse_kv_scheme(model_config: Any, kv_cache_dtype: str) -> None:
+    """Raise RaggedConfigError for an FP8 cache of a checkpoint that wants other scales than one for each layer.
+
+    SGLang leaves out such scales, with a warning, and stores keys and values as if they were 1.
+    """
+    if expected_kv_dtype(model_config, kv_cache_dtype) not in FP8:
+        return
+    for section in _quantization(model_config):
+        scheme = section.get("kv_cache_scheme")
+        if isinstance(scheme, dict) and not _is_static(scheme):
+            raise RaggedConfigError(
+                f"the checkpoint of {architecture(model_config)} asks for scales of its FP8 KV cache that are dynamic, "
+                f"or not one for each layer, which SGLang does not have; pass --kv-cache-dtype bfloat16"
+            )
 
 
 def _quantization(model_config: Any) -> list[dict[str, Any]]:
@@ -136,17 +157,24 @@ def _is_fp8_kv(section: dict[str, Any]) -> bool:
     if str(section.get("kv_cache_quant_algo")).upper() == "FP8":
         return True
     scheme = section.get("kv_cache_scheme")
-    # Checkpoints of compressed-tensors have such a scheme, too, but SGLang does not follow theirs.
-    by_modelopt = str(section.get("quant_method", "modelopt")).startswith("modelopt")
-    return by_modelopt and isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    if not isinstance(scheme, dict) or (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        return False
+    if section.get("quant_method") == "compressed-tensors":
+        return scheme.get("strategy") == "tensor" and _is_static(scheme)
+    return str(section.get("quant_method", "modelopt")).startswith("modelopt")
+
+
+def _is_static(scheme: dict[str, Any]) -> bool:
+    symmetric = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
+    return symmetric and scheme.get("strategy", "tensor") == "tensor"
 
 
 def refuse_kv_dtype(dtype: torch.dtype) -> None:
     """Raise RaggedConfigError unless the pool can store this dtype; for the one that SGLang has resolved."""
     if dtype not in KV_DTYPES:
         raise RaggedConfigError(
-            f"SGLang resolved the KV cache's dtype to {str(dtype).removeprefix('torch.')} from what it read in the "
-            f"checkpoint; a quantised KV cache is not supported with --kv-pool ragged: pass --kv-cache-dtype bfloat16"
+            f"SGLang resolved the KV cache's dtype to {str(dtype).removeprefix('torch.')}, which --kv-pool ragged does "
+            f"not store; pass --kv-cache-dtype bfloat16"
         )
 
 

@@ -18,6 +18,7 @@ from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.fairkv.weights import require_projections
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.model_support import expected_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_conf
     mode = mode or "permute"
     if mode == "split":
         refuse_split(plan.kernel, plan.geometry)
-    placement = plan_placement(plan.kept, plan.ranks, mode, cost=_cost(plan, model_config))
+    kv_itemsize = expected_kv_dtype(model_config, view.kv_cache_dtype).itemsize
+    placement = plan_placement(plan.kept, plan.ranks, mode, cost=_cost(plan, model_config, kv_itemsize))
     return dataclasses.replace(plan, fairkv=mode, placement=placement)
 
 
@@ -112,7 +114,7 @@ def refuse_split(kernel: str, geometry: ModelGeometry) -> None:
         )
 
 
-def _cost(plan: ServingPlan, model_config: Any) -> CostModel:
+def _cost(plan: ServingPlan, model_config: Any, kv_itemsize: int) -> CostModel:
     """What a place costs; other weights are the same in all placements."""
     return CostModel(
         hidden=model_config.hidden_size,
@@ -120,7 +122,7 @@ def _cost(plan: ServingPlan, model_config: Any) -> CostModel:
         q_per_kv=plan.geometry.q_per_kv,
         segment=plan.segment,
         weight_itemsize=model_config.dtype.itemsize,
-        kv_itemsize=model_config.dtype.itemsize,
+        kv_itemsize=kv_itemsize,
     )
 
 

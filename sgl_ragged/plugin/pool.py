@@ -34,8 +34,10 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         dtype: torch.dtype,
         device: str,
         layer_numbers: Sequence[int],
+        query_dtype: torch.dtype | None = None,
     ) -> None:
-        """
+        """`q_per_kv`, `dtype`, `query_dtype` and statistics as in `SlabStore`, the others but one are SGLang's.
+
         Args:
             layer_numbers: which of the model's layers these are; the pool counts them from 0.
         """
@@ -44,6 +46,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self._statistics = statistics
         self._q_per_kv = q_per_kv
         self.layer_numbers = tuple(layer_numbers)
+        self._query_dtype = query_dtype
         self.tier: Restorer | None = None
         super().__init__(
             size=sizes.max_total_tokens,
@@ -69,6 +72,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             self.device,
             q_per_kv=self._q_per_kv,
             statistics=self._statistics,
+            query_dtype=self._query_dtype,
         )
 
     def _clear_buffers(self) -> None:

@@ -7,13 +7,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sgl_ragged.attention.kernel_choice import choose_kernel
+from sgl_ragged.attention.kernel_choice import check_cache, choose_kernel, device_capability
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
 from sgl_ragged.plugin.model_support import (
+    NAMED_KV_DTYPES,
     architecture,
+    expected_kv_dtype,
     hybrid_overrides,
     model_geometry,
     refuse_kv_scheme,
@@ -80,11 +83,14 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"{wanted!r}"
             )
     model_config = _hybrid_config(server_args, kernel)
+    kv_dtype = expected_kv_dtype(model_config, view.kv_cache_dtype)
+    if is_fp8(kv_dtype):
+        check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
     plan = _decide(options, view, model_config, kernel)
     if view.enable_hierarchical_cache:
-        plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized))
+        plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized, kv_dtype))
     setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))
     overrides = model_overrides(plan, view.json_model_override_args)
     if overrides is not None:
@@ -290,8 +296,8 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("dllm_algorithm", (None,), "diffusion language models are not supported with --kv-pool ragged"),
     (
         "kv_cache_dtype",
-        ("auto", "bf16", "bfloat16", "float16", "fp16", "float32"),
-        "a quantised KV cache is not supported with --kv-pool ragged; use --kv-cache-dtype auto",
+        ("auto", *NAMED_KV_DTYPES),
+        "of quantised KV caches --kv-pool ragged supports FP8; use --kv-cache-dtype fp8_e4m3, fp8_e5m2 or auto",
     ),
 )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.codecs import CODECS
+from sgl_ragged.mem_pool.codecs import make_codec
 from sgl_ragged.mem_pool.restore_schedule import AUTO
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan, TierPlan
 from sgl_ragged.plugin.calibrating import model_folder
@@ -23,20 +23,21 @@ NAMED = ("dtype", "quantization", "json_model_override_args", "load_format", "to
 """Settings of the server that change what a model computes, beside its files."""
 
 
-def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool) -> TierPlan:
+def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool, kv_dtype: torch.dtype) -> TierPlan:
     """What the tiers hold.
 
     Args:
         view: SGLang's resolved settings.
         sized: whether the user said how large the host's part is.
+        kv_dtype: of the cache, as far as the launcher knows it.
 
     Raises:
-        RaggedConfigError: the codec cannot serve these budgets.
+        RaggedConfigError: the codec cannot serve these budgets or this cache.
     """
     codec = options.host_codec or CODEC_NAMES[0]
     for layout in plan.layouts:
         # A codec refuses what it cannot serve; here rather than in a worker.
-        CODECS[codec](layout, torch.float32)
+        make_codec(codec, layout, kv_dtype)
     settings = {name: str(getattr(view, name, None)) for name in NAMED}
     # The path is not named: the same weights in another folder give the same slabs.
     folder = model_folder(view)

@@ -12,6 +12,8 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sgl_ragged.attention.sinks import with_sinks
+from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, narrowed
+from sgl_ragged.plugin.kv_scales import kv_scales
 
 
 def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
@@ -58,8 +60,13 @@ class TorchWindowBackend(AttentionBackend):
         super().__init__()
         self._pool = model_runner.token_to_kv_pool
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
-        layers = (m for m in model_runner.model.modules() if isinstance(m, RadixAttention))
+        layers = [
+            m for m in model_runner.model.modules() if isinstance(m, RadixAttention) and m.sliding_window_size > 0
+        ]
         self._longest = max(layer.sliding_window_size for layer in layers)
+        self._scales = {}
+        if is_fp8(self._pool.dtype):
+            self._scales = dict(zip((layer.layer_id for layer in layers), kv_scales(layers), strict=True))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_idle():
@@ -98,15 +105,18 @@ class TorchWindowBackend(AttentionBackend):
         # Batches may be padded behind their last token.
         new = slice(0, len(self._written))
         k, v = (part.reshape(-1, heads, dim)[new] for part in (k, v))
+        scales = self._scales.get(layer.layer_id, KvScales())
+        if self._scales:
+            k, v = narrowed(k, scales.keys, self._pool.dtype), narrowed(v, scales.values, self._pool.dtype)
         self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._written), k, v)
         cached = self._pool.get_kv_buffer(layer.layer_id)
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         for chunk in self._chunks:
             keys, values = (part[chunk.locations].transpose(0, 1)[:, None].float() for part in cached)
             asking = queries[chunk.tokens].permute(1, 2, 0, 3).float()
-            logits = asking @ keys.transpose(-1, -2) * layer.scaling
+            logits = asking @ keys.transpose(-1, -2) * (layer.scaling * scales.keys)
             logits.masked_fill_(~chunk.mask(layer.sliding_window_size), -torch.inf)
-            attended = (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3)
+            attended = (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3) * scales.values
             if sinks is not None:
                 attended = with_sinks(attended, logits.logsumexp(dim=-1).permute(2, 0, 1), sinks)
             output[chunk.tokens] = attended.to(output.dtype)

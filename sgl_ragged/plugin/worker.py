@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
@@ -22,6 +22,9 @@ from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.placing import describe_placement
 from sgl_ragged.plugin.ranks import least_over_ranks, require_equal_digests
 from sgl_ragged.plugin.refusal import end_worker
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +151,7 @@ def build_pool(
         statistics,
         q_per_kv=serving.q_per_kv,
         dtype=configurator.kv_cache_dtype,
+        query_dtype=_query_dtype(configurator),
         device=configurator.device,
         layer_numbers=geometry.layer_numbers,
     )
@@ -213,6 +217,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     from sglang.srt.runtime_context import get_parallel
 
     from sgl_ragged.attention.kernel_choice import make_operations
+    from sgl_ragged.mem_pool.kv_dtype import describe_scales
     from sgl_ragged.plugin.backend import RaggedAttnBackend
 
     plan = serving_plan(options)
@@ -224,13 +229,16 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
         model_runner.model._derived_weight_cache_error = TIER_HOLDS_WEIGHTS
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     logger.info("ragged attention kernels: %s", plan.kernel)
-    return RaggedAttnBackend(
+    backend = RaggedAttnBackend(
         model_runner,
         functools.partial(make_operations, plan.kernel),
         observer,
         _exchange(plan, model_runner.device),
         plan.kernel,
     )
+    if backend.store.fp8:
+        logger.info("KV cache in %s, %s", backend.store.slabs.dtype, describe_scales(backend.store.kv_scales))
+    return backend
 
 
 def _exchange(plan: ServingPlan, device: str) -> LseExchange | None:
@@ -248,7 +256,14 @@ def _side_bytes(plan: ServingPlan, layout: SlabLayout, configurator: Any) -> int
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    return side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, configurator.kv_cache_dtype)
+    return side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, _query_dtype(configurator))
+
+
+def _query_dtype(configurator: Any) -> torch.dtype:
+    """Of queries that are kept beside the tails."""
+    from sgl_ragged.mem_pool.kv_dtype import beside_cache
+
+    return beside_cache(configurator.kv_cache_dtype, configurator.model_config.dtype)
 
 
 def _window_needs(plan: ServingPlan, configurator: Any) -> WindowNeeds | None:

@@ -7,7 +7,9 @@ import os
 from importlib.metadata import version
 from types import FunctionType, SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 import triton.language
 from packaging.version import Version
 from triton.runtime import interpreter
@@ -39,8 +41,34 @@ def _patch_once(patch_language=interpreter._patch_lang):
     return patch
 
 
+TORCH = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp8e5": torch.float8_e5m2,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
+
+
+def _convert_by_torch(convert=interpreter._convert_float):
+    """The interpreter rounds to FP8 without a carry into the exponent, and reads its NaN as numbers."""
+
+    def converted(data, from_type, to_type, rounding):
+        names = from_type.name, to_type.name
+        if not any(name.startswith("fp8") for name in names):
+            return convert(data, from_type, to_type, rounding)
+        source, target = (TORCH[name] for name in names)
+        bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+        found = bits.view(source).float().to(target)
+        unsigned = getattr(np, f"uint{8 * target.itemsize}")
+        return found.view(torch.uint8).numpy().view(unsigned).reshape(data.shape)
+
+    return converted
+
+
 if INTERPRETED:
     refuse_versions(version("triton"), version("numpy"))
+    interpreter._convert_float = _convert_by_torch()
     interpreter._patch_lang = _patch_once()
     # Checks for overflow are computed, but only asserted in debug mode.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_ragged.attention import triton_ops
 from tests.kernels.operations import triton_operations
-from tests.rig import KEPT, SEGMENT, Rig, Sequence
+from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
 from tests.test_torch_ops import first_and_latest
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
@@ -97,28 +97,29 @@ SCORERS = ("keydiff", "snapkv", "fastkvzip")
 
 
 @pytest.mark.parametrize(
-    ("scorer", "cuts"),
+    ("scorer", "cuts", "dtype"),
     [
-        (SCORERS[0], CUTS[0]),
+        (SCORERS[0], CUTS[0], torch.float32),
         *(
-            thorough(scorer, cuts)
-            for scorer, cuts in itertools.product(SCORERS, CUTS)
-            if (scorer, cuts) != (SCORERS[0], CUTS[0])
+            thorough(scorer, cuts, dtype)
+            for scorer, cuts, dtype in itertools.product(SCORERS, CUTS, (torch.float32, *LARGEST))
+            if (scorer, cuts, dtype) != (SCORERS[0], CUTS[0], torch.float32)
         ),
     ],
 )
-def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts):
+def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts, dtype):
     """Chunks that start and end anywhere, each after three decode steps, equal one pass."""
     total, kept = 3 * SEGMENT + 10, KEPT[:2]
     sequence = Sequence(total, *kept.shape, 2, 16, scorer, seed=3)
-    rig = rig_for(kept, 16, scorer, 1, 5, 2)
+    rig = rig_for(kept, 16, scorer, 1, 5, 2, dtype=dtype)
     outputs = []
     for begin, end in itertools.pairwise([0, *cuts, total]):
         steps = min(3, end - begin)
         outputs += [rig.decode([sequence], [begin + step]) for step in range(steps)]
         if begin + steps < end:
             outputs += rig.extend([sequence], [begin + steps], [end])
-    torch.testing.assert_close(torch.cat(outputs).double(), sequence.expected(kept), atol=1e-5, rtol=1e-4)
+    want = sequence.stored(dtype, SCALES).expected(kept)
+    torch.testing.assert_close(torch.cat(outputs).double(), want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("chunks", "per_head"), [([3], 2), thorough([1, 5, 8], 4)])
@@ -155,6 +156,34 @@ def test_half_precision_is_as_good_as_its_inputs():
     for output, right in zip(outputs, want, strict=True):
         assert output.dtype == torch.float16
         torch.testing.assert_close(output.double(), right, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scorer"),
+    [
+        (torch.float8_e4m3fn, "keydiff"),
+        (torch.float8_e5m2, "value_key_norm"),
+        thorough(torch.float8_e4m3fn, "snapkv"),
+        thorough(torch.float8_e5m2, "key_norm"),
+    ],
+)
+def test_an_fp8_cache_is_attended_and_scored_as_it_was_stored(dtype, scorer):
+    """A chunk that seals, one that starts in a tail, and decode steps over a segment border, with saturated values."""
+    lengths, starts, ends = [SEGMENT + 5, 7], [2 * SEGMENT + 3, SEGMENT - 1], [2 * SEGMENT + 9, SEGMENT + 2]
+    sequences = [Sequence(n + 2, *MIXED.shape, 2, 16, scorer, seed) for seed, n in enumerate(ends)]
+    for sequence in sequences:
+        sequence.v[0, :, :, 0] = 1e9
+    rig = rig_for(MIXED, 16, scorer, 2, 4, 2, dtype=dtype)
+    expected = [sequence.stored(dtype, SCALES).expected(MIXED) for sequence in sequences]
+    found = [[], []]
+    for begin, end in itertools.pairwise([[0, 0], lengths, starts, ends]):
+        for own, output in zip(found, rig.extend(sequences, begin, end), strict=True):
+            own.append(output)
+    for step in range(2):
+        for own, output in zip(found, rig.decode(sequences, [end + step for end in ends], padding=1), strict=True):
+            own.append(output[None])
+    for own, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.cat(own).double(), right, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kept", [np.array([[32]]), thorough(np.array([[16, 16, 64, 64, 48, 48, 16, 16]]))])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.attention.kernels import append, seal
+from sgl_ragged.attention.kernels import append, narrow, seal
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, narrowed
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
 
 HEADS, DIM = 3, 16
@@ -93,3 +94,21 @@ def test_append_writes_its_tokens_and_nothing_else():
     for token, request, place in zip(tokens, requests, places, strict=True):
         want[rows[request], 1, 0, :, place], want[rows[request], 1, 1, :, place] = keys[token], values[token]
     assert torch.equal(tails, want)
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_append_and_narrow_store_the_bits_that_torch_stores(dtype):
+    """Of tokens that lie apart, with numbers that are too large, next to zero, and none."""
+    qkv = torch.randn(9, 3 * HEADS * DIM, generator=generator(5)) * 30
+    qkv[3, ::7], qkv[4, ::5], qkv[5, ::3] = 1e30, 1e-3, torch.nan
+    keys, values = (qkv[:, i * HEADS * DIM : (i + 1) * HEADS * DIM].unflatten(1, (HEADS, DIM)) for i in (0, 2))
+    scales = KvScales(0.3, 0.07)
+    stored = narrow.narrow(keys, values, scales, dtype)
+    want = narrowed(keys, scales.keys, dtype), narrowed(values, scales.values, dtype)
+    tails = torch.zeros(2, 1, 2, HEADS, 16, DIM).to(dtype)
+    numbers = torch.arange(9, dtype=torch.int32)
+    append.append(tails, 0, keys, values, numbers, torch.zeros_like(numbers), numbers, torch.tensor([1]), scales)
+    for part in (0, 1):
+        assert torch.equal(stored[part].view(torch.uint8), want[part].view(torch.uint8))
+        appended = tails[1, 0, part, :, :9].transpose(0, 1).contiguous()
+        assert torch.equal(appended.view(torch.uint8), want[part].view(torch.uint8))

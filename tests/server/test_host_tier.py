@@ -160,6 +160,20 @@ def test_conversations_come_back_from_the_host(nursery, tmp_path, variant):
         assert come_back == sum(map(held, firsts, CONVERSATIONS)) // SEGMENT
 
 
+def test_slabs_of_an_fp8_cache_come_back_as_they_were(nursery, tmp_path):
+    prompt = CONVERSATIONS[1]
+    with serve(nursery, tmp_path, Variant(), "--kv-cache-dtype", "fp8_e4m3") as server:
+        first = generate(server, prompt, NEW)
+        asked = second_turn(first, prompt)
+        warm = generate(server, asked, NEW)
+        assert warm.cached == held(first, prompt)
+        fill_device(server)
+        before = restored(server)
+        back = generate(server, asked, NEW)
+        assert restored(server) - before >= held(first, prompt) // SEGMENT
+        assert_same(back, warm)
+
+
 @pytest.mark.thorough
 def test_500_requests_over_40_conversations(nursery, tmp_path):
     """On a device with room for a tenth of them: every answer is a quiet server's."""

@@ -82,18 +82,30 @@ def test_warm_equals_cold_alone_and_in_a_batch(server):
         np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("ratio", ["1", "0.3"])
-def test_sinks(ratio, tmp_path, nursery):
-    """gpt-oss has learned sinks in layers of both kinds."""
+@pytest.mark.parametrize(("ratio", "dtype"), [("1", "auto"), ("0.3", "auto"), ("0.3", "fp8_e4m3")])
+def test_sinks(ratio, dtype, tmp_path, nursery):
+    """gpt-oss has learned sinks in layers of both kinds; with an FP8 cache both pools are FP8."""
     model = WINDOWED["gpt_oss"].make(tmp_path / "model")
     start = prompt(1, 300)
     # On CPUs SGLang cannot run the kernels that it takes by itself for these experts.
-    flags = (*FLAGS, "--ragged-ratio", ratio, "--kv-bytes", "32MiB", "--moe-runner-backend", "triton")
+    flags = (
+        *FLAGS,
+        "--ragged-ratio",
+        ratio,
+        "--kv-bytes",
+        "32MiB",
+        "--moe-runner-backend",
+        "triton",
+        "--kv-cache-dtype",
+        dtype,
+    )
     with nursery.serve(model, *flags, log=tmp_path / "log") as server:
         cold = generate(server, start, 60, logprobs_from=0)
         warm = generate(server, start, 60)
     assert warm.cached == 288
     np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    if dtype != "auto":
+        return
     kept = uniform_kept(LAYERS, HEADS, float(ratio), SEGMENT)
     expected = Oracle(str(model), kept, SEGMENT, "keydiff").logprobs(start + cold.tokens)
     np.testing.assert_allclose(np.concatenate([cold.input_logprobs, cold.output_logprobs]), expected, atol=1e-3)

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.narrow import reciprocals, saturated
+from sgl_ragged.mem_pool.kv_dtype import KvScales
+
 
 @triton.jit
 def append_kernel(
@@ -16,6 +19,8 @@ def append_kernel(
     requests_ptr,
     places_ptr,
     rows_ptr,
+    key_reciprocal,
+    value_reciprocal,
     key_stride,
     value_stride,
     row_stride,
@@ -23,6 +28,7 @@ def append_kernel(
     HEADS: tl.constexpr,
     TAIL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     copy = tl.program_id(0)
     head = tl.program_id(1)
@@ -32,8 +38,13 @@ def append_kernel(
     dims = tl.arange(0, HEAD_DIM)
     target = tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM + place * HEAD_DIM + dims
     source = head * HEAD_DIM + dims
-    tl.store(target, tl.load(keys_ptr + token * key_stride + source))
-    tl.store(target + HEADS * TAIL * HEAD_DIM, tl.load(values_ptr + token * value_stride + source))
+    keys = tl.load(keys_ptr + token * key_stride + source)
+    values = tl.load(values_ptr + token * value_stride + source)
+    if LARGEST is not None:
+        keys = saturated(keys, key_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
+        values = saturated(values, value_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
+    tl.store(target, keys)
+    tl.store(target + HEADS * TAIL * HEAD_DIM, values)
 
 
 def append(
@@ -45,6 +56,7 @@ def append(
     requests: torch.Tensor,
     places: torch.Tensor,
     rows: torch.Tensor,
+    scales: KvScales | None = None,
 ) -> None:
     """Write keys and values of some tokens to tails. Changes `tails` alone.
 
@@ -53,6 +65,7 @@ def append(
         keys, values: [batch tokens, heads, d] in any floating dtype; the token stride may be any.
         tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose tail.
         rows: integers [requests], each request's row of `tails`.
+        scales: for FP8 tails, of keys and values that are still to be divided by them; else None.
     """
     if len(tokens) == 0:
         return
@@ -65,6 +78,7 @@ def append(
         requests,
         places,
         rows,
+        *(reciprocals(scales) if scales is not None else (None, None)),
         keys.stride(0),
         values.stride(0),
         tails.stride(0),
@@ -72,5 +86,6 @@ def append(
         HEADS=heads,
         TAIL=capacity,
         HEAD_DIM=dim,
+        LARGEST=torch.finfo(tails.dtype).max if scales is not None else None,
         num_warps=1,
     )

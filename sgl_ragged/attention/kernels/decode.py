@@ -34,6 +34,7 @@ def decode_kernel(
     partial_ptr,
     lse_ptr,
     scale,
+    value_scale,
     query_stride,
     slab_elems,
     slots_stride,
@@ -119,6 +120,8 @@ def decode_kernel(
     )
 
     output = output / total[:, None]
+    if value_scale is not None:
+        output *= value_scale
     lse = (best + tl.log2(total)) * LN2
     partial_at = (place * Q_PER_KV + query_rows[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(partial_ptr + partial_at, output, mask=(query_rows < Q_PER_KV)[:, None])
@@ -161,6 +164,7 @@ def decode_parts(
     kept: torch.Tensor,
     key_blocks: torch.Tensor,
     scale: float,
+    value_scale: float | None,
     partial: torch.Tensor,
     lse: torch.Tensor,
     tile: Tile,
@@ -170,10 +174,12 @@ def decode_parts(
 
     Args:
         queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
-        slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, capacity, d].
+        slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, capacity, d]. Of any floating
+            dtype, in attention they have that of the queries.
         view: what each query sees.
         ctas: int32 [CTAs, 4], `cta_map.cta_table` of this layer.
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
+        scale, value_scale: `SlabStore.logit_scale` and `value_scale`.
         partial: float32, at least [batch, CTAs, q_per_kv, d] elements. lse: float32, at least [batch, CTAs, q_per_kv].
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
         opens: int32 [heads], 0 for heads that do not attend to the open segment, else 1; None where all do. `kept` may
@@ -199,6 +205,7 @@ def decode_parts(
         partial,
         lse,
         scale,
+        value_scale,
         queries.stride(0),
         slabs.stride(0),
         view.slots.stride(0),

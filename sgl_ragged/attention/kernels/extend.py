@@ -42,6 +42,7 @@ def extend_kernel(
     partial_ptr,
     lse_ptr,
     scale,
+    value_scale,
     query_stride,
     key_stride,
     value_stride,
@@ -163,6 +164,8 @@ def extend_kernel(
         tl.store(head_lse_ptr + head_lse_at, head_lse, mask=inside)
         total = tl.where(total == 0.0, 1.0, total)
     output = output / total[:, None]
+    if value_scale is not None:
+        output *= value_scale
     if DIVIDED:
         place = (tl.program_id(0) * tl.num_programs(1) + tl.load(cta + 3)) * BLOCK_M + tl.arange(0, BLOCK_M)
         # A part without rows leaves -inf, and something that is not read.
@@ -222,6 +225,7 @@ def extend(
     kept: torch.Tensor,
     key_blocks: torch.Tensor,
     scale: float,
+    value_scale: float | None,
     output: torch.Tensor,
     scratch: tuple[torch.Tensor, torch.Tensor] | None,
     tile: Tile,
@@ -231,8 +235,9 @@ def extend(
     """Attention of a chunk. Changes `output` and `head_lse` alone; every token of the batch must be in a tile.
 
     Args:
-        queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d]. Token strides may be any.
-        slabs, tails, kept, key_blocks: as in `decode.decode_parts`.
+        queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d], as the cache holds them. Token strides
+            may be any.
+        slabs, tails, kept, key_blocks, scale, value_scale: as in `decode.decode_parts`.
         slots: int32 [lists, most], the lists of slots that tiles see.
         rows: integers [requests], rows of `tails`.
         tiles: int32 [tiles, len(TILE_COLUMNS)], `view.ExtendView.tiles`.
@@ -267,6 +272,7 @@ def extend(
         partial,
         lse,
         scale,
+        value_scale,
         queries.stride(0),
         keys.stride(0),
         values.stride(0),

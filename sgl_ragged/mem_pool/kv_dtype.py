@@ -1,0 +1,65 @@
+"""Dtypes of the cache: as wide as the model's, or FP8 with a scale per layer. Without SGLang."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sgl_ragged.errors import RaggedConfigError
+
+WIDE = (torch.float32, torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+KV_DTYPES = (*WIDE, *FP8)
+"""What slabs and tails can hold."""
+
+
+@dataclass(frozen=True)
+class KvScales:
+    """What the numbers that one layer stores in FP8 are multiplied by; a wide cache does not look at it.
+
+    Raises:
+        RaggedConfigError: a scale is not a positive number that can be divided by.
+    """
+
+    keys: float = 1.0
+    values: float = 1.0
+
+    def __post_init__(self) -> None:
+        for scale in (self.keys, self.values):
+            if not (math.isfinite(scale) and scale >= torch.finfo(torch.float32).tiny):
+                raise RaggedConfigError(
+                    f"{scale} is no scale of an FP8 KV cache: it must be positive and finite; mend the checkpoint's "
+                    f"scales, or pass --kv-cache-dtype bfloat16"
+                )
+
+
+def describe_scales(scales: Sequence[KvScales]) -> str:
+    """The smallest and largest scale of all layers, in words."""
+    keys, values = [one.keys for one in scales], [one.values for one in scales]
+    return f"scales of keys {min(keys):g} to {max(keys):g}, of values {min(values):g} to {max(values):g}"
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    return dtype in FP8
+
+
+def beside_cache(cache: torch.dtype, model: torch.dtype) -> torch.dtype:
+    """The dtype of queries that are kept beside a cache: the cache's, or the model's where the cache is FP8."""
+    return model if is_fp8(cache) else cache
+
+
+def narrowed(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """x / scale in FP8. What is too large becomes the largest number, whose sign it keeps; NaN stays NaN.
+
+    It is multiplied by the reciprocal, in float32, as in `attention.kernels.narrow`: so both give the same bits.
+    """
+    most = torch.finfo(dtype).max
+    return (x.float() * (1 / scale)).clamp(-most, most).to(dtype)
+
+
+def movable(x: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype for which torch has every operation that moves elements: FP8 as bytes."""
+    return x.view(torch.uint8) if is_fp8(x.dtype) else x

@@ -1,0 +1,109 @@
+"""An FP8 cache on a real server: against the dense-mask oracle on what the cache holds, and hit against miss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.demo import MODEL
+from sgl_ragged.budgets import profile_kept
+from tests.models import make_profile
+from tests.oracle import Oracle
+from tests.rig import LARGEST
+from tests.server.client import flush, generate, generate_all
+from tests.server.test_semantics import document
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO, NEW = 128, 0.3, 40
+SCALES = (0.03, 0.05, 0.02, 0.1)
+"""Of keys and values in each layer."""
+
+
+STATIC = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def serve(nursery, folder, dtype, *more):
+    flags = [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "40MiB", "--max-running-requests", "9"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(folder / "profile.safetensors"), "--kv-cache-dtype", dtype),
+    ]
+    return nursery.serve(MODEL, *flags, "--chunked-prefill-size", "512", *more, log=folder / f"{dtype}.log")
+
+
+def scales_file(folder):
+    factors = {"0": {str(layer): scale for layer, scale in enumerate(SCALES)}}
+    path = folder / "scales.json"
+    found = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": factors}}
+    path.write_text(json.dumps(found))
+    return path
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(nursery, tmp_path, name):
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
+    scales = SCALES if name == "fp8_e4m3" else (1.0,) * 4
+    kept = profile_kept(make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT), RATIO, SEGMENT)
+
+    def stored(layer, x):
+        return (x / scales[layer]).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).float() * scales[layer]
+
+    more = ("--quantization-param-path", str(scales_file(tmp_path))) if name == "fp8_e4m3" else ()
+    prompts = [document(seed, length) for seed, length in enumerate((129, 500, 1000))]
+    with serve(nursery, tmp_path, name, *more) as server:
+        cold = []
+        for prompt in prompts:
+            flush(server)
+            cold.append(generate(server, prompt, NEW, logprobs_from=0))
+        flush(server)
+        generate_all(server, prompts, NEW)
+        warm = [generate(server, prompt, NEW) for prompt in prompts]
+        log = server.log_text()
+    assert [answer.cached for answer in warm] == [(len(prompt) - 1) // SEGMENT * SEGMENT for prompt in prompts]
+    for have, want in zip(warm, cold, strict=True):
+        assert have.tokens == want.tokens
+        np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
+    found = np.concatenate([cold[2].input_logprobs, cold[2].output_logprobs])
+    sequence = prompts[2] + cold[2].tokens
+    away = np.abs(found - Oracle(str(MODEL), kept, SEGMENT, "keydiff", stored=stored).logprobs(sequence))
+    # Where two computations of a key differ in the last bit, they may be rounded to neighbours: a sixteenth apart.
+    assert np.quantile(away, 0.9) < 5e-5
+    assert away.max() < 3e-2
+    wide = Oracle(str(MODEL), kept, SEGMENT, "keydiff").logprobs(sequence)
+    assert np.quantile(np.abs(found - wide), 0.5) > 1e-3, "without rounding the same positions look different"
+    assert f"slab {int(kept.sum()) * 2 * 32} bytes" in log
+    assert f"scales of keys {min(scales):g} to {max(scales):g}" in log
+
+
+def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(nursery, tmp_path):
+    """By compressed-tensors: plain weights, and a scale of keys and of values for each layer."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    tensors = load_file(model / "model.safetensors")
+    for layer, scale in enumerate(SCALES):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor([scale])
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([2 * scale])
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    scheme = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    config["quantization_config"] = scheme | {"quantization_status": "compressed", "kv_cache_scheme": STATIC}
+    (model / "config.json").write_text(json.dumps(config))
+    flags = [
+        *("--dtype", "bfloat16", "--skip-tokenizer-init", "--kv-bytes", "20MiB", "--max-running-requests", "2"),
+        *("--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "128"),
+    ]
+    with nursery.serve(model, *flags, log=tmp_path / "log") as server:
+        prompt = document(1, 300)
+        cold = generate(server, prompt, 8)
+        warm = generate(server, prompt, 8)
+        log = server.log_text()
+    assert (cold.cached, warm.cached) == (0, 256)
+    assert warm.tokens == cold.tokens
+    assert "KV cache in torch.float8_e4m3fn, scales of keys 0.02 to 0.1, of values 0.04 to 0.2" in log
+    assert f"slab {4 * 8 * 2 * 64 * 32} bytes" in log
