@@ -41,8 +41,7 @@ class Tier:
             q_per_kv=1,
             dtype=torch.float32,
             device="cpu",
-            start_layer=0,
-            end_layer=2,
+            layer_numbers=range(2),
         )
         self.store = self.pool.store
         self.allocator = PagedTokenToKVPoolAllocator(
@@ -140,7 +139,13 @@ def test_a_layer_is_not_read_before_it_has_come_from_the_host():
         said.append(("read", layer))
         return queries
 
-    backend = SimpleNamespace(pool=pool, exchange=None, first_layer=0, forward_metadata=None, _heads=lambda *_: heads)
+    backend = SimpleNamespace(
+        pool=pool,
+        exchange=None,
+        numbers={layer.layer_id: layer.layer_id},
+        forward_metadata=None,
+        _heads=lambda *_: heads,
+    )
     layer = SimpleNamespace(layer_id=3)
     RaggedAttnBackend._attend(backend, operation, None, None, None, layer)
     assert said == [("wait", 3), ("read", 3)]

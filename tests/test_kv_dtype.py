@@ -17,7 +17,7 @@ from sgl_ragged.mem_pool.codecs import CODECS, make_codec
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, beside_cache, movable, narrowed
 from sgl_ragged.mem_pool.slab_store import SlabStore, side_bytes
 from sgl_ragged.plan import TierPlan
-from sgl_ragged.plugin.backend import _kv_scales, _require_scales
+from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 from tests.rig import LARGEST
@@ -97,13 +97,12 @@ def test_a_wide_store_is_not_scaled():
 def test_scales_are_those_that_sglang_loaded(floats, tensors, want):
     names = ("k_scale_float", "v_scale_float", "k_scale", "v_scale")
     layer = SimpleNamespace(**dict(zip(names, (*floats, *tensors), strict=True)))
-    assert _kv_scales(layer) == want
-    _require_scales([layer], None)
+    assert kv_scales([layer], None) == [want]
     if tensors[0] is not None:
-        _require_scales([layer], "scales.json")
+        assert kv_scales([layer], "scales.json") == [want]
         return
     with pytest.raises(RaggedConfigError, match=r"took no scales from --quantization-param-path scales\.json"):
-        _require_scales([layer], "scales.json")
+        kv_scales([layer], "scales.json")
 
 
 @pytest.mark.parametrize("dtype", FP8)

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.sinks import with_sinks
@@ -86,7 +87,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
         if self.store.fp8:
-            self.store.kv_scales = kv_scales(layers)
+            self.store.kv_scales = kv_scales(layers, get_model().quantization_param_path)
         self.observer = observer
         if observer is not None:
             observer.prepare(model_runner.model, self.store)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 
-def kv_scales(layers: list[RadixAttention]) -> list[KvScales]:
-    """The scales of each layer, 1 where the checkpoint and --quantization-param-path give none.
+def kv_scales(layers: list[RadixAttention], path: str | None) -> list[KvScales]:
+    """The scales of each layer, 1 where the checkpoint and a file with scales give none.
+
+    path: --quantization-param-path.
 
     Raises:
-        RaggedConfigError: SGLang has read none from --quantization-param-path, of which it only warns.
+        RaggedConfigError: SGLang has read none from that file, of which it only warns.
     """
-    path = get_model().quantization_param_path
     if path is not None and any(layer.k_scale is None for layer in layers):
         raise RaggedConfigError(
             f"SGLang took no scales from --quantization-param-path {path}: it reads them for --kv-cache-dtype fp8_e4m3 "

@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, narrowed
@@ -60,13 +61,13 @@ class TorchWindowBackend(AttentionBackend):
         super().__init__()
         self._pool = model_runner.token_to_kv_pool
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
-        layers = [
-            m for m in model_runner.model.modules() if isinstance(m, RadixAttention) and m.sliding_window_size > 0
-        ]
+        every = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
+        layers = [layer for layer in every if layer.sliding_window_size > 0]
         self._longest = max(layer.sliding_window_size for layer in layers)
         self._scales = {}
         if is_fp8(self._pool.dtype):
-            self._scales = dict(zip((layer.layer_id for layer in layers), kv_scales(layers), strict=True))
+            found = kv_scales(layers, get_model().quantization_param_path)
+            self._scales = dict(zip((layer.layer_id for layer in layers), found, strict=True))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_idle():

@@ -42,8 +42,7 @@ class Runner:
             q_per_kv=PER_HEAD,
             dtype=torch.float32,
             device="cpu",
-            start_layer=0,
-            end_layer=LAYERS,
+            layer_numbers=range(LAYERS),
         )
         self.layers = torch.nn.ModuleList(
             [RadixAttention(HEADS * PER_HEAD, DIM, SCALE, HEADS, layer_id=layer) for layer in range(LAYERS)]
