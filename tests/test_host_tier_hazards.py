@@ -139,13 +139,7 @@ def test_a_layer_is_not_read_before_it_has_come_from_the_host():
         said.append(("read", layer))
         return queries
 
-    backend = SimpleNamespace(
-        pool=pool,
-        exchange=None,
-        numbers={layer.layer_id: layer.layer_id},
-        forward_metadata=None,
-        _heads=lambda *_: heads,
-    )
-    layer = SimpleNamespace(layer_id=3)
-    RaggedAttnBackend._attend(backend, operation, None, None, None, layer)
+    layer, numbers = SimpleNamespace(layer_id=7), {7: 3}
+    backend = SimpleNamespace(pool=pool, exchange=None, numbers=numbers, forward_metadata=None, _heads=lambda *_: heads)
+    RaggedAttnBackend._attend(backend, operation, None, None, None, layer, None)
     assert said == [("wait", 3), ("read", 3)]

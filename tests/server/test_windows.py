@@ -88,17 +88,8 @@ def test_sinks(ratio, dtype, tmp_path, nursery):
     model = WINDOWED["gpt_oss"].make(tmp_path / "model")
     start = prompt(1, 300)
     # On CPUs SGLang cannot run the kernels that it takes by itself for these experts.
-    flags = (
-        *FLAGS,
-        "--ragged-ratio",
-        ratio,
-        "--kv-bytes",
-        "32MiB",
-        "--moe-runner-backend",
-        "triton",
-        "--kv-cache-dtype",
-        dtype,
-    )
+    flags = (*FLAGS, "--ragged-ratio", ratio, "--kv-bytes", "32MiB", "--kv-cache-dtype", dtype)
+    flags += ("--moe-runner-backend", "triton")
     with nursery.serve(model, *flags, log=tmp_path / "log") as server:
         cold = generate(server, start, 60, logprobs_from=0)
         warm = generate(server, start, 60)
@@ -134,16 +125,8 @@ def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
 def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
     """300 mixed requests while windows are evicted and requests retracted: all end, each as on an empty server."""
     few = ("--swa-full-tokens-ratio", "0.1", "--kv-bytes", "3MiB", "--context-length", "700")
-    flags = (
-        *FLAGS,
-        "--ragged-ratio",
-        "0.3",
-        *few,
-        "--schedule-conservativeness",
-        "0.05",
-        "--chunked-prefill-size",
-        "64",
-    )
+    flags = (*FLAGS, "--ragged-ratio", "0.3", *few, "--schedule-conservativeness", "0.05")
+    flags += ("--chunked-prefill-size", "64")
     dice = random.Random(0)
     trunk = prompt(4, 500)
     asked = [
