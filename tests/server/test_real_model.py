@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import real_model
 from benchmarks.harness.client import ServerClient
@@ -46,6 +47,35 @@ def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tm
     # What `benchmarks.quality` makes of hidden states is what the server itself says.
     found = compare(load_head(smollm2), states, states, torch.tensor(text.ids))
     np.testing.assert_allclose(-found.nll.numpy(), scored.input_logprobs, atol=1e-3)
+
+
+@pytest.fixture(scope="session")
+def gemma3():
+    try:
+        return ensure(ROOT / "models/gemma3-270m", "gemma3-270m")
+    except NotFetched as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.server
+@pytest.mark.thorough
+def test_a_pretrained_model_with_windows_is_itself(gemma3, nursery: Nursery, tmp_path):
+    """At ratio 1 the served Gemma 3 is that of Hugging Face, behind its windows of 512 tokens, too."""
+    tokenizer = AutoTokenizer.from_pretrained(gemma3)
+    prompt = tokenizer.encode((ROOT / "docs/architecture.md").read_text())[:900]
+    flags = ("--dtype", "float32", "--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", "64")
+    more = ("--kv-bytes", "512MiB", "--max-running-requests", "2", "--chunked-prefill-size", "512")
+    with nursery.serve(gemma3, *flags, *more, log=tmp_path / "log") as server:
+        cold, warm = generate(server, prompt, 24, logprobs_from=0), generate(server, prompt, 24)
+    assert warm.cached == 896
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32)
+    tokens = torch.tensor([prompt + cold.tokens])
+    with torch.no_grad():
+        every = model(tokens).logits[0].log_softmax(-1)
+    want = every[:-1].gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    np.testing.assert_allclose(np.concatenate([cold.input_logprobs, cold.output_logprobs]), want, atol=1e-3)
+    assert every[len(prompt) - 1 : -1].argmax(-1).tolist() == cold.tokens
 
 
 def test_what_was_not_pinned_is_not_used(tmp_path, monkeypatch):
