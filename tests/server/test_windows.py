@@ -12,6 +12,7 @@ import pytest
 
 from sgl_ragged.budgets import profile_kept, uniform_kept
 from tests.architectures import WINDOW, WINDOWED
+from tests.examples import fewer
 from tests.models import make_profile
 from tests.oracle import Oracle
 from tests.server.client import flush, generate, generate_all
@@ -123,7 +124,7 @@ def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
 
 
 def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
-    """300 mixed requests while windows are evicted and requests retracted: all end, each as on an empty server."""
+    """Mixed requests while windows are evicted and requests retracted: all end, each as on an empty server."""
     few = ("--swa-full-tokens-ratio", "0.1", "--kv-bytes", "3MiB", "--context-length", "700")
     flags = (*FLAGS, "--ragged-ratio", "0.3", *few, "--schedule-conservativeness", "0.05")
     flags += ("--chunked-prefill-size", "64")
@@ -131,12 +132,12 @@ def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
     trunk = prompt(4, 500)
     asked = [
         (trunk[: dice.randint(0, 400)] + prompt(dice.randint(0, 40), dice.randint(1, 200)), dice.randint(1, 40))
-        for _ in range(300)
+        for _ in range(fewer(300))
     ]
     with nursery.serve(gemma3, *flags, log=tmp_path / "log", env=ENV) as server:
         with ThreadPoolExecutor(12) as clients:
             answers = list(clients.map(lambda request: generate(server, *request), asked))
-        assert sum(answer.cached > 0 for answer in answers) > 50
+        assert sum(answer.cached > 0 for answer in answers) > len(asked) / 6
         for request, answer in list(zip(asked, answers, strict=True))[::30]:
             flush(server)
             alone = generate(server, *request)
