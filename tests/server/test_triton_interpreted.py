@@ -25,9 +25,9 @@ def make_two_layers(folder):
 @pytest.mark.parametrize(
     "make", [make_two_layers, pytest.param(WINDOWED["gpt_oss"].make, marks=pytest.mark.thorough, id="gpt_oss")]
 )
-def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make, scorer="keydiff"):
+def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make):
     """Of a model with sliding windows and sinks, too: its windowed layers are on SGLang's own Triton kernels."""
-    model = make(tmp_path / "model")
+    model, scorer = make(tmp_path / "model"), "keydiff"
     profile = make_profile(model, tmp_path / "profile.safetensors", scorer=scorer, segment=SEGMENT)
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
