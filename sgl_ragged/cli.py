@@ -50,6 +50,10 @@ def show_layout(options: argparse.Namespace) -> None:
 
     budget = parse_bytes(options.kv_bytes)
     check_limits(options.segment, options.max_running_requests, options.max_total_tokens)
+    if options.chunked_prefill_size < 1:
+        raise RaggedConfigError(f"--chunked-prefill-size {options.chunked_prefill_size} must be at least 1")
+    if options.swa_full_tokens_ratio is not None and not 0 < options.swa_full_tokens_ratio <= 1:
+        raise RaggedConfigError(f"--swa-full-tokens-ratio {options.swa_full_tokens_ratio} is outside (0, 1]")
     geometry, chosen = choose_kept(options)
     kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)

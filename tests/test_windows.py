@@ -111,3 +111,11 @@ def test_layout_of_hybrids_from_their_configs(tmp_path, monkeypatch, capsys, con
     elements = 2 * (12 if config is GPT_OSS else 40) * 8 * config["head_dim"]
     assert said["windows_bytes"] == said["window_pages"] * elements * 2 * 256
     assert said["max_total_tokens"] > 3 * said["full_tokens"]
+
+
+@pytest.mark.parametrize("wrong", [("--swa-full-tokens-ratio", "2"), ("--chunked-prefill-size", "0")])
+def test_layout_refuses_sizes_that_make_no_sense(tmp_path, monkeypatch, wrong):
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS))
+    monkeypatch.setattr(sys, "argv", ["sgl-ragged", "layout", "--model", str(tmp_path), "--kv-bytes", "1GiB", *wrong])
+    with pytest.raises(SystemExit, match=wrong[0]):
+        cli.main()

@@ -190,7 +190,10 @@ def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
         (model_config.get_swa_num_kv_heads(1), model_config.swa_head_dim, model_config.swa_v_head_dim),
     }
     return (
-        (bool(kinds), f"some of its layers are of another kind than full and sliding attention: {', '.join(kinds)}"),
+        (
+            bool(kinds),
+            f"some of its layers are of another kind than full and sliding attention: {', '.join(sorted(kinds))}",
+        ),
         (getattr(model_config, "attention_chunk_size", None) is not None, "some of its layers attend to chunks"),
         (
             bool(model_config.is_hybrid_swa_compress) or (bool(windows) and len(shapes) > 1),
