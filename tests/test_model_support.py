@@ -128,6 +128,29 @@ def test_what_does_not_go_with_windowed_layers(tmp_path, flags, words):
     assert words in refusal(tmp_path, "--kv-pool", "ragged", *flags)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attention_chunk_size": 64}, "attend to chunks"),
+        ({"is_hybrid_swa_compress": True}, "heads of another shape"),
+        ({"swa_head_dim": 32}, "heads of another shape"),
+        ({"is_hybrid_swa": True, "swa_attention_layer_ids": [1]}, r"SGLang takes layers \[1\] .* lists \[0, 2\]"),
+        (
+            {"layer_types": ["full_attention", "some_attention"]},
+            "of another kind than full and sliding attention: some_",
+        ),
+    ],
+)
+def test_windows_of_another_sort_are_refused(tmp_path, monkeypatch, changes, reason):
+    model_config = load_model_config_of(tmp_path, *HYBRID[3][:2], HYBRID[3][2] | {"layer_types": WINDOWED})
+    refuse_model(model_config)
+    for name, value in changes.items():
+        holder = model_config.hf_text_config if name == "layer_types" else model_config
+        monkeypatch.setattr(holder, name, value)
+    with pytest.raises(RaggedConfigError, match=reason):
+        refuse_model(model_config)
+
+
 def load_model_config_of(folder, name, architecture, more):
     make_config(folder, name, architecture, more)
     return load_model_config(folder)
