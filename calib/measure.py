@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from calib.query_moments import seen_from_the_end
-from calib.recorder import ANSWERS, HIDDEN_STATES, MOMENTS, ROPE, STATISTICS, Recorder, recording_file
+from calib.recorder import ANSWERS, HIDDEN_STATES, MOMENTS, ROPE, STATISTICS, VALUES, Recorder, recording_file
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import get_scorer
@@ -25,6 +25,10 @@ BASELINE = "keydiff"
 
 STATISTICS_FILE = "statistics.safetensors"
 _SETTINGS_FILE = "settings.json"
+
+
+RECORDINGS = 2
+"""Version of what a recording holds."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Settings:
     scorer_weights: str | None
     tp: int = 1
     engine_args: dict[str, Any] = field(default_factory=dict)
+    recordings: int = RECORDINGS
 
 
 def measure(
@@ -95,6 +100,11 @@ def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.T
     """What `measure` left in the folder for scorers that need statistics, empty if none does."""
     path = folder / STATISTICS_FILE
     return load_file(path) if any(_calibrated_statistics(name) for name in settings.scorers) else {}
+
+
+def value_mean(recordings: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """float32 [layers, heads, head_dim]: mean value over all tokens of the samples."""
+    return sum(r[VALUES].double() for r in recordings).div(sum(int(r["tokens"]) for r in recordings)).float()
 
 
 def recorded_scorers(scorers: Sequence[str]) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ ROPE = ("rope_frequencies", "rope_order")
 STATISTICS = (*MOMENTS, *ROPE)
 """Statistics that can be calibrated."""
 
+VALUES = "values"
+"""Name of the tensor of sums of values over all tokens, [layers, heads, head_dim]."""
+
 HIDDEN_STATES = "hidden_states"
 """Name of the tensor of hidden states, which is far larger than the others."""
 
@@ -145,6 +148,7 @@ class _Sequence:
         self.scores: dict[str, list[list[torch.Tensor]]] = {n: [[] for _ in range(layers)] for n in self.scorers}
         self.hidden_states: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self.sums: list[list[torch.Tensor]] = [[] for _ in range(layers)]
+        self.values: list[torch.Tensor] = [torch.zeros(())] * layers
 
     def observe(
         self,
@@ -163,6 +167,7 @@ class _Sequence:
             )
         self.length = prefix + length
         self._add_peaks(store, layer, queries, keys, view)
+        self.values[layer] = self.values[layer] + values[:length].double().sum(dim=0).cpu()
         finished = length // self.segment
         if finished == 0:
             return
@@ -217,7 +222,7 @@ class _Sequence:
     def results(self) -> dict[str, torch.Tensor]:
         # Nothing looks back at a segment that no token follows.
         count = (self.length - 1) // self.segment
-        tensors = {"tokens": torch.tensor(self.length)}
+        tensors = {"tokens": torch.tensor(self.length), VALUES: torch.stack(self.values).float()}
         for number, kind in enumerate(self.kinds):
             peaks = torch.stack([layer[number, :, : count * self.segment] for layer in self.peaks])
             tensors[f"peaks.{kind}"] = peaks.cpu().contiguous()

@@ -16,7 +16,7 @@ from calib.built_in import SAMPLES
 from calib.derive import derive_profile
 from calib.gate import train_gates
 from calib.inspect import print_stability
-from calib.measure import Settings, calibrated_statistics, measure, passes
+from calib.measure import Settings, calibrated_statistics, measure, passes, value_mean
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
 from sgl_ragged.budgets import check_ratio, check_segment, profile_kept, uniform_kept
@@ -24,7 +24,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.plugin.multimodal import refuse_positions
-from sgl_ragged.profile import FITS, METHODS, SCOPES
+from sgl_ragged.profile import FITS, METHODS, SCOPES, VALUE_MEAN
 from sgl_ragged.scorers import get_scorer, scorer_names
 
 DEFAULT_SCOPE = {"coverage": "model", "implied": "layer"}
@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> None:
         kv_bytes = _kv_bytes(geometry, options.segment, samples)
         recordings = measure(settings, samples, work, kv_bytes, lambda: progress.advance(task))
         statistics, held_out = calibrated_statistics(settings, work), None
+        statistics |= {VALUE_MEAN: value_mean(recordings)}
         if any(get_scorer(scorer).trained for scorer in options.scorer):
             task = progress.add_task("training gates, layers", total=geometry.num_layers)
             trained, held_out = train_gates(
@@ -113,6 +114,7 @@ def run(options: argparse.Namespace) -> None:
     scope = options.scope or DEFAULT_SCOPE[options.method]
     reports = []
     for scorer in options.scorer:
+        wanted = (VALUE_MEAN, *get_scorer(scorer).statistics)
         profile = derive_profile(
             recordings,
             [sample.task for sample in samples],
@@ -125,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
             alpha=_alpha(options),
             fit=options.fit,
             head_dim=geometry.head_dim,
-            statistics={name: statistics[name] for name in get_scorer(scorer).statistics if name in statistics},
+            statistics={name: statistics[name] for name in wanted if name in statistics},
             held_out=held_out if get_scorer(scorer).trained else None,
         )
         path = Path(options.output.replace("{scorer}", scorer))

@@ -8,6 +8,7 @@ import sys
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.bounded_history import AUTO, history_bound
 from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
 from sgl_ragged.model_options import add_model_options, choose_kept
 
@@ -29,6 +30,7 @@ def main() -> None:
     layout.add_argument("--max-total-tokens", type=int)
     layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
     layout.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
+    layout.add_argument("--history", type=int, metavar="N", help="tokens that a request sees at most [all]")
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
@@ -54,6 +56,7 @@ def show_layout(options: argparse.Namespace) -> None:
         raise RaggedConfigError(f"--chunked-prefill-size {options.chunked_prefill_size} must be at least 1")
     if options.swa_full_tokens_ratio is not None and not 0 < options.swa_full_tokens_ratio <= 1:
         raise RaggedConfigError(f"--swa-full-tokens-ratio {options.swa_full_tokens_ratio} is outside (0, 1]")
+    bound = history_bound(options.history, AUTO, options.segment)
     geometry, chosen = choose_kept(options)
     kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
@@ -74,11 +77,14 @@ def show_layout(options: argparse.Namespace) -> None:
         print(f"sgl-ragged: warning: {plan.warning}", file=sys.stderr)
     if not options.json:
         print(chosen.source)
-        print(plan.describe())
+        print(plan.describe() if bound is None else f"{plan.describe()}; {plan.describe_history(bound)}")
         return
     names = ["slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests"]
     names += ["window_pages", "windows_bytes", "total_bytes", "full_tokens"]
-    print(json.dumps({name: getattr(plan, name) for name in names} | {"kept": kept.tolist()}))
+    shown = {name: getattr(plan, name) for name in names} | {"kept": kept.tolist()}
+    if bound is not None:
+        shown["most_request_bytes"] = plan.most_request_bytes(bound)
+    print(json.dumps(shown))
 
 
 def check_installation(_: argparse.Namespace) -> None:

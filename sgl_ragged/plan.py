@@ -17,7 +17,8 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.profile import Profile, load_profile
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
+from sgl_ragged.profile import VALUE_MEAN, Profile, load_profile
 
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
@@ -65,6 +66,8 @@ class ServingPlan:
     shared: names of statistics that all heads of a layer share.
     fairkv: how heads are placed. placement: where; None for SGLang's own order.
     tier: what is kept below the device, if anything is.
+    history: how much of its history a request sees, if that is bounded.
+    value_mean: float32 [layers, heads, head_dim], mean values of the model's heads, if the profile has them.
     """
 
     geometry: ModelGeometry
@@ -81,15 +84,21 @@ class ServingPlan:
     fairkv: str = "none"
     placement: Placement | None = None
     tier: TierPlan | None = None
+    history: HistoryBound | None = None
+    value_mean: np.ndarray | None = None
 
     @functools.cached_property
     def digest(self) -> str:
-        """15 hex digits: workers with equal digests lay slabs out, place heads and score alike."""
-        settings = (self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv)
+        """15 hex digits: workers with equal digests lay slabs out, place heads and score alike, and see alike."""
+        settings = [self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv]
+        if self.history is not None:
+            settings += [self.history.limit, self.history.score]
         state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
         arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]
         if self.placement is not None:
             arrays += [("heads", self.placement.heads), ("kept", self.placement.kept)]
+        if self.history is not None and self.value_mean is not None:
+            arrays.append((VALUE_MEAN, self.value_mean))
         for name, array in arrays:
             state.update(json.dumps([name, array.shape]).encode())
             state.update(np.ascontiguousarray(array).tobytes())
@@ -129,6 +138,12 @@ class ServingPlan:
     def layouts(self) -> list[SlabLayout]:
         """Those of all ranks."""
         return [self.layout(rank) for rank in range(self.ranks)]
+
+    def rank_value_means(self, rank: int) -> list[np.ndarray] | None:
+        """Per layer, mean values [heads of the rank, head_dim]; None where the profile has none."""
+        if self.value_mean is None:
+            return None
+        return [means[heads] for means, heads in zip(self.value_mean, self.heads(rank), strict=True)]
 
     def rank_statistics(self, rank: int) -> list[dict[str, np.ndarray]]:
         """Per layer, the scorer's tensors [heads of the rank, ...], [1, ...] those that heads share."""
@@ -221,6 +236,7 @@ def make_plan(
         source=chosen.source,
         statistics=tuple({name: tensor.numpy() for name, tensor in layer.items()} for layer in statistics),
         shared=tuple(get_scorer(scorer).shared_statistics),
+        value_mean=None if chosen.profile is None else chosen.profile.statistics.get(VALUE_MEAN),
     )
 
 

@@ -32,6 +32,9 @@ HELD_OUT = ("loss, trained on", "loss, held out", "coverage", "coverage of keydi
 """Columns of `Profile.held_out`: the training's error in variances of its target, and the share of peak attention that
 the best `ratio` of each segment's tokens cover on held-out samples, by the scorer, by keydiff, at best."""
 
+VALUE_MEAN = "value_mean"
+"""The statistic that profiles of every scorer have: the mean value of each head, float32 [L, H, head_dim]."""
+
 STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.profile import Profile
+from sgl_ragged.profile import VALUE_MEAN, Profile
 
 SIZES = dict(
     vocab_size=512,
@@ -76,6 +77,9 @@ def make_profile(
         ratio=0.3,
         segment=segment,
         samples=0,
+        statistics=MappingProxyType(
+            {VALUE_MEAN: 0.1 * rng.normal(size=(*shape, geometry.head_dim)).astype(np.float32)}
+        ),
     )
     profile.save(path)
     return profile

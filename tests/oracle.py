@@ -171,7 +171,7 @@ class Oracle:
                 places = np.arange(len(tokens))
                 mask = (places <= places[:, None]) & (places > places[:, None] - sliding_window)
             else:
-                mask = visible(self.scorer, tokens, int(self.kept[number, head]), self.segment)
+                mask = self._visible(tokens, number, head)
             blocked = torch.from_numpy(~mask)
             for q in group:
                 logits = (query[0, q] @ key[0, head].T * scaling).masked_fill(blocked, -torch.inf)
@@ -183,6 +183,10 @@ class Oracle:
                     with_sink = torch.cat([logits, sink.expand(len(logits), 1)], dim=-1)
                     output[0, q] = with_sink.softmax(-1)[:, :-1] @ value[0, head]
         return output.transpose(1, 2).contiguous(), None
+
+    def _visible(self, tokens: Tokens, number: int, head: int) -> np.ndarray:
+        """bool [T, T]: which token each position of a head may attend to, in a layer that is not windowed."""
+        return visible(self.scorer, tokens, int(self.kept[number, head]), self.segment)
 
     @torch.no_grad()
     def logprobs(self, tokens: list[int]) -> np.ndarray:

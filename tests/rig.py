@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,12 +11,16 @@ import torch
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view, filled
+from sgl_ragged.attention.view import filled
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
+from sgl_ragged.mem_pool.histories import Histories
 from sgl_ragged.mem_pool.kv_dtype import KvScales
+from sgl_ragged.mem_pool.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
+from tests.bounded_oracle import views
 from tests.oracle import Tokens, visible
 
 SEGMENT = 64
@@ -33,26 +36,6 @@ SCALES = KvScales(keys=0.0625, values=0.03)
 
 Seen = Callable[[int], list[int]]
 """Numbers, ascending, of the sealed segments that queries in the segment of a number see."""
-
-
-def narrowed(view: ExtendView, seen: Seen) -> ExtendView:
-    """A view of chunks whose queries see some of the segments before them: a list of its own for each piece."""
-    numbers = [seen(piece.number) for piece in view.pieces]
-    lists = torch.zeros((len(numbers), max(map(len, numbers), default=0)), dtype=torch.int32)
-    pieces = []
-    for index, (piece, own) in enumerate(zip(view.pieces, numbers, strict=True)):
-        lists[index, : len(own)] = view.pages[piece.request, own]
-        pieces.append(replace(piece, listed=index, seen=len(own)))
-    return replace(view, lists=lists, pieces=tuple(pieces))
-
-
-def narrow_decode(view: DecodeView, seen: Seen) -> None:
-    """The same in a view of a decode step, in place."""
-    for slots, count in zip(view.slots, view.seen, strict=True):
-        own = seen(int(count))
-        slots[: len(own)] = slots[own]
-        slots[len(own) :] = 0
-        count.fill_(len(own))
 
 
 class Sequence:
@@ -74,6 +57,14 @@ class Sequence:
         other.k = (self.k.double() / scales.keys).clamp(-most, most).float().to(dtype).float() * scales.keys
         other.v = (self.v.double() / scales.values).clamp(-most, most).float().to(dtype).float() * scales.values
         return other
+
+    def seen(self, bound: HistoryBound) -> Seen:
+        """What queries see where a history is bounded."""
+        scores = (self.v.norm(dim=-1) / self.k.norm(dim=-1)).double().mean(dim=(1, 2)).numpy()
+        whole = len(scores) // SEGMENT
+        means = scores[: whole * SEGMENT].reshape(whole, SEGMENT).mean(1)
+        every = views(np.arange(whole) if bound.by_age else means, bound.limit, bound.latest)
+        return lambda number: every[number]
 
     def expected(self, kept: np.ndarray, seen: Seen | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone.
@@ -134,8 +125,10 @@ class Rig:
         tail_capacity: int | None = None,
         sinks: torch.Tensor | None = None,
         scales: KvScales = SCALES,
+        bound: HistoryBound | None = None,
     ) -> None:
-        """`scales` are those of FP8 caches, whose queries are float32. `sinks` as in `Sequence.expected`.
+        """`scales` are those of FP8 caches, whose queries are float32. `sinks` as in `Sequence.expected`. With a
+        `bound`, histories are bounded.
 
         With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..].
         """
@@ -173,20 +166,19 @@ class Rig:
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
         self.table[1:] = locations.flatten(1)
+        self.histories = None
+        if bound is not None:
+            scores = None if bound.by_age else SegmentScores(self.store, bound.score)
+            self.histories = Histories(bound, self.table, SEGMENT, scores)
+            self.operations.in_view = self.histories.table
 
-    def extend(
-        self, sequences: list[Sequence], starts: list[int], ends: list[int], seen: Seen | None = None
-    ) -> list[torch.Tensor]:
+    def extend(self, sequences: list[Sequence], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
         """One batch with a chunk of each sequence: each output [chunk, layers, heads, q_per_kv, d]."""
         self.store.settle()
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         rows = torch.arange(1, len(sequences) + 1)
-        if seen is None:
-            batch = self.operations.describe_extend(self.table, rows, starts, lengths)
-        else:
-            batch = self.operations.extend_batch(
-                narrowed(extend_view(self.table, rows, starts, lengths, SEGMENT), seen)
-            )
+        seen = None if self.histories is None else self.histories.seen(rows.tolist(), starts, lengths)
+        batch = self.operations.describe_extend(self.table, rows, starts, lengths, seen)
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
             rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
@@ -195,9 +187,7 @@ class Rig:
             layers.append(output if self.sinks is None else with_sinks(output, self.lse[layer], self.sinks[layer]))
         return list(torch.stack(layers, dim=1).split(lengths))
 
-    def decode(
-        self, sequences: list[Sequence], positions: list[int], padding: int = 0, seen: Seen | None = None
-    ) -> torch.Tensor:
+    def decode(self, sequences: list[Sequence], positions: list[int], padding: int = 0) -> torch.Tensor:
         """One step with the token at a position of each sequence: output [batch, layers, heads, q_per_kv, d].
 
         Padded rows, alternately of length 0 and 1, are appended, and cut off again.
@@ -206,13 +196,11 @@ class Rig:
         size = len(sequences)
         rows = torch.cat([torch.arange(1, size + 1), torch.zeros(padding, dtype=torch.int64)])
         lengths = torch.tensor([position + 1 for position in positions] + [i % 2 for i in range(padding)])
-        if seen is None:
-            batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
-        else:
-            room = self.operations.room(len(rows), lengths)
-            view = decode_view(self.table, rows, lengths, SEGMENT, room)
-            narrow_decode(view, seen)
-            batch = self.operations.decode_batch(view)
+        if self.histories is not None:
+            for row, position in enumerate(positions, start=1):
+                self.histories.advance(row, position // SEGMENT)
+            self.histories.refresh()
+        batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
         full = filled(self.table, rows, lengths.tolist(), SEGMENT)
         if full is not None:
             self.store.defer_seals(full)

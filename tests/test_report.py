@@ -45,7 +45,7 @@ def results(tmp_path):
 def test_a_page_is_complete_in_itself(results, tmp_path):
     root, document, printed = report(results, tmp_path)
     images = [image.get("src") for image in root.iter(f"{HTML}img")]
-    assert len(images) == 4
+    assert len(images) == 5
     assert all(source.startswith("data:image/svg+xml;base64,") for source in images)
     assert all(image.get("alt") for image in root.iter(f"{HTML}img"))
     assert not list(root.iter(f"{HTML}script"))

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention import torch_ops
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from tests.examples import examples
 from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
 
@@ -139,22 +140,28 @@ def test_a_foreign_nan_does_not_spread():
     torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
 
 
-def first_and_latest(number: int) -> list[int]:
-    return sorted({0, number - 1} & set(range(number)))
+BOUNDS = (HistoryBound(2, "recency"), HistoryBound(3, "value_key_norm"))
 
 
+@pytest.mark.parametrize("bound", BOUNDS, ids=str)
 @pytest.mark.parametrize("capacity", [pytest.param(SEGMENT, marks=pytest.mark.thorough), SEGMENT + 16])
-def test_views_may_leave_segments_out(capacity):
-    """Every query segment sees the first segment and the one before it, in prefill and in decode."""
-    lengths = [4 * SEGMENT + 7, SEGMENT - 1, 2 * SEGMENT]
+def test_views_may_leave_segments_out(capacity, bound):
+    """Every query segment sees a few of the segments before it, in prefill and in decode."""
+    lengths = [6 * SEGMENT + 7, SEGMENT - 1, 3 * SEGMENT]
     steps = SEGMENT + 2
     sequences = [Sequence(n + steps, *KEPT.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
-    rig = Rig(KEPT, 16, "keydiff", len(lengths), 7, tail_capacity=capacity)
-    expected = [sequence.expected(KEPT, first_and_latest) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths, first_and_latest)
-    for output, want, length in zip(outputs, expected, lengths, strict=True):
-        torch.testing.assert_close(output.double(), want[:length], atol=1e-4, rtol=1e-4)
+    rig = Rig(KEPT, 16, "keydiff", len(lengths), 8, tail_capacity=capacity, bound=bound)
+    expected = [sequence.expected(KEPT, sequence.seen(bound)) for sequence in sequences]
+    # A segment at a time: what leaves is known one ahead.
+    for begin in range(0, max(lengths), SEGMENT):
+        starts, ends = [min(begin, n) for n in lengths], [min(begin + SEGMENT, n) for n in lengths]
+        outputs = rig.extend(sequences, starts, ends)
+        for output, want, start, end in zip(outputs, expected, starts, ends, strict=True):
+            torch.testing.assert_close(output.double(), want[start:end], atol=1e-4, rtol=1e-4)
     for step in range(steps):
-        output = rig.decode(sequences, [length + step for length in lengths], seen=first_and_latest)
+        output = rig.decode(
+            sequences,
+            [length + step for length in lengths],
+        )
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)

@@ -19,24 +19,42 @@ DECODE_LOG_INTERVAL = 8
 
 @dataclass(frozen=True)
 class Pool:
-    """SGLang's pool (`ratio` None), or the ragged one at a ratio."""
+    """SGLang's pool (`ratio` None), or the ragged one at a ratio.
+
+    `options`: further options of the ragged pool and their values, without `--ragged-`: ("scorer", "gate").
+    """
 
     ratio: float | None
+    options: tuple[tuple[str, str], ...] = ()
 
     @property
     def name(self) -> str:
-        return "token" if self.ratio is None else f"ragged@{self.ratio:g}"
+        if self.ratio is None:
+            return "token"
+        # Of a file its name alone: results must not depend on where it lies.
+        shown = [f"{name}={Path(value).name.removesuffix('.safetensors')}" for name, value in self.options]
+        return "+".join([f"ragged@{self.ratio:g}", *shown])
+
+    @property
+    def flags(self) -> list[str]:
+        """The command-line flags of `options`."""
+        return [part for name, value in self.options for part in (f"--ragged-{name}", value)]
 
     @classmethod
     def parse(cls, text: str) -> Pool:
-        """'token' or 'ragged@0.3'. Raises SettingsError."""
+        """'token', 'ragged@0.3' or 'ragged@0.3+scorer=keydiff+segment=128'. Raises SettingsError."""
         if text == "token":
             return cls(None)
-        kind, _, ratio = text.partition("@")
+        written, *options = text.split("+")
+        kind, _, ratio = written.partition("@")
         with contextlib.suppress(ValueError):
-            if kind == "ragged" and 0 < float(ratio) <= 1:
-                return cls(float(ratio))
-        raise SettingsError(f"{text!r} is no pool: write token, or ragged@RATIO with a ratio in (0, 1]")
+            pairs = [(name, value) for name, _, value in (option.partition("=") for option in options)]
+            if kind == "ragged" and 0 < float(ratio) <= 1 and all(name and value for name, value in pairs):
+                return cls(float(ratio), tuple(pairs))
+        raise SettingsError(
+            f"{text!r} is no pool: write token, or ragged@RATIO with a ratio in (0, 1], and options of the ragged pool "
+            f"behind it, as in ragged@0.3+scorer=keydiff"
+        )
 
 
 class Servers(Protocol):
@@ -55,7 +73,8 @@ def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) 
         args += ["--dtype", "float32"]
     if pool.ratio is not None:
         # Equal budgets unless further flags say otherwise: a server whose speed is measured needs no calibration.
-        return [*args, "--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), "--ragged-profile", "uniform"]
+        ragged = ["--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), "--ragged-profile", "uniform"]
+        return [*args, *ragged, *pool.flags]
     return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ())]
 
 

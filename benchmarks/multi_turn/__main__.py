@@ -49,6 +49,9 @@ SAME_BYTES = 0.1
 RETURN = "return"
 """The shape that `benchmarks.returning` measures: one request at a time, by the tier that a conversation is on."""
 
+LONG_ANSWER = 256
+"""Tokens of an answer from which times are shown along it."""
+
 NOT_SETTINGS = ("output", "json")
 """Options that change no figure."""
 
@@ -258,6 +261,7 @@ def figures_json(benchmark: Benchmark) -> str:
                 name: None if math.isnan(middle.median) else dataclasses.asdict(middle)
                 for name, middle in cell.totals().items()
             },
+            "itl_by_part_ms": [None if math.isnan(part.median) else part.median for part in cell.itl_by_part()],
         }
         for cell in cells(benchmark.store.points)
     ]
@@ -308,6 +312,8 @@ def run(options: argparse.Namespace) -> None:
     for count in options.clients:
         if (table := tables.by_round(benchmark.store.points, count)).rows:
             table.show(console)
+    if options.output_length >= LONG_ANSWER:
+        tables.by_part(benchmark.store.points).show(console)
     for line in tables.rejections(benchmark.store.points):
         console.print(f"rejected: {line}", style="red", highlight=False)
     console.print(f"points, CSV and plots: {folder}", highlight=False)

@@ -108,6 +108,19 @@ def rounds(point: Point) -> dict[int, Figures]:
     return {number: figures(by_round[number], point.samples) for number in sorted(by_round)}
 
 
+PARTS = 8
+"""Equal parts of an answer that have figures of their own (`itl_by_part`)."""
+
+
+def itl_by_part(answers: Sequence[Answer]) -> list[float]:
+    """Median milliseconds between tokens in each eighth of the answers, over all of them; NaN where there is none."""
+    parts: list[list[float]] = [[] for _ in range(PARTS)]
+    for answer in answers:
+        for part, gaps in zip(parts, np.array_split(answer.itl_ms, PARTS), strict=True):
+            part += gaps.tolist()
+    return [float(np.median(part)) if part else float("nan") for part in parts]
+
+
 def in_flight(answers: Sequence[Answer]) -> float:
     """Requests in flight, mean over the time from the first to the last request sent; NaN if that is no time.
 

@@ -18,6 +18,7 @@ PLOTS = {
     "greatest run.",
     "cached": "Share of the prompt tokens that came from the cache, by round; median over runs, bars from the least "
     "to the greatest run.",
+    "itl": "Time between tokens along the answers, median.",
     "kv": "Resident KV bytes over time, every run; the dashed line is what the pool takes.",
 }
 """Names of the files, less suffix, and their captions."""
@@ -27,8 +28,10 @@ def colour(pool: str) -> Any:
     """Of a pool's lines; by its ratio, so that a pool looks the same in all plots."""
     from matplotlib import colormaps
 
-    ratio = Pool.parse(pool).ratio
-    return "#444444" if ratio is None else colormaps["plasma"](0.1 + 0.75 * (1 - ratio))
+    parsed = Pool.parse(pool)
+    if parsed.ratio is None:
+        return "#444444"
+    return colormaps["viridis" if parsed.options else "plasma"](0.1 + 0.75 * (1 - parsed.ratio))
 
 
 def draw(points: Sequence[Point], folder: Path) -> list[Path]:
@@ -74,8 +77,14 @@ def draw(points: Sequence[Point], folder: Path) -> list[Path]:
             axis.axhline(cell.kv_bytes / 2**20, color=colours[cell.pool], linewidth=0.8, linestyle=(0, (4, 3)))
         axis.set(xlabel="time, s", ylabel="resident KV, MiB", ylim=(0, None))
 
+    def itl(axis: Any, count: int) -> None:
+        for cell in of(count):
+            row = [(number + 1, part) for number, part in enumerate(cell.itl_by_part())]
+            _points(axis, row, colours[cell.pool], cell.pool)
+        axis.set(xlabel="eighth of the answer", ylabel="time between tokens, ms", ylim=(0, None))
+
     paths = []
-    for name, panel in (("ttft", ttft), ("cached", cached), ("kv", kv)):
+    for name, panel in (("ttft", ttft), ("cached", cached), ("kv", kv), ("itl", itl)):
         figure, axes = _figure(len(clients))
         for axis, count in zip(axes, clients, strict=True):
             panel(axis, count)

@@ -177,11 +177,23 @@ def _fork(plan: _Plan) -> None:
             branches = grown
 
 
+def _reason(plan: _Plan) -> None:
+    """Every client asks one thing after the other, each on its own; what grows is the answer, as in reasoning."""
+    for client in range(plan.load.clients):
+        last = None
+        for round_ in range(plan.load.rounds):
+            rng = plan.rng(client, round_)
+            text = plan.text(rng, plan.writer.begin(rng), plan.load.request_length)
+            user = (("user", text.content),)
+            last = plan.add(client, round_, last, None, user, text.answer, plan.load.request_length)
+
+
 SHAPES: dict[str, Callable[[_Plan], None]] = {
     "chat": _chat,
     "documents": _documents,
     "agents": _agents,
     "fork": _fork,
+    "reason": _reason,
 }
 
 

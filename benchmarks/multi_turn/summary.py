@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.multi_turn.measures import Figures, figures, flat, peak_bytes, rounds
+from benchmarks.multi_turn.measures import Figures, figures, flat, itl_by_part, peak_bytes, rounds
 from benchmarks.multi_turn.point import Point
 
 
@@ -50,6 +50,11 @@ class Cell:
         """All figures of the whole run by name, over the runs."""
         each = [flat(figures(point.answers, point.samples)) for point in self.points]
         return {name: RunSpread.of([one[name] for one in each]) for name in (each[0] if each else ())}
+
+    def itl_by_part(self) -> list[RunSpread]:
+        """Median milliseconds between tokens in each part of the answers, over the runs."""
+        each = [itl_by_part(point.answers) for point in self.points]
+        return [RunSpread.of(part) for part in zip(*each, strict=True)]
 
     @property
     def virtual_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness.rows import Rows
-from benchmarks.multi_turn.measures import Figures
+from benchmarks.multi_turn.measures import PARTS, Figures
 from benchmarks.multi_turn.point import Point
 from benchmarks.multi_turn.summary import Cell, RunSpread, cells
 
@@ -79,6 +79,19 @@ def by_round(points: Sequence[Point], clients: int) -> Rows:
     numbers = sorted({number for cell in counted for number in cell.by_round(lambda f: f.requests)})
     rows = [(str(number + 1), *(text for cell in counted for text in _round(cell, number))) for number in numbers]
     return Rows(f"{clients} clients, by round", tuple(columns), tuple(rows))
+
+
+def by_part(points: Sequence[Point]) -> Rows:
+    """How the time between tokens changes along the answers: one row for each number of clients and pool."""
+    columns = ("pool", "clients", *(f"{part + 1}/{PARTS}" for part in range(PARTS)), "last / second")
+    rows = []
+    for cell in cells(points):
+        if cell.points:
+            parts = cell.itl_by_part()
+            ratio = parts[-1].median / parts[1].median
+            shown = "" if ratio != ratio else f"{ratio:.2f}"
+            rows.append((cell.pool, str(cell.clients), *(_number(part, 1) for part in parts), shown))
+    return Rows("ITL ms p50 by eighth of the answers", columns, tuple(rows))
 
 
 def _round(cell: Cell, number: int) -> tuple[str, ...]:

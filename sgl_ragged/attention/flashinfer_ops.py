@@ -164,7 +164,7 @@ class FlashInferOps(TritonOps):
         """As in `Operations`; also replaces the plans that the previous description's layers used."""
         batch = super().describe_decode(req_to_token, rows, seq_lens, seq_lens_cpu)
         open_view = replace(batch.view, seen=torch.zeros_like(batch.view.seen))
-        segments = seen_segments(seq_lens_cpu, self.store.layout.segment)
+        segments = seen_segments(seq_lens_cpu, self.store.layout.segment, self.in_view)
         # FlashInfer asks for at least one entry per request: those without a sealed segment are not shown to it.
         sealed = np.flatnonzero(segments)
         planned = self._make_plans(batch.view.slots, sealed, segments[sealed])

@@ -10,6 +10,7 @@ import torch
 
 from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view
+from sgl_ragged.mem_pool.histories import Seen
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
@@ -59,6 +60,9 @@ class Operations(ABC):
     block_m: int | None = None
     """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
 
+    in_view: torch.Tensor | None = None
+    """`Histories.table`, where histories are bounded: what the requests of a decode batch see."""
+
     @abstractmethod
     def reserve(self, max_batch: int) -> None:
         """Make room for decode batches of this size, padding included."""
@@ -68,7 +72,8 @@ class Operations(ABC):
     ) -> Any:
         """A batch with one new token per request; lengths count it."""
         room = self.room(len(rows), seq_lens_cpu)
-        return self.decode_batch(decode_view(req_to_token, rows, seq_lens, self.store.layout.segment, room))
+        view = decode_view(req_to_token, rows, seq_lens, self.store.layout.segment, room, self.in_view)
+        return self.decode_batch(view)
 
     @abstractmethod
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
@@ -79,10 +84,18 @@ class Operations(ABC):
         """A view as `decode` takes it."""
 
     def describe_extend(
-        self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], lengths: list[int]
+        self,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        prefixes: list[int],
+        lengths: list[int],
+        seen: Seen | None = None,
     ) -> Any:
-        """A batch of chunks: int64 rows of the request table, tokens before each chunk and tokens in it."""
-        return self.extend_batch(extend_view(req_to_token, rows, prefixes, lengths, self.store.layout.segment))
+        """A batch of chunks: int64 rows of the request table, tokens before each chunk and tokens in it.
+
+        `seen`: what of their histories they see, if that is not all.
+        """
+        return self.extend_batch(extend_view(req_to_token, rows, prefixes, lengths, self.store.layout.segment, seen))
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
         """A view as `extend` takes it: one transfer to the device."""

@@ -57,7 +57,7 @@ class TorchOps(Operations):
         """Nothing to do: batches are described in tensors of their own."""
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
-        most = most_seen(seq_lens_cpu, self.store.layout.segment)
+        most = most_seen(seq_lens_cpu, self.store.layout.segment, self.in_view)
         return DecodeView.empty(batch, most, self.store.slabs.device)
 
     def decode_batch(self, view: DecodeView) -> tuple[DecodePart, ...]:

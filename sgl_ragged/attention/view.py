@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sgl_ragged.attention.transfer import to_device
+from sgl_ragged.mem_pool.histories import Seen
 from sgl_ragged.mem_pool.segments import InTails
 
 
@@ -51,7 +53,12 @@ class DecodeView:
 
 
 def decode_view(
-    req_to_token: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, segment: int, out: DecodeView
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    segment: int,
+    out: DecodeView,
+    in_view: torch.Tensor | None = None,
 ) -> DecodeView:
     """Describe a decode batch in the first rows of `out`. Does not wait for the device.
 
@@ -59,6 +66,7 @@ def decode_view(
         req_to_token: int32 [rows, context], SGLang's table.
         rows: integers [batch], its rows, which are those of the tails, too.
         lengths: integers [batch], tokens of each request with the new one; 0 or 1 for padding.
+        in_view: int32 [rows, limit], `Histories.table`: which segments the requests see. None for all.
     """
     view = out[: len(rows)]
     view.rows.copy_(rows)
@@ -68,19 +76,25 @@ def decode_view(
     view.places.remainder_(segment)
     view.open_lengths.copy_(lengths)
     torch.minimum(view.open_lengths, view.places + 1, out=view.open_lengths)
-    firsts = req_to_token[:, ::segment][:, : view.slots.shape[1]].index_select(0, view.rows)
+    if in_view is None:
+        firsts = req_to_token[:, ::segment][:, : view.slots.shape[1]].index_select(0, view.rows)
+    else:
+        view.seen.clamp_max_(in_view.shape[1])
+        numbers = in_view[:, : view.slots.shape[1]].index_select(0, view.rows)
+        firsts = req_to_token[view.rows[:, None], numbers.long() * segment]
     view.slots[:, : firsts.shape[1]].copy_(firsts.div_(segment, rounding_mode="floor"))
     return view
 
 
-def most_seen(lengths: torch.Tensor, segment: int) -> int:
-    """Sealed segments of the longest of some requests; lengths on the host, with the new token."""
-    return max(int(lengths.max()) - 1, 0) // segment
+def most_seen(lengths: torch.Tensor, segment: int, in_view: torch.Tensor | None = None) -> int:
+    """The most segments that one of some requests sees; lengths on the host, with the new token, `in_view` as there."""
+    return int(seen_segments(lengths.max()[None], segment, in_view)[0])
 
 
-def seen_segments(lengths: torch.Tensor, segment: int) -> np.ndarray:
-    """int64 [batch]: sealed segments that each request of a decode batch sees; lengths as in `most_seen`."""
-    return np.maximum(lengths.numpy() - 1, 0) // segment
+def seen_segments(lengths: torch.Tensor, segment: int, in_view: torch.Tensor | None = None) -> np.ndarray:
+    """int64 [batch]: sealed segments that each request of a decode batch sees; arguments as in `most_seen`."""
+    sealed = np.maximum(lengths.numpy() - 1, 0) // segment
+    return sealed if in_view is None else np.minimum(sealed, in_view.shape[1])
 
 
 def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int], segment: int) -> InTails | None:
@@ -205,20 +219,30 @@ class ExtendView:
 
 
 def extend_view(
-    req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], segment: int
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    prefixes: Sequence[int],
+    lengths: Sequence[int],
+    segment: int,
+    seen: Seen | None = None,
 ) -> ExtendView:
-    """Describe chunks of `lengths` tokens that follow `prefixes` tokens of their requests. Each sees all before it.
+    """Describe chunks of `lengths` tokens that follow `prefixes` tokens of their requests.
 
     Args:
         req_to_token, rows: as in `decode_view`.
+        seen: which of the segments before it a piece sees; None for all of them.
     """
     pieces: list[Piece] = []
+    own_lists: list[tuple[int, Sequence[int]]] = []
     start = 0
     for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
         stop = prefix + length
         for number in range(prefix // segment, -(-stop // segment)):
             begin, end = max(number * segment, prefix), min((number + 1) * segment, stop)
             if begin < end:
+                numbers = seen(request, number) if seen is not None else None
+                if numbers is not None:
+                    own_lists.append((request, numbers))
                 pieces.append(
                     Piece(
                         request=request,
@@ -227,8 +251,8 @@ def extend_view(
                         tokens=end - begin,
                         place=begin % segment,
                         finished=end == (number + 1) * segment,
-                        listed=request,
-                        seen=number,
+                        listed=request if numbers is None else len(rows) + len(own_lists) - 1,
+                        seen=number if numbers is None else len(numbers),
                     )
                 )
         start += length
@@ -236,7 +260,18 @@ def extend_view(
     rows = rows.to(torch.int64)
     firsts = req_to_token[:, : most * segment : segment].index_select(0, rows)
     pages = firsts.div_(segment, rounding_mode="floor")
-    return ExtendView(rows, pages, pages, tuple(pieces), tuple(prefixes), tuple(lengths), segment)
+    lists = torch.cat([pages, _lists(pages, own_lists)]) if own_lists else pages
+    return ExtendView(rows, pages, lists, tuple(pieces), tuple(prefixes), tuple(lengths), segment)
+
+
+def _lists(pages: torch.Tensor, wanted: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
+    """int32 [wanted, most]: the slots of some segments of a request, from its row of `pages`; then any."""
+    requests = np.array([request for request, _ in wanted], np.int32)
+    numbers = np.zeros((len(wanted), pages.shape[1]), np.int32)
+    for line, (_, own) in zip(numbers, wanted, strict=True):
+        line[: len(own)] = own
+    on_device, requests_on_device = to_device([numbers, requests], pages.device)
+    return pages[requests_on_device[:, None].long(), on_device.long()]
 
 
 def _copies(pieces: list[Piece]) -> np.ndarray:

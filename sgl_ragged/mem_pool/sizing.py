@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.mem_pool.window_sizes import WindowNeeds
 
 MAX_TAIL_SHARE = 1 / 8
@@ -102,6 +103,18 @@ class PoolSizes:
         return (
             f"{loss}: the open segments of {self.max_requests} requests take {self.tails_bytes} of them; lower "
             f"--max-running-requests, give a shorter --ragged-segment, or more memory"
+        )
+
+    def most_request_bytes(self, bound: HistoryBound) -> int:
+        """Bytes that a request with a bounded history holds of its own at most while it decodes: what it sees, a page
+        for its open segment, and its tail."""
+        return (bound.limit + 1) * self.slab_bytes + self.row_bytes
+
+    def describe_history(self, bound: HistoryBound) -> str:
+        """What a bound means, for the start-up line."""
+        return (
+            f"requests see {bound.limit * self.layout.segment} tokens of their histories and hold at most "
+            f"{self.most_request_bytes(bound)} bytes beside what they share"
         )
 
     def describe(self) -> str:

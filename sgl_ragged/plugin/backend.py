@@ -99,7 +99,13 @@ class RaggedAttnBackend(AttentionBackend):
             self._read_hidden_states(model_runner.model)
         self.segment = pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.operations = make_operations(self.store, -(-self.req_to_token.shape[1] // self.segment))
+        most = -(-self.req_to_token.shape[1] // self.segment)
+        self.histories = pool.histories
+        if self.histories is not None:
+            most = min(most, self.histories.bound.limit)
+        self.operations = make_operations(self.store, most)
+        if self.histories is not None:
+            self.operations.in_view = self.histories.table
         # Operations may seal made-up segments when they are made, to have their kernels compiled.
         self.store.seal_meter.reset()
         self.forward_metadata: Any = None
@@ -126,7 +132,10 @@ class RaggedAttnBackend(AttentionBackend):
             return
         prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
         rows = forward_batch.req_pool_indices
-        self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths)
+        seen = None
+        if self.histories is not None:
+            seen = self.histories.seen(forward_batch.req_pool_indices_cpu.tolist(), prefixes, lengths)
+        self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths, seen)
         if self.observer is not None:
             self._observed = extend_view(self.req_to_token, rows, prefixes, lengths, self.segment)
 
@@ -158,6 +167,8 @@ class RaggedAttnBackend(AttentionBackend):
     def _describe_decode(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if not in_capture:
             self.store.settle()
+            if self.histories is not None:
+                self.histories.refresh()
         self.forward_metadata = self.operations.describe_decode(
             self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
         )

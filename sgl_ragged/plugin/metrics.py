@@ -33,6 +33,10 @@ _COUNTERS = {
     "it, not the time it takes there.",
 }
 
+_HISTORY_COUNTERS = {
+    "dropped_segments": "Segments that have left the views of requests with bounded histories.",
+}
+
 _TIER_COUNTERS = {
     "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read from "
     "storage to the host, or computed again though the host has them.",
@@ -69,6 +73,8 @@ class RaggedMetrics:
             for name, text in _GAUGES.items()
         }
         families = {name: Counter(PREFIX + name, text, labels.keys()) for name, text in _COUNTERS.items()}
+        if pool.histories is not None:
+            families |= {n: Counter(PREFIX + n, text, labels.keys()) for n, text in _HISTORY_COUNTERS.items()}
         if pool.tier is not None:
             families |= {n: Counter(PREFIX + n, text, (*labels, "tier")) for n, text in _TIER_COUNTERS.items()}
         self._counters = {
@@ -98,6 +104,8 @@ class RaggedMetrics:
             ("sealed_segments", ""): seals.segments,
             ("seal_seconds", ""): seals.seconds,
         }
+        if self._pool.histories is not None:
+            totals["dropped_segments", ""] = self._pool.histories.dropped
         if tier is not None:
             totals |= {("restored_segments", way): count for way, count in tier.meter.segments.items()}
             totals |= {("restored_bytes", way): count for way, count in tier.meter.bytes.items()}
@@ -106,7 +114,10 @@ class RaggedMetrics:
 
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
-    return f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
+    line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
+    if plan.history is None:
+        return line
+    return f"{line}; {size.describe_history(plan.history)}; segments leave by {plan.history.score}"
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
@@ -127,6 +138,8 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "profile_source": plan.source,
         "plan_digest": plan.digest,
         "fairkv": plan.fairkv,
+        "history": plan.history and plan.history.limit * plan.segment,
+        "history_score": plan.history and plan.history.score,
         "tier": None
         if pool.tier is None or plan.tier is None
         else {"restore": plan.tier.restore} | pool.tier.settings(),

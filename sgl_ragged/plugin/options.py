@@ -10,6 +10,7 @@ from typing import Any
 from sgl_ragged.attention.kernel_choice import KERNELS
 from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.bounded_history import check_score
 from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan
@@ -100,6 +101,22 @@ class RaggedOptions:
         "restored from another's. All but exact lose something (docs/host-tier-codecs.md).",
         shown=CODEC_NAMES[0],
         choices=CODEC_NAMES,
+    )
+    history: int | None = _flag(
+        None,
+        "Tokens of its history that a request sees at most, a multiple of the segment; what leaves its view is freed "
+        "while it runs.",
+        shown="all",
+        type=int,
+        metavar="N",
+    )
+    history_score: str | None = _flag(
+        None,
+        "With --ragged-history: by which score segments leave; auto: value_novelty with a calibrated profile, else "
+        "recency.",
+        shown="auto",
+        check=check_score,
+        metavar="NAME",
     )
     from_command_line: bool = False
     observer: Any = None

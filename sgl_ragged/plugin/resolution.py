@@ -13,6 +13,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plan import ServingPlan, make_plan, refuse_ranks
+from sgl_ragged.plugin.history_plan import chunk_size, plan_history, with_history
 from sgl_ragged.plugin.model_support import (
     NAMED_KV_DTYPES,
     architecture,
@@ -24,7 +25,16 @@ from sgl_ragged.plugin.model_support import (
 )
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
-from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, TIER_SEAMS, WINDOW_SEAMS, check_seams, resolve, seams_for
+from sgl_ragged.plugin.seams import (
+    BACKEND,
+    BOUNDED_CACHE,
+    DEAD_WORKER,
+    TIER_SEAMS,
+    WINDOW_SEAMS,
+    check_seams,
+    resolve,
+    seams_for,
+)
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 
 DISABLED = "disabled"
@@ -53,6 +63,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     refuse_environment()
     refuse_flags(server_args, options)
     _hook_launcher()
+    bound = plan_history(server_args, options)
     sized = bool(server_args.hicache_ratio or server_args.hicache_size)
     # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
     declare_resolution(
@@ -62,6 +73,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         attention_backend=BACKEND,
         cuda_graph_backend_prefill=DISABLED,
         **({} if options.kernel in CAPTURED_KERNELS else {"cuda_graph_backend_decode": DISABLED}),
+        **({} if bound is None else {"radix_cache_backend": BOUNDED_CACHE}),
     )
     original(server_args)
     view = resolving_view(server_args)
@@ -71,9 +83,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     kernel = choose_kernel(options.kernel, view.device)
     graphs = _cuda_graphs(view.cuda_graph_config, in_decode=kernel == "triton" and view.device == "cuda")
     declare_resolution(server_args, "sgl_ragged", cuda_graph_config=graphs)
-    if view.chunked_prefill_size > 0:
-        # SGLang's default need not be whole segments; what the user gave is checked by refuse_flags.
-        chunk = max(view.chunked_prefill_size // options.segment, 1) * options.segment
+    chunk = chunk_size(view.chunked_prefill_size, options.segment, bound)
+    if chunk != view.chunked_prefill_size:
         declare_resolution(server_args, "sgl_ragged", chunked_prefill_size=chunk)
     for name, wanted in (("attention_backend", BACKEND), ("page_size", options.segment)):
         found = getattr(view, name)
@@ -88,7 +99,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    plan = _decide(options, view, model_config, kernel)
+    plan = with_history(_decide(options, view, model_config, kernel), bound)
     if view.enable_hierarchical_cache:
         plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized, kv_dtype))
     setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))

@@ -19,6 +19,9 @@ from sgl_ragged.plugin.options import RaggedOptions
 BACKEND = "ragged"
 """Name of the attention backend in SGLang's registry."""
 
+BOUNDED_CACHE = "ragged_bounded"
+"""Name of the radix cache for bounded histories in SGLang's registry."""
+
 SERVED = ("0.5.22", "0.5.23")
 """The releases of SGLang that real servers are tested with; pyproject.toml asks for these and their post releases.
 
@@ -136,6 +139,37 @@ WINDOW_SEAMS = (
 """What models with sliding windows need beside the rest."""
 
 
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
+_CHECKER = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
+HISTORY_SEAMS = (
+    Seam(f"{_BATCH}.check_decode_mem", ("self", "selected_indices"), "make_room"),
+    Seam(f"{_ADDER}._get_running_request_total_token_offset", ("self", "req"), "reserve_running"),
+    Seam(
+        f"{_ADDER}._check_prefill_budget",
+        ("self", "req", "extend_input_len", "total_tokens", "swa_host_hit_length", "chunk_limit"),
+        "fits",
+    ),
+    Seam(
+        f"{_ADDER}._update_prefill_budget",
+        (
+            *("self", "prefix_len", "extend_input_len", "max_new_tokens", "retracted_stain", "mamba_gap_reserve"),
+            *("request_slot_reserve", "is_chunked_continuation", "replay_len"),
+        ),
+        "reserve_admitted",
+    ),
+    Seam(f"{_CHECKER}._get_total_uncached_sizes", ("self",), "uncached_tokens"),
+    Seam("sglang.srt.mem_cache.registry.register_radix_cache_backend", ("name", "factory")),
+    Seam("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
+    Seam(f"{_TREE}.checkpoint", ("self", "req", "up_to", "kwargs")),
+    Seam(f"{_TREE}.free_kv_row", ("self", "kv", "ranges")),
+    Seam(f"{_TREE}.on_release", ("self", "req", "checkpointed")),
+)
+"""What bounded histories need beside the rest."""
+
+
 def resolve(target: str) -> object | None:
     """The object at a dotted path, or None; the function itself where it is a class method."""
     try:
@@ -152,8 +186,13 @@ def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
         return KV_BYTES_SEAMS
     if options.plan is None:
         return RAGGED_SEAMS
-    windows = WINDOW_SEAMS if options.plan.geometry.windowed is not None else ()
-    return RAGGED_SEAMS + windows + (TIER_SEAMS if options.plan.tier is not None else ())
+    plan = options.plan
+    further = (
+        (WINDOW_SEAMS, plan.geometry.windowed is not None),
+        (TIER_SEAMS, plan.tier is not None),
+        (HISTORY_SEAMS, plan.history is not None),
+    )
+    return sum((seams for seams, needed in further if needed), RAGGED_SEAMS)
 
 
 def installed_release() -> str:
@@ -218,3 +257,9 @@ def install(options: RaggedOptions) -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         register_attention_backend(BACKEND)(worker.bind(worker.create_backend, options))
+    if options.plan is not None and options.plan.history is not None:
+        from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+        from sgl_ragged.plugin.bounded_cache import bounded_cache
+
+        register_radix_cache_backend(BOUNDED_CACHE, bounded_cache)

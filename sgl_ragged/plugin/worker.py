@@ -14,6 +14,11 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
 from sgl_ragged.mem_pool.window_sizes import WindowNeeds
 from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.admission import fits as fits
+from sgl_ragged.plugin.admission import make_room as make_room
+from sgl_ragged.plugin.admission import reserve_admitted as reserve_admitted
+from sgl_ragged.plugin.admission import reserve_running as reserve_running
+from sgl_ragged.plugin.admission import uncached_tokens as uncached_tokens
 from sgl_ragged.plugin.metrics import log_stats as log_stats
 from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
 from sgl_ragged.plugin.metrics import summary
@@ -25,6 +30,10 @@ from sgl_ragged.plugin.refusal import end_worker
 
 if TYPE_CHECKING:
     import torch
+
+    from sgl_ragged.mem_pool.bounded_history import HistoryBound
+    from sgl_ragged.mem_pool.histories import Histories
+    from sgl_ragged.mem_pool.slab_store import SlabStore
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +164,8 @@ def build_pool(
         device=configurator.device,
         layer_numbers=geometry.layer_numbers,
     )
+    if serving.history is not None:
+        pool.histories = _histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
     if geometry.windowed is not None:
         from sgl_ragged.plugin.window_pool import RaggedHybridPool
 
@@ -180,6 +191,27 @@ def build_pool(
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return pool
+
+
+def _histories(plan: ServingPlan, bound: HistoryBound, store: SlabStore, req_to_token: torch.Tensor) -> Histories:
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    from sgl_ragged.mem_pool.histories import Histories
+    from sgl_ragged.mem_pool.segment_scores import SegmentScores
+
+    device, means = store.slabs.device, plan.rank_value_means(get_parallel().attn_tp_rank)
+    on_device = None if means is None else [torch.from_numpy(own).float().to(device) for own in means]
+    scores = None if bound.by_age else SegmentScores(store, bound.score, on_device)
+    if plan.ranks == 1:
+        return Histories(bound, req_to_token, plan.segment, scores)
+    group, ranks = get_parallel().attn_tp_group, plan.ranks
+
+    def over_ranks(own: torch.Tensor) -> torch.Tensor:
+        # Gathered and added in the order of the ranks: all of them get the same bits.
+        return group.all_gather(own, dim=0).view(ranks, -1).mean(dim=0)
+
+    return Histories(bound, req_to_token, plan.segment, scores, over_ranks)
 
 
 def build_tier(options: RaggedOptions, **asked: Any) -> Any:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sgl_ragged.attention import triton_ops
 from tests.kernels.operations import triton_operations
 from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
-from tests.test_torch_ops import first_and_latest
+from tests.test_torch_ops import BOUNDS
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]
@@ -77,16 +77,22 @@ def test_sinks_take_their_share(lengths):
         torch.testing.assert_close(output.double(), right, atol=1e-5, rtol=1e-4)
 
 
-def test_views_may_leave_segments_out():
-    """Every query segment sees the first segment and the one before it; tails have room for more than a segment."""
-    lengths, steps = [3 * SEGMENT + 7, SEGMENT - 1], 2
+@pytest.mark.parametrize("bound", [pytest.param(BOUNDS[0], marks=pytest.mark.thorough), BOUNDS[1]], ids=str)
+def test_views_may_leave_segments_out(bound):
+    """Every query segment sees a few of the segments before it; tails have room for more than a segment."""
+    lengths, steps = [5 * SEGMENT + 7, SEGMENT - 1], 2
     sequences = [Sequence(n + steps, *MIXED.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
-    rig = Rig(MIXED, 16, "keydiff", len(lengths), 5, make_operations=triton_operations, tail_capacity=SEGMENT + 16)
-    expected = [sequence.expected(MIXED, first_and_latest) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths, first_and_latest)
+    room = dict(tail_capacity=SEGMENT + 16, bound=bound)
+    rig = Rig(MIXED, 16, "keydiff", len(lengths), 7, make_operations=triton_operations, **room)
+    expected = [sequence.expected(MIXED, sequence.seen(bound)) for sequence in sequences]
+    outputs, want = [], []
+    # What leaves is known one segment ahead; the first three need not know.
+    for begin, stop in ((0, 3), (3, 4), (4, 6)):
+        starts, ends = [min(begin * SEGMENT, n) for n in lengths], [min(stop * SEGMENT, n) for n in lengths]
+        outputs += rig.extend(sequences, starts, ends)
+        want += [e[start:end] for e, start, end in zip(expected, starts, ends, strict=True)]
     for step in range(steps):
-        outputs.append(rig.decode(sequences, [length + step for length in lengths], seen=first_and_latest))
-    want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
+        outputs.append(rig.decode(sequences, [length + step for length in lengths]))
     want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
     for output, right in zip(outputs, want, strict=True):
         torch.testing.assert_close(output.double(), right, atol=1e-5, rtol=1e-4)

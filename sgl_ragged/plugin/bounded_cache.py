@@ -1,0 +1,87 @@
+"""SGLang's radix cache for requests with bounded histories: pages go back while their request runs.
+
+What has left a request's view and is its own goes back to the allocator at once. What it shares through the tree stays
+there. The tree takes at most the first `limit` segments of a sequence, and none behind a page that was given back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_ragged.mem_pool.bounded_history import BoundedHistory
+from sgl_ragged.mem_pool.histories import Histories
+from sgl_ragged.plugin.window_pool import slab_pool
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+
+
+class BoundedRadixCache(UnifiedRadixCache):
+    """See above. `histories` is the pool's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.histories: Histories = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).histories
+
+    def own_segments(self, kv: ReqKvInfo) -> int:
+        """Pages that a request holds beside those of the tree."""
+        history = self.histories.get(kv.req_pool_idx) if kv.holds_kv else None
+        allocated = -(-kv.kv_allocated_len // self.page_size) - kv.cache_protected_len // self.page_size
+        return allocated - (len(history.returned) if history is not None else 0)
+
+    def open_segment(self, req: Req) -> None:
+        """Before a request gets a page for its next segment: one that is too many leaves its view.
+
+        Does nothing where the next token does not open a segment.
+        """
+        done, rest = divmod(req.kv.kv_committed_len, self.page_size)
+        if rest == 0:
+            self.histories.advance(req.kv.req_pool_idx, done)
+            self._give_back(req.kv)
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        history = self._give_back(req.kv)
+        most = self.histories.bound.limit
+        if history is not None:
+            most = min([most, *history.returned])
+        super().checkpoint(req, up_to=min(up_to, most * self.page_size), **kwargs)
+
+    def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
+        history = self.histories.get(kv.req_pool_idx)
+        if history is not None and history.returned:
+            ranges = [part for start, end in ranges for part in self._without(history.returned, start, end)]
+        super().free_kv_row(kv, ranges)
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        self.histories.forget(req.kv.req_pool_idx)
+        super().on_release(req, checkpointed=checkpointed)
+
+    def _give_back(self, kv: ReqKvInfo) -> BoundedHistory | None:
+        """Free the request's own pages that have left its view. Returns its history, if it has one."""
+        history = self.histories.get(kv.req_pool_idx)
+        if history is None:
+            return None
+        first = kv.cache_protected_len // self.page_size
+        leaving = sorted(number for number in history.left - history.returned if number >= first)
+        if leaving:
+            size = self.page_size
+            super().free_kv_row(kv, [(number * size, (number + 1) * size) for number in leaving])
+            history.returned.update(leaving)
+        return history
+
+    def _without(self, returned: set[int], start: int, end: int) -> list[tuple[int, int]]:
+        """What is left of a range of positions without the segments that were given back."""
+        parts, size = [], self.page_size
+        for number in sorted(returned):
+            if start < (number + 1) * size and number * size < end:
+                parts.append((start, number * size))
+                start = (number + 1) * size
+        return [(first, last) for first, last in [*parts, (start, end)] if first < last]
+
+
+def bounded_cache(context: Any) -> Any:
+    """SGLang's factory of the radix cache called `seams.BOUNDED_CACHE`."""
+    return create_unified_radix_cache(context, cache_class=BoundedRadixCache)

@@ -1,0 +1,85 @@
+"""What --ragged-history means for a server: the bound, the chunks of prefill, and what it does not go with."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.bounded_history import AUTO, NOVELTY, RECENCY, HistoryBound, history_bound
+from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.seams import HISTORY_SEAMS, check_seams
+
+logger = logging.getLogger(__name__)
+
+
+def plan_history(server_args: Any, options: RaggedOptions) -> HistoryBound | None:
+    """The bound that was asked for. Raises RaggedConfigError for flags that do not go with it."""
+    if options.history is None:
+        if options.history_score is not None:
+            raise RaggedConfigError(
+                "--ragged-history-score says what leaves a bounded history, and this one is not: add --ragged-history, "
+                "or drop the flag"
+            )
+        return None
+    check_seams(HISTORY_SEAMS, " with --ragged-history")
+    bound = history_bound(options.history, options.history_score or AUTO, options.segment)
+    assert bound is not None
+    if server_args.enable_hierarchical_cache and bound.score == AUTO:
+        bound = replace(bound, score=RECENCY)
+    if server_args.radix_cache_backend:
+        raise RaggedConfigError("--ragged-history has a radix cache of its own; drop --radix-cache-backend")
+    if server_args.enable_mixed_chunk:
+        raise RaggedConfigError(
+            "--enable-mixed-chunk decodes within prefill, where --ragged-history does not look; drop one of the two"
+        )
+    if server_args.enable_hierarchical_cache and not bound.by_age:
+        raise RaggedConfigError(
+            f"--ragged-history-score {bound.score} needs scores of segments, which a host tier does not hold; use "
+            f"--ragged-history-score {RECENCY}, or drop --enable-hierarchical-cache"
+        )
+    chunk = server_args.chunked_prefill_size
+    most = bound.latest * options.segment
+    if chunk is not None and not bound.by_age and not 0 < chunk <= most:
+        raise RaggedConfigError(
+            f"--chunked-prefill-size {chunk} is too long for --ragged-history {options.history}: which segments leave "
+            f"is known {most} tokens ahead, so chunks have at most as many; use {most}, or drop the flag"
+        )
+    return bound
+
+
+def chunk_size(chunk: int, segment: int, bound: HistoryBound | None) -> int:
+    """Tokens of a chunk of prefill: whole segments, and no more than it is known ahead what leaves; -1 for no chunks.
+
+    chunk: SGLang's default, or what the user gave, which is checked before.
+    """
+    if bound is not None and not bound.by_age:
+        most = bound.latest * segment
+        chunk = most if chunk <= 0 else min(chunk, most)
+    return max(chunk // segment, 1) * segment if chunk > 0 else chunk
+
+
+def with_history(plan: ServingPlan, bound: HistoryBound | None) -> ServingPlan:
+    """The plan with a bound, whose score is settled. Raises RaggedConfigError for models that it does not go with."""
+    if bound is None:
+        return plan
+    if plan.geometry.windowed is not None:
+        raise RaggedConfigError(
+            "--ragged-history is not supported for models with sliding-window layers: their pages hold both kinds of "
+            "layers; drop it"
+        )
+    if bound.score == AUTO:
+        bound = replace(bound, score=RECENCY if plan.value_mean is None else NOVELTY)
+        if bound.by_age:
+            logger.warning(
+                "--ragged-history: the oldest segment leaves, since there are no calibrated means of values to choose "
+                "by; a profile that calib run makes has them"
+            )
+    if bound.score == NOVELTY and plan.value_mean is None:
+        raise RaggedConfigError(
+            f"--ragged-history-score {NOVELTY} needs the means of values that calibration records, and the profile has "
+            f"none: calibrate again (python -m calib run), or use --ragged-history-score {RECENCY}"
+        )
+    return replace(plan, history=bound)

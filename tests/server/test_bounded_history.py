@@ -1,0 +1,155 @@
+"""--ragged-history on a real server: against the oracle, hit against miss, after retraction, and what memory does."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.demo import MODEL
+from benchmarks.recall import task
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.profile import VALUE_MEAN
+from tests.bounded_oracle import BoundedOracle
+from tests.models import make_profile
+from tests.server.client import flush, generate, generate_all
+
+pytestmark = pytest.mark.server
+
+SEGMENT, LIMIT, RATIO = 64, 5, 0.4
+HISTORY = SEGMENT * LIMIT
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+
+
+def document(seed: int, length: int) -> list[int]:
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("history")
+
+
+@pytest.fixture(scope="module")
+def profile(folder):
+    return make_profile(MODEL, folder / "profile.safetensors", segment=SEGMENT)
+
+
+@pytest.fixture(scope="module")
+def flags(folder, profile):
+    return [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "6", "--sleep-on-idle"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(folder / "profile.safetensors"), "--ragged-history", str(HISTORY)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(folder, flags, profile, nursery):
+    with nursery.serve(MODEL, *flags, "--kv-bytes", "64MiB", log=folder / "server.log", env=STRICT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole_flags(flags):
+    """Nothing is dropped within segments: long greedy answers repeat themselves, and among equal keys which one is
+    kept is a matter of rounding. Among segments it is not."""
+    return [*flags, "--ragged-ratio", "1"]
+
+
+@pytest.fixture(scope="module")
+def whole(folder, whole_flags, nursery):
+    with nursery.serve(MODEL, *whole_flags, "--kv-bytes", "64MiB", log=folder / "whole.log", env=STRICT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def oracle(profile):
+    kept = profile_kept(profile, RATIO, SEGMENT)
+    bound = dict(limit=LIMIT, latest=LIMIT // 2, score="value_novelty", means=profile.statistics[VALUE_MEAN])
+    return BoundedOracle(str(MODEL), kept, SEGMENT, "keydiff", **bound)
+
+
+def test_server_agrees_with_the_oracle(server, oracle):
+    """Log-probabilities at every position of a prompt twice as long as the bound, and of as many decoded tokens."""
+    prompt = document(100, 2 * HISTORY + 10)
+    answer = generate(server, prompt, HISTORY + 40, logprobs_from=0)
+    found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
+    expected = oracle.logprobs(prompt + answer.tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    # What left was not just the oldest, and the bound matters.
+    assert oracle.seen[-1] != [0, *range(len(oracle.seen) - LIMIT, len(oracle.seen) - 1)]
+    oracle.limit = len(oracle.seen)
+    assert np.abs(found - oracle.logprobs(prompt + answer.tokens)).max() > 0.1
+    oracle.limit = LIMIT
+
+
+def test_a_hit_equals_a_miss(server):
+    flush(server)
+    prompt = document(101, HISTORY + 3 * SEGMENT + 5)
+    cold = generate(server, prompt, 150, logprobs_from=0)
+    warm = generate(server, prompt, 150, logprobs_from=LIMIT * SEGMENT)
+    # The tree takes no more of a sequence than can be in view.
+    assert (cold.cached, warm.cached) == (0, HISTORY)
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    longer = prompt + cold.tokens
+    second = generate(server, longer, 30)
+    flush(server)
+    np.testing.assert_allclose(second.output_logprobs, generate(server, longer, 30).output_logprobs, atol=1e-4)
+
+
+def test_memory_stays_as_it_is_from_the_bound_on(server):
+    """Tokens in use, by the server's own log, while one request generates three times its bound."""
+    flush(server)
+    before = len(server.log_text())
+    generate(server, document(102, 40), 3 * HISTORY)
+    used = [int(n) for n in re.findall(r"Decode batch.*#token: (\d+)", server.log_text()[before:])]
+    assert len(used) > 20
+    assert max(used) == HISTORY + SEGMENT == used[-1]
+    flush(server)
+    assert generate(server, document(102, 10), 1).cached == 0
+
+
+def test_many_at_once_are_never_retracted(folder, whole_flags, nursery, whole):
+    """Four long requests in a pool that does not hold them uncut: none is retracted, all answer as when alone."""
+    prompts = [document(200 + number, 30 + 25 * number) for number in range(4)]
+    flush(whole)
+    alone = [generate(whole, prompt, 2 * HISTORY) for prompt in prompts[2:]]
+    shared = sum(len(prompt) // SEGMENT * SEGMENT for prompt in prompts)
+    tokens = str(4 * (HISTORY + 3 * SEGMENT) + shared)
+    small = [*whole_flags, "--kv-bytes", "64MiB", "--max-total-tokens", tokens]
+    with nursery.serve(MODEL, *small, log=folder / "small.log", env=STRICT) as pressed:
+        together = generate_all(pressed, prompts, 2 * HISTORY)
+        log = pressed.log_text()
+    assert "Retract" not in log
+    running = [int(n) for n in re.findall(r"#running-req: (\d+)", log)]
+    assert max(running) == 4
+    # Uncut, they would not fit beside each other.
+    assert sum(len(prompt) + 2 * HISTORY for prompt in prompts) > 1.2 * int(tokens)
+    for one, other in zip(together[2:], alone, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
+
+
+def test_retraction_changes_nothing(folder, whole_flags, nursery, whole):
+    """SGLang retracts a request every few steps; prefilled again, it sees what it saw."""
+    prompts = [document(300 + number, 120 + 60 * number) for number in range(3)]
+    alone = []
+    for prompt in prompts:
+        flush(whole)
+        alone.append(generate(whole, prompt, HISTORY + SEGMENT))
+    pressed = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "150", **STRICT}
+    with nursery.serve(MODEL, *whole_flags, "--kv-bytes", "64MiB", log=folder / "retract.log", env=pressed) as server:
+        together = generate_all(server, prompts, HISTORY + SEGMENT)
+        assert "Testing retraction" in server.log_text()
+    for one, other in zip(together, alone, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
+
+
+def test_what_it_says(server):
+    log = server.log_text()
+    assert re.search(rf"requests see {HISTORY} tokens of their histories and hold at most", log)
+    assert "segments leave by value_novelty" in log
