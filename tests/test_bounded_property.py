@@ -1,0 +1,32 @@
+"""Random lives of requests with bounded histories; what is checked after each step is in `tests/bounded_machine.py`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.mem_cache import common
+
+from tests.bounded_machine import BoundedMachine
+from tests.examples import examples
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flags():
+    """What releasing a request asks of the server's flags, which is not running."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(common, "get_spec", lambda: SimpleNamespace(speculative_algorithm=None))
+    patch.setattr(common, "get_serving", lambda: SimpleNamespace(strip_thinking_cache=False))
+    patch.setattr("sglang.srt.managers.schedule_batch.get_serving", common.get_serving)
+    yield
+    patch.undo()
+
+
+class ByAge(BoundedMachine):
+    by = "recency"
+
+
+BoundedMachine.TestCase.settings = examples(160, stateful_step_count=25)
+ByAge.TestCase.settings = examples(20, stateful_step_count=25)
+TestByScore = BoundedMachine.TestCase
+TestByAge = ByAge.TestCase
