@@ -139,6 +139,12 @@ class ServingPlan:
         """Those of all ranks."""
         return [self.layout(rank) for rank in range(self.ranks)]
 
+    def head_weights(self, rank: int) -> np.ndarray:
+        """float32 [layers, heads of the rank]: 1 / heads of the model, shared by the ranks that have the same head."""
+        everywhere = np.concatenate([self.heads(one) for one in range(self.ranks)], axis=1)
+        copies = (self.heads(rank)[:, :, None] == everywhere[:, None]).sum(axis=2)
+        return (1 / (copies * self.geometry.num_heads)).astype(np.float32)
+
     def rank_value_means(self, rank: int) -> list[np.ndarray] | None:
         """Per layer, mean values [heads of the rank, head_dim]; None where the profile has none."""
         if self.value_mean is None:

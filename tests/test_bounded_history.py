@@ -72,7 +72,7 @@ def test_bounds_that_are_refused(tokens):
 def test_the_score_of_pagedeviction():
     keys, values = torch.zeros(2, 1, 4, 3), torch.zeros(2, 1, 4, 3)
     keys[..., 0], values[..., 1] = 2.0, torch.tensor([[[1.0, 2, 3, 4]], [[4, 4, 4, 4]]])
-    torch.testing.assert_close(value_key_norm(keys, values), torch.tensor([1.25, 2.0]))
+    torch.testing.assert_close(value_key_norm(keys, values), torch.tensor([[1.25], [2.0]]))
 
 
 def test_novelty_is_what_the_oracle_says():
@@ -84,7 +84,7 @@ def test_novelty_is_what_the_oracle_says():
         segment_scores("value_novelty", keys[:, head].reshape(-1, 5), values[:, head].reshape(-1, 5), 32, means[head])
         for head in range(2)
     ]
-    np.testing.assert_allclose(found, np.mean(of_heads, axis=0), rtol=1e-5)
+    np.testing.assert_allclose(found, np.transpose(of_heads), rtol=1e-5)
     # Nothing is strange in a segment that says one thing.
     assert value_novelty(torch.ones(1, 1, 16, 3), torch.ones(1, 1, 16, 3), torch.zeros(1, 3)).abs().max() < 1e-6
 

@@ -23,6 +23,7 @@ from tests.models import make_llama, make_profile, make_qwen3
 
 load_plugins()
 
+HISTORIES = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23")
 TIERS = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="host tiers need SGLang 0.5.23")
 
 
@@ -144,6 +145,30 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
         (("--pp-size", "2"), "pipeline parallelism"),
+        *(
+            pytest.param(flags, words, marks=HISTORIES)
+            for flags, words in (
+                (("--ragged-history", "1000"), "must be a multiple of the segment length 256, and at least 3 segments"),
+                (("--ragged-history", "512"), "try 768"),
+                (("--ragged-history", "many"), "--ragged-history 'many' is not a number"),
+                (("--ragged-history-score", "recency"), "add --ragged-history"),
+                (("--ragged-history", "1024", "--ragged-history-score", "age"), "unknown --ragged-history-score 'age'"),
+                (("--ragged-history", "1024", "--ragged-history-score", "value_novelty"), "the profile has none"),
+                (("--ragged-history", "1024", "--radix-cache-backend", "mine"), "drop --radix-cache-backend"),
+                (("--ragged-history", "1024", "--enable-mixed-chunk"), "decodes within prefill"),
+                (("--ragged-history", "1024", "--chunked-prefill-size", "1024"), "use 512"),
+                (
+                    (
+                        "--ragged-history",
+                        "1024",
+                        "--ragged-history-score",
+                        "value_key_norm",
+                        "--enable-hierarchical-cache",
+                    ),
+                    "which a host tier does not hold",
+                ),
+            )
+        ),
         (("--ragged-profile", "/no/such/file"), "does not exist"),
         (("--ragged-profile", "/dev"), "is a directory"),
         (("--ragged-profile", "/dev/null"), "is no regular file"),

@@ -36,8 +36,11 @@ class ServerClient:
         *,
         ignore_eos: bool = False,
         return_hidden_states: bool = False,
+        return_logprobs: bool = False,
     ) -> dict[str, Any]:
         """The answer of /generate to a prompt of token ids, decoded greedily, `new_tokens` tokens at most.
+
+        `return_logprobs`: of every token of the prompt, too.
 
         Raises:
             ServerLost: the server went away.
@@ -47,6 +50,8 @@ class ServerClient:
         body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": sampling}
         if return_hidden_states:
             body["return_hidden_states"] = True
+        if return_logprobs:
+            body |= {"return_logprob": True, "logprob_start_len": 0}
         response = self._send("POST", "/generate", GENERATE_S, json=body)
         answer = response.json() if response.status_code == 200 else {}
         if (answer.get("meta_info", {}).get("finish_reason") or {}).get("type", "abort") == "abort":

@@ -17,7 +17,7 @@ from sgl_ragged.mem_pool.bounded_history import BoundedHistory, HistoryBound
 from sgl_ragged.mem_pool.segment_scores import SegmentScores
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""From this rank's float32 [n] to the mean over ranks, the same numbers on all of them."""
+"""From this rank's float32 [n] to the sum over ranks, the same numbers on all of them."""
 
 Seen = Callable[[int, int], Sequence[int] | None]
 """By index of the request and number of the segment: which earlier segments its queries see; None for all."""

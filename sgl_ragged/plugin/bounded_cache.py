@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_ragged.mem_pool.bounded_history import BoundedHistory
 from sgl_ragged.mem_pool.histories import Histories
 from sgl_ragged.plugin.window_pool import slab_pool
 
@@ -43,11 +42,11 @@ class BoundedRadixCache(UnifiedRadixCache):
             self._give_back(req.kv)
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
-        history = self._give_back(req.kv)
-        most = self.histories.bound.limit
-        if history is not None:
-            most = min([most, *history.returned])
+        history = self.histories.get(req.kv.req_pool_idx)
+        returned = history.returned if history is not None else ()
+        most = min([self.histories.bound.limit, *returned])
         super().checkpoint(req, up_to=min(up_to, most * self.page_size), **kwargs)
+        self._give_back(req.kv)
 
     def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
         history = self.histories.get(kv.req_pool_idx)
@@ -59,18 +58,17 @@ class BoundedRadixCache(UnifiedRadixCache):
         self.histories.forget(req.kv.req_pool_idx)
         super().on_release(req, checkpointed=checkpointed)
 
-    def _give_back(self, kv: ReqKvInfo) -> BoundedHistory | None:
-        """Free the request's own pages that have left its view. Returns its history, if it has one."""
+    def _give_back(self, kv: ReqKvInfo) -> None:
+        """Free the request's own pages that have left its view."""
         history = self.histories.get(kv.req_pool_idx)
         if history is None:
-            return None
+            return
         first = kv.cache_protected_len // self.page_size
         leaving = sorted(number for number in history.left - history.returned if number >= first)
         if leaving:
             size = self.page_size
             super().free_kv_row(kv, [(number * size, (number + 1) * size) for number in leaving])
             history.returned.update(leaving)
-        return history
 
     def _without(self, returned: set[int], start: int, end: int) -> list[tuple[int, int]]:
         """What is left of a range of positions without the segments that were given back."""

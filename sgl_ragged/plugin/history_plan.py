@@ -42,10 +42,10 @@ def plan_history(server_args: Any, options: RaggedOptions) -> HistoryBound | Non
         )
     chunk = server_args.chunked_prefill_size
     most = bound.latest * options.segment
-    if chunk is not None and not bound.by_age and not 0 < chunk <= most:
+    if chunk is not None and not 0 < chunk <= most:
         raise RaggedConfigError(
-            f"--chunked-prefill-size {chunk} is too long for --ragged-history {options.history}: which segments leave "
-            f"is known {most} tokens ahead, so chunks have at most as many; use {most}, or drop the flag"
+            f"--chunked-prefill-size {chunk} does not go with --ragged-history {options.history}: which segments "
+            f"leave is known {most} tokens ahead, so chunks have at most as many; use {most}, or drop the flag"
         )
     return bound
 
@@ -55,7 +55,7 @@ def chunk_size(chunk: int, segment: int, bound: HistoryBound | None) -> int:
 
     chunk: SGLang's default, or what the user gave, which is checked before.
     """
-    if bound is not None and not bound.by_age:
+    if bound is not None:
         most = bound.latest * segment
         chunk = most if chunk <= 0 else min(chunk, most)
     return max(chunk // segment, 1) * segment if chunk > 0 else chunk

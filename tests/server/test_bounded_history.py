@@ -10,12 +10,18 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.profile import VALUE_MEAN
+from sgl_ragged.plugin.seams import installed_release
+from sgl_ragged.profile import VALUE_MEAN, load_profile
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile
+from tests.server import test_tensor_parallel as two_ranks
 from tests.server.client import flush, generate, generate_all
+from tests.server.test_tensor_parallel import models as models
 
-pytestmark = pytest.mark.server
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23"),
+]
 
 SEGMENT, LIMIT, RATIO = 64, 5, 0.4
 HISTORY = SEGMENT * LIMIT
@@ -153,3 +159,40 @@ def test_what_it_says(server):
     log = server.log_text()
     assert re.search(rf"requests see {HISTORY} tokens of their histories and hold at most", log)
     assert "segments leave by value_novelty" in log
+
+
+@pytest.mark.parametrize("mode", ["permute", pytest.param("split", marks=pytest.mark.thorough)])
+def test_ranks_drop_the_same(nursery, models, tmp_path, mode):
+    """Two ranks, each with half of the heads, agree on what leaves; from the cache and cold, and with the oracle."""
+    model, limit = models["llama"], 6
+    rng = np.random.default_rng(1)
+    prompt = rng.integers(3, 512, 9 * two_ranks.SEGMENT + 30).tolist()
+    flags = ["--ragged-history", str(limit * two_ranks.SEGMENT), "--ragged-fairkv", mode]
+    with two_ranks.serve(nursery, model, 2, two_ranks.RATIO, *flags, log=tmp_path / "server.log") as server:
+        cold = generate(server, prompt, two_ranks.SEGMENT + 20, logprobs_from=0)
+        warm = generate(server, prompt, two_ranks.SEGMENT + 20)
+    assert (cold.cached, warm.cached) == (0, limit * two_ranks.SEGMENT)
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    means = load_profile(model.profile).statistics[VALUE_MEAN]
+    bound = dict(limit=limit, latest=limit // 2, score="value_novelty", means=means)
+    oracle = BoundedOracle(str(model.path), model.kept, two_ranks.SEGMENT, "keydiff", **bound)
+    found = np.concatenate([cold.input_logprobs, cold.output_logprobs])
+    np.testing.assert_allclose(found, oracle.logprobs(prompt + cold.tokens), atol=1e-4)
+
+
+def test_a_host_tier_holds_what_was_shared(folder, flags, nursery):
+    """By age: what comes back from the host is seen as if it had never left."""
+    tier = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-write-policy", "write_through"]
+    device = ["--kv-bytes", "64MiB", "--max-total-tokens", str(4 * HISTORY), "--ragged-restore", "load"]
+    prompt = document(400, 2 * HISTORY + 20)
+    with nursery.serve(MODEL, *flags, *tier, *device, log=folder / "tier.log", env=STRICT) as server:
+        cold = generate(server, prompt, 2 * SEGMENT)
+        for seed in range(401, 409):
+            generate(server, document(seed, HISTORY + 2), 1)
+        warm = generate(server, prompt, 2 * SEGMENT)
+        log = server.log_text()
+    assert "segments leave by recency" in log
+    assert (cold.cached, warm.cached) == (0, HISTORY)
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
