@@ -14,7 +14,7 @@ from benchmarks.multi_turn import gauges
 from benchmarks.multi_turn.client import gaps_ms
 from benchmarks.multi_turn.driver import Run
 from benchmarks.multi_turn.gauges import PoolSize, Sample, pool_size, read, resident_bytes
-from benchmarks.multi_turn.measures import Spread, figures, flat, in_flight, peak_bytes, rounds
+from benchmarks.multi_turn.measures import Spread, figures, flat, in_flight, itl_by_part, peak_bytes, rounds
 from benchmarks.multi_turn.summary import RunSpread, cells
 from benchmarks.multi_turn.verdict import Targets, reason_to_reject
 from tests.multi_turn_points import answer, point
@@ -43,6 +43,13 @@ def test_percentiles_interpolate():
 def test_tokens_of_one_chunk_share_its_gap():
     assert gaps_ms([(1.0, 1), (1.03, 2), (1.09, 5)]) == (30.0, 20.0, 20.0, 20.0)
     assert gaps_ms([(1.0, 3)]) == ()
+
+
+def test_times_along_an_answer():
+    """Eight gaps are a part each; fewer leave parts without a figure."""
+    answers = [answer(0, itl_ms=tuple(range(8))), answer(1, itl_ms=tuple(range(2, 10)))]
+    assert itl_by_part(answers) == [1.0 + part for part in range(8)]
+    assert math.isnan(itl_by_part([answer(0, itl_ms=(3.0,))])[-1])
 
 
 def test_figures_of_a_point():
@@ -155,6 +162,12 @@ def test_runs_are_put_together_by_their_median_and_rejected_ones_left_out():
 
 @pytest.mark.parametrize("text", ["", "tokens", "ragged", "ragged@", "ragged@0", "ragged@1.5", "ragged@x", "token@0.5"])
 def test_what_is_no_pool_is_refused(text):
+    assert Pool.parse("ragged@0.3+scorer=gate+profile=a/b.safetensors").flags == [
+        *("--ragged-scorer", "gate", "--ragged-profile", "a/b.safetensors")
+    ]
+    assert Pool.parse("ragged@0.5+profile=a/b.safetensors+history=1024").name == "ragged@0.5+profile=b+history=1024"
+    with pytest.raises(SettingsError, match="is no pool"):
+        Pool.parse("ragged@0.5+history")
     with pytest.raises(SettingsError, match="is no pool"):
         Pool.parse(text)
 

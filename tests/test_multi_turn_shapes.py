@@ -163,3 +163,12 @@ def test_a_model_that_is_not_there_is_refused_in_one_line(tmp_path):
     with pytest.raises(SettingsError, match="cannot load the tokenizer") as caught:
         writer_for(str(tmp_path / "nothing"))
     assert "\n" not in str(caught.value)
+
+
+def test_reasoning_asks_one_thing_after_the_other():
+    """Nothing stands before a question but the answer to the last one, which it waits for."""
+    requests = workload(load("reason", rounds=2), WRITER)
+    assert len(requests) == 16
+    assert all(request.context is None and request.shared is None for request in requests)
+    assert [request.after for request in requests[:4]] == [None, 0, None, 2]
+    assert longest(requests, 12) < 60 + 12 + 40

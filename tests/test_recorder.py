@@ -18,9 +18,9 @@ from benchmarks.recall.task import VOCABULARY
 from calib.coverage import coverage_curves
 from calib.derive import derive_profile
 from calib.implied import implied_counts
-from calib.measure import Settings, join_ranks, measure
+from calib.measure import Settings, join_ranks, measure, value_mean
 from calib.query_moments import before_rope, rope_of
-from calib.recorder import ANSWERS, HIDDEN_STATES, Recorder, recording_file
+from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, Recorder, recording_file
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import extend_view
@@ -109,6 +109,9 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
     answering = [69, 70, 71, 72, 73, 149]
     found = record(Recorder(str(tmp_path), SCORERS, str(statistics)), tensors, chunks)
     assert int(found["tokens"]) == LENGTH
+    torch.testing.assert_close(found[VALUES], tensors[2].double().sum(dim=0).float())
+    mean = value_mean([found, {VALUES: 2 * found[VALUES], "tokens": torch.tensor(3 * LENGTH)}])
+    torch.testing.assert_close(mean, tensors[2].double().mean(dim=0).float() * 3 / 4)
     curves = {
         (scorer, kind): coverage_curves(found[f"{scorer}.scores"], found[f"peaks.{kind}"])
         for scorer in SCORERS
