@@ -51,6 +51,20 @@ def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
     assert narrow["slab_bytes"] == plan["slab_bytes"] // 2
 
 
+def test_layout_of_a_bounded_history(model, monkeypatch, capsys):
+    flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--max-running-requests", "7", "--history"]
+    run(monkeypatch, *flags, "1024", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    # Four segments that it sees, the page of its open one, and its tail.
+    assert plan["most_request_bytes"] == 5 * plan["slab_bytes"] + plan["tails_bytes"] // 8
+    run(monkeypatch, *flags, "1024")
+    assert f"requests see 1024 tokens of their histories and hold at most {plan['most_request_bytes']} bytes" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(SystemExit, match="--ragged-history 1000 must be a multiple"):
+        run(monkeypatch, *flags, "1000")
+
+
 def test_layout_as_a_line(model, monkeypatch, capsys):
     run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB")
     assert "mean share 0.5000" in capsys.readouterr().out

@@ -27,7 +27,9 @@ class BoundedRadixCache(UnifiedRadixCache):
 
     def own_segments(self, kv: ReqKvInfo) -> int:
         """Pages that a request holds beside those of the tree."""
-        history = self.histories.get(kv.req_pool_idx) if kv.holds_kv else None
+        if not kv.holds_kv:
+            return 0
+        history = self.histories.get(kv.req_pool_idx)
         allocated = -(-kv.kv_allocated_len // self.page_size) - kv.cache_protected_len // self.page_size
         return allocated - (len(history.returned) if history is not None else 0)
 
