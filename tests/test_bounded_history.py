@@ -160,65 +160,41 @@ class Life:
 
 @settings(max_examples=300)
 @given(
-    limit=st.integers(3, 6),
-    pages=st.integers(8, 40),
-    wishes=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 150), st.integers(1, 200)), min_size=1, max_size=8),
+    limit=st.integers(3, 8),
+    prefix=st.integers(0, 5),
+    prompt=st.integers(1, 500),
+    new=st.integers(1, 250),
     data=st.data(),
 )
-def test_what_is_reserved_is_enough(limit, pages, wishes, data):
-    """Requests that are admitted by what they can come to hold never find the pool empty, whatever leaves, whenever."""
+def test_nobody_comes_to_hold_more_than_is_said(limit, prefix, prompt, new, data):
+    """Whatever leaves, from any moment of a request's life on: so what is admitted by `growth` fits to the end."""
     bound = HistoryBound(limit, "value_key_norm")
-    running: list[Life] = []
-    free = pages
-    waiting = [Life(min(prefix, (prompt - 1) // SEGMENT, limit), prompt, new) for prefix, prompt, new in wishes]
-    while waiting or running:
-        reserved = sum(-(-life.growth(bound) // SEGMENT) + 1 for life in running)
-        for life in list(waiting):
-            life.shared = life.prefix
-            life.done = life.prefix * SEGMENT
-            need = life.prefix + -(-life.growth(bound) // SEGMENT) + 1
-            if reserved + need <= free:
-                waiting.remove(life)
-                running.append(life)
-                life.in_view = list(range(life.prefix))
-                free -= life.prefix
-                reserved += need - life.prefix
-            elif not running:
-                # It does not even fit alone; the server refuses it.
-                waiting.remove(life)
-        if not running:
-            continue
-        life = running[data.draw(st.integers(0, len(running) - 1))]
-        step = min(bound.latest * SEGMENT, life.extend) or 1
+    life = Life(min(prefix, (prompt - 1) // SEGMENT, limit), prompt, new)
+    life.shared, life.done, life.in_view = life.prefix, life.prefix * SEGMENT, list(range(life.prefix))
+    most: list[int] = []
+    while life.done < life.prompt + life.new:
+        most.append(life.shared + life.own + -(-life.growth(bound) // SEGMENT))
+        prefilling = life.extend > 0
+        step = min(bound.latest * SEGMENT, life.extend) if prefilling else 1
         for number in range(-(-life.done // SEGMENT), -(-(life.done + step) // SEGMENT)):
             # In prefill pages are allocated first; in decode what leaves goes back before the next page is taken.
-            if not life.extend:
-                free += _leave(life, number, bound, data)
-            free -= 1
+            if not prefilling:
+                _leave(life, number, bound, data)
             life.own += 1
-            assert free >= 0
-        prefilling = life.extend > 0
+            assert life.shared + life.own <= min(most)
         life.done += step
         if prefilling:
-            free += _leave(life, life.done // SEGMENT, bound, data)
             handed = max(min(life.done // SEGMENT, limit) - life.shared, 0)
-            handed = 0 if life.own < handed else handed
             life.shared += handed
             life.own -= handed
-        if life.done >= life.prompt + life.new:
-            free += life.own + life.shared
-            running.remove(life)
+            _leave(life, life.done // SEGMENT, bound, data)
 
 
-def _leave(life: Life, sealed: int, bound: HistoryBound, data: st.DataObject) -> int:
-    """Let the request have `sealed` segments; returns how many of its own pages went back."""
-    returned = 0
-    for number in range(len(life.in_view) and max(life.in_view) + 1, sealed):
+def _leave(life: Life, sealed: int, bound: HistoryBound, data: st.DataObject) -> None:
+    """Let the request have `sealed` segments; those of its own that leave go back."""
+    for number in range(life.in_view[-1] + 1 if life.in_view else 0, sealed):
         life.in_view.append(number)
         if len(life.in_view) > bound.limit:
             leaving = data.draw(st.sampled_from(life.in_view[1 : -bound.latest]))
             life.in_view.remove(leaving)
-            if leaving >= life.shared:
-                returned += 1
-                life.own -= 1
-    return returned
+            life.own -= leaving >= life.shared
