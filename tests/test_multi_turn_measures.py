@@ -113,6 +113,8 @@ def targets(**changes) -> Targets:
         ({"parallel": 4.4}, None),
         ({"parallel": 8.0}, "3.6 requests in flight on average instead of 8.0"),
         ({"parallel": 8.0, "min_load": 0.0}, None),
+        # All are sent at once: what is in flight only drains.
+        ({"parallel": 12.0}, None),
         ({"min_hit_rate": 0.85}, None),
         ({"min_hit_rate": 0.95}, "hit rate 0.90"),
         # At a rate, requests in flight are what they are.

@@ -36,7 +36,8 @@ def reason_to_reject(run: Run, targets: Targets) -> str | None:
         if run.rate_share < targets.min_load:
             reached = run.rate_share * targets.request_rate
             return f"request rate {reached:.3g} per second instead of {targets.request_rate:.3g}: no client was free"
-    else:
+    elif targets.requests > targets.parallel:
+        # Where there are more requests than are sent at once, others have to take the place of those that are done.
         parallel = in_flight(run.answers)
         if parallel < targets.min_load * targets.parallel:
             return f"{parallel:.1f} requests in flight on average instead of {targets.parallel:.1f}"
