@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
@@ -15,6 +15,7 @@ from sgl_ragged.mem_pool.bounded_history import BoundedHistory, HistoryBound, hi
 from sgl_ragged.mem_pool.histories import Histories
 from sgl_ragged.mem_pool.segment_scores import value_key_norm, value_novelty
 from tests.bounded_oracle import segment_scores, views
+from tests.examples import examples
 
 SEGMENT = 16
 
@@ -158,7 +159,7 @@ class Life:
         return bound.growth(self.shared, self.own, self.extend, coming, SEGMENT)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     limit=st.integers(3, 8),
     prefix=st.integers(0, 5),
