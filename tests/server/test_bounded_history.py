@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import httpx
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from sgl_ragged.profile import VALUE_MEAN, load_profile
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile
 from tests.server import test_tensor_parallel as two_ranks
-from tests.server.client import flush, generate, generate_all
+from tests.server.client import flush, generate, generate_all, ragged_metrics
 from tests.server.test_tensor_parallel import models as models
 
 pytestmark = [
@@ -45,7 +46,7 @@ def profile(folder):
 @pytest.fixture(scope="module")
 def flags(folder, profile):
     return [
-        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "6", "--sleep-on-idle"),
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "6", "--enable-metrics"),
         *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
         *("--ragged-profile", str(folder / "profile.safetensors"), "--ragged-history", str(HISTORY)),
     ]
@@ -159,6 +160,11 @@ def test_what_it_says(server):
     log = server.log_text()
     assert re.search(rf"requests see {HISTORY} tokens of their histories and hold at most", log)
     assert "segments leave by value_novelty" in log
+    before = ragged_metrics(server).get("dropped_segments_total", 0)
+    generate(server, document(500, HISTORY + 3 * SEGMENT + 1), 1)
+    assert ragged_metrics(server)["dropped_segments_total"] == before + 3
+    said = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
+    assert (said["history"], said["history_score"]) == (HISTORY, "value_novelty")
 
 
 @pytest.mark.parametrize("mode", ["permute", pytest.param("split", marks=pytest.mark.thorough)])
