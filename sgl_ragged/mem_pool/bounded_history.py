@@ -59,9 +59,10 @@ class HistoryBound:
             shared, own: segments that it holds of the tree's and of its own.
             extend, new: tokens that it has still to prefill and to generate. segment: tokens of one.
         """
-        handed_over = max(self.limit - shared, 0) if extend else 0
-        passes = shared + own + -(-extend // segment) > self.limit
-        most = handed_over + self.limit + 1 + (self.latest if extend and passes else 0)
+        prompt = shared + own + -(-extend // segment)
+        handed_over = max(min(self.limit, prompt) - shared, 0) if extend else 0
+        chunk = self.latest if extend and prompt > self.limit else 0
+        most = handed_over + self.limit + 1 + chunk
         return min(extend + new, max(most - own, 0) * segment)
 
 
