@@ -47,6 +47,7 @@ def show_layout(options: argparse.Namespace) -> None:
     import torch
 
     from sgl_ragged.mem_pool.slab_store import side_bytes
+    from sgl_ragged.plugin.history_plan import with_lag
     from sgl_ragged.plugin.window_pool import window_needs
     from sgl_ragged.scorers import get_scorer
 
@@ -58,6 +59,8 @@ def show_layout(options: argparse.Namespace) -> None:
         raise RaggedConfigError(f"--swa-full-tokens-ratio {options.swa_full_tokens_ratio} is outside (0, 1]")
     bound = history_bound(options.history, AUTO, options.segment)
     geometry, chosen = choose_kept(options)
+    if bound is not None:
+        bound = with_lag(bound, geometry, options.segment)
     kept = chosen.kept
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     # Queries beside an FP8 cache have the model's dtype.
@@ -71,6 +74,7 @@ def show_layout(options: argparse.Namespace) -> None:
         segment=options.segment,
         chunk=options.chunked_prefill_size,
         share=options.swa_full_tokens_ratio,
+        bounded=bound is not None,
     )
     plan = fit_pool(layout, itemsize, budget, options.max_running_requests, side, options.max_total_tokens, windows)
     if plan.warning is not None:

@@ -92,7 +92,7 @@ class ServingPlan:
         """15 hex digits: workers with equal digests lay slabs out, place heads and score alike, and see alike."""
         settings = [self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv]
         if self.history is not None:
-            settings += [self.history.limit, self.history.score]
+            settings += [self.history.limit, self.history.score, self.history.lag]
         state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
         arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]
         if self.placement is not None:

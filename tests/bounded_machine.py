@@ -26,6 +26,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.mem_pool.histories import Histories
 from sgl_ragged.plugin.bounded_cache import BoundedRadixCache
+from sgl_ragged.plugin.window_pool import slab_allocator
 from tests.bounded_oracle import views
 
 SEGMENT, PAGES, ROWS, LIMIT, LONGEST = 4, 40, 4, 5, 120
@@ -51,31 +52,35 @@ class Pages:
 
 
 class BoundedMachine(RuleBasedStateMachine):
-    by = "value_key_norm"
+    bound = HistoryBound(LIMIT, "value_key_norm")
+    components: tuple[ComponentType, ...] = (ComponentType.FULL,)
+    window: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        bound = HistoryBound(LIMIT, self.by)
         self.table = ReqToTokenPool(
             size=ROWS - 1, max_context_len=SEGMENT * PAGES * 2, device="cpu", enable_memory_saver=False
         )
         self.pages = Pages()
         rows = self.table.req_to_token
-        self.histories = Histories(bound, rows, SEGMENT, None if bound.by_age else self.pages)
-        self.allocator = PagedTokenToKVPoolAllocator(
-            PAGES * SEGMENT, SEGMENT, torch.float32, "cpu", SimpleNamespace(histories=self.histories), need_sort=False
-        )
+        self.histories = Histories(self.bound, rows, SEGMENT, None if self.bound.by_age else self.pages)
+        self.allocator = self._allocator()
         parameters = CacheInitParams(
             disable=False,
             req_to_token_pool=self.table,
             token_to_kv_pool_allocator=self.allocator,
             page_size=SEGMENT,
-            tree_components=(ComponentType.FULL,),
+            tree_components=self.components,
+            sliding_window_size=self.window,
         )
         self.tree = BoundedRadixCache(parameters)
         self.running: list[Req] = []
         self.waiting: list[Req] = []
         self.count = 0
+
+    def _allocator(self) -> PagedTokenToKVPoolAllocator:
+        pool = SimpleNamespace(histories=self.histories)
+        return PagedTokenToKVPoolAllocator(PAGES * SEGMENT, SEGMENT, torch.float32, "cpu", pool, need_sort=False)
 
     @staticmethod
     def tokens(req: Req) -> list[int]:
@@ -84,14 +89,18 @@ class BoundedMachine(RuleBasedStateMachine):
     def seen(self, tokens: list[int], number: int) -> list[int]:
         """What queries in a segment see, from the tokens before it."""
         ends = range(SEGMENT, number * SEGMENT + 1, SEGMENT)
-        scores = [float(i) if self.histories.bound.by_age else score(tokens[:end]) for i, end in enumerate(ends)]
-        return views(np.array(scores), LIMIT, self.histories.bound.latest)[number]
+        scores = [float(i) if self.bound.by_age else score(tokens[:end]) for i, end in enumerate(ends)]
+        return views(np.array(scores), LIMIT, self.bound.latest)[number]
 
     def _allocate(self, pages: int) -> torch.Tensor | None:
         lacking = pages * SEGMENT - self.allocator.available_size()
         if lacking > 0:
             self.tree.evict(EvictParams(num_tokens=lacking))
         return self.allocator.alloc(pages * SEGMENT)
+
+    def _before_decode(self, req: Req) -> None:
+        """What SGLang does to a request before it allocates for its next token."""
+        self.tree.open_segment(req)
 
     def _write(self, req: Req, begin: int, end: int) -> bool:
         """Give tokens their places, new pages where segments begin. False if there are not enough pages."""
@@ -172,7 +181,7 @@ class BoundedMachine(RuleBasedStateMachine):
         rng = np.random.default_rng(seed)
         for _ in range(steps):
             for req in list(self.running):
-                self.tree.open_segment(req)
+                self._before_decode(req)
             for req in list(self.running):
                 done = req.kv.kv_committed_len
                 if done >= LONGEST or not self._write(req, done, done + 1):
@@ -219,7 +228,7 @@ class BoundedMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_in_one_place(self) -> None:
-        free = self.allocator.get_all_free_pages().tolist()
+        free = slab_allocator(self.allocator).get_all_free_pages().tolist()
         in_tree = sorted({int(index) // SEGMENT for index in self.tree.all_values_flatten()})
         owned = [page for req in self.running for page in self._own(req).values()]
         assert sorted(free + in_tree + owned) == list(range(1, PAGES + 1))
@@ -238,5 +247,4 @@ class BoundedMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_holds_more_than_the_bound(self) -> None:
         for req in self.running:
-            # What it sees, and its open segment; in prefill as many more as a chunk has.
-            assert len(self._own(req)) <= LIMIT + 1 + self.histories.bound.latest
+            assert len(self._own(req)) <= self.bound.held

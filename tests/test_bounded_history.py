@@ -14,6 +14,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.bounded_history import BoundedHistory, HistoryBound, history_bound
 from sgl_ragged.mem_pool.histories import Histories
 from sgl_ragged.mem_pool.segment_scores import value_key_norm, value_novelty
+from sgl_ragged.mem_pool.window_sizes import window_pages
 from tests.bounded_oracle import segment_scores, views
 from tests.examples import examples
 
@@ -149,6 +150,21 @@ class Life:
     shared: int = 0
     own: int = 0
     in_view: list[int] = field(default_factory=list)
+    window: int | None = None
+    interval: int = 1
+    freed: int = 0
+    held: set[int] = field(default_factory=set)
+
+    def slide(self, done: int, interval: int) -> None:
+        """SGLang frees what windows have left, whole segments of it, once it is so much; then left segments go back."""
+        if self.window is not None and done - self.window >= self.freed + interval:
+            whole = -(-max(self.window, SEGMENT) // SEGMENT) * SEGMENT
+            self.freed = max(self.freed, (done - whole) // SEGMENT * SEGMENT)
+
+    def give_back(self) -> None:
+        behind = {number for number in self.held if self.window is None or (number + 1) * SEGMENT <= self.freed}
+        self.held -= behind
+        self.own -= len(behind)
 
     @property
     def extend(self) -> int:
@@ -165,12 +181,15 @@ class Life:
     prefix=st.integers(0, 5),
     prompt=st.integers(1, 500),
     new=st.integers(1, 250),
+    window=st.none() | st.integers(1, 120),
+    interval=st.integers(1, 60),
     data=st.data(),
 )
-def test_nobody_comes_to_hold_more_than_is_said(limit, prefix, prompt, new, data):
+def test_nobody_comes_to_hold_more_than_is_said(limit, prefix, prompt, new, window, interval, data):
     """Whatever leaves, from any moment of a request's life on: so what is admitted by `growth` fits to the end."""
-    bound = HistoryBound(limit, "value_key_norm")
-    life = Life(min(prefix, (prompt - 1) // SEGMENT, limit), prompt, new)
+    lag = 0 if window is None else window_pages(window, interval, SEGMENT) - 1
+    bound = HistoryBound(limit, "value_key_norm", lag)
+    life = Life(min(prefix, (prompt - 1) // SEGMENT, limit), prompt, new, window=window, interval=interval)
     life.shared, life.done, life.in_view = life.prefix, life.prefix * SEGMENT, list(range(life.prefix))
     most: list[int] = []
     while life.done < life.prompt + life.new:
@@ -181,21 +200,28 @@ def test_nobody_comes_to_hold_more_than_is_said(limit, prefix, prompt, new, data
             # In prefill pages are allocated first; in decode what leaves goes back before the next page is taken.
             if not prefilling:
                 _leave(life, number, bound, data)
+                life.give_back()
             life.own += 1
             assert life.shared + life.own <= min(most)
+        if not prefilling:
+            # With overlap scheduling SGLang knows of a token one step late.
+            life.slide(life.done - 1, life.interval)
         life.done += step
         if prefilling:
             handed = max(min(life.done // SEGMENT, limit) - life.shared, 0)
             life.shared += handed
             life.own -= handed
+            life.slide(life.done - 1, 1)
             _leave(life, life.done // SEGMENT, bound, data)
+            life.give_back()
 
 
 def _leave(life: Life, sealed: int, bound: HistoryBound, data: st.DataObject) -> None:
-    """Let the request have `sealed` segments; those of its own that leave go back."""
+    """Let the request have `sealed` segments; those of its own that leave can go back."""
     for number in range(life.in_view[-1] + 1 if life.in_view else 0, sealed):
         life.in_view.append(number)
         if len(life.in_view) > bound.limit:
             leaving = data.draw(st.sampled_from(life.in_view[1 : -bound.latest]))
             life.in_view.remove(leaving)
-            life.own -= leaving >= life.shared
+            if leaving >= life.shared:
+                life.held.add(leaving)

@@ -12,8 +12,10 @@ from sgl_ragged.plugin.seams import installed_release
 if installed_release().startswith("0.5.22"):
     pytest.skip("bounded histories need SGLang 0.5.23", allow_module_level=True)
 
-from tests.bounded_machine import BoundedMachine
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
+from tests.bounded_machine import LIMIT, BoundedMachine
 from tests.examples import examples
+from tests.windowed_machine import LongWindows, WindowedMachine
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -28,10 +30,14 @@ def flags():
 
 
 class ByAge(BoundedMachine):
-    by = "recency"
+    bound = HistoryBound(LIMIT, "recency")
 
 
 BoundedMachine.TestCase.settings = examples(160, stateful_step_count=25)
 ByAge.TestCase.settings = examples(20, stateful_step_count=25)
 TestByScore = BoundedMachine.TestCase
+WindowedMachine.TestCase.settings = examples(100, stateful_step_count=25)
+LongWindows.TestCase.settings = examples(40, stateful_step_count=25)
 TestByAge = ByAge.TestCase
+TestWindows = WindowedMachine.TestCase
+TestLongWindows = LongWindows.TestCase

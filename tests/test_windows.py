@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -14,8 +15,10 @@ from sgl_ragged.budgets import uniform_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.mem_pool.sizing import fit_pool
 from sgl_ragged.mem_pool.window_sizes import TOKENS_PER_WINDOW, WindowNeeds
+from sgl_ragged.plugin.history_plan import with_lag
 
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -111,6 +114,48 @@ def test_layout_of_hybrids_from_their_configs(tmp_path, monkeypatch, capsys, con
     elements = 2 * (12 if config is GPT_OSS else 40) * 8 * config["head_dim"]
     assert said["windows_bytes"] == said["window_pages"] * elements * 2 * 256
     assert said["max_total_tokens"] > 3 * said["full_tokens"]
+
+
+def test_layout_of_a_bounded_history_counts_what_windows_hold(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_3_12B))
+    command = [
+        "sgl-ragged",
+        "layout",
+        "--model",
+        str(tmp_path),
+        "--kv-bytes",
+        "40GiB",
+        "--json",
+        "--profile",
+        "uniform",
+    ]
+
+    def shown(*flags: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [*command, "--max-running-requests", "4", *flags])
+        cli.main()
+        return json.loads(capsys.readouterr().out)
+
+    long, short, none = shown("--history", "8192"), shown("--history", "2048"), shown()
+    page = long["windows_bytes"] // long["window_pages"]
+    tail = long["tails_bytes"] // 5
+    # Windows of 1,024 tokens, and 128 that SGLang frees at once: six pages and the open one. Of eight segments in view
+    # four never leave, so two more are held.
+    assert long["most_request_bytes"] == 33 * long["slab_bytes"] + tail + 7 * page
+    assert short["most_request_bytes"] == (9 + 2) * short["slab_bytes"] + tail + 7 * page
+    # Each request pins a window of what it shares.
+    per_slab = none["num_slots"] * 256 * 4 // TOKENS_PER_WINDOW
+    assert (
+        long["window_pages"] - long["num_slots"] * 256 * 4 // TOKENS_PER_WINDOW == none["window_pages"] - per_slab + 16
+    )
+
+
+def test_windows_that_are_kept_through_prefill_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS", "0")
+    geometry = ModelGeometry.from_config(GEMMA_3_12B, "model")
+    bound = HistoryBound(4, "recency")
+    with pytest.raises(RaggedConfigError, match="_FREE_OUT_OF_WINDOW_SLOTS=0 keeps the windows of a whole prompt"):
+        with_lag(bound, geometry, 256)
+    assert with_lag(bound, replace(geometry, windowed=None), 256) == bound
 
 
 @pytest.mark.parametrize("wrong", [("--swa-full-tokens-ratio", "2"), ("--chunked-prefill-size", "0")])

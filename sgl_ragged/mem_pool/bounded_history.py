@@ -31,10 +31,15 @@ SCORE_NAMES = (AUTO, NOVELTY, "value_key_norm", RECENCY)
 
 @dataclass(frozen=True)
 class HistoryBound:
-    """limit: sealed segments that a query sees at most. score: by which they leave (SCORE_NAMES)."""
+    """limit: sealed segments that a query sees at most. score: by which they leave (SCORE_NAMES).
+
+    lag: how many of the latest sealed segments a request holds whether it sees them or not, at most: those that
+        sliding-window layers still need.
+    """
 
     limit: int
     score: str
+    lag: int = 0
 
     @property
     def latest(self) -> int:
@@ -45,15 +50,20 @@ class HistoryBound:
         return max(1, self.limit // 2)
 
     @property
+    def held(self) -> int:
+        """Segments of its own that a request holds at most while it decodes: what it sees, the open one, and what has
+        left its view within the lag."""
+        return self.limit + 1 + max(self.lag - self.latest, 0)
+
+    @property
     def by_age(self) -> bool:
         return self.score == RECENCY
 
     def growth(self, shared: int, own: int, extend: int, new: int, segment: int) -> int:
         """Tokens that a request can still come to hold beyond what it holds, at most.
 
-        It holds the segments that it shares through the radix tree whether it sees them or not; of its own, those in
-        view, the open one and, in prefill, those of the chunk. While nothing has left the view, prefill hands segments
-        over to the tree.
+        It holds the segments that it shares through the radix tree whether it sees them or not; of its own, `held` and,
+        in prefill, those of the chunk. While nothing has left the view, prefill hands segments over to the tree.
 
         Args:
             shared, own: segments that it holds of the tree's and of its own.
@@ -62,7 +72,7 @@ class HistoryBound:
         prompt = shared + own + -(-extend // segment)
         handed_over = max(min(self.limit, prompt) - shared, 0) if extend else 0
         chunk = self.latest if extend and prompt > self.limit else 0
-        most = handed_over + self.limit + 1 + chunk
+        most = handed_over + self.held + chunk
         return min(extend + new, max(most - own, 0) * segment)
 
 

@@ -106,9 +106,10 @@ class PoolSizes:
         )
 
     def most_request_bytes(self, bound: HistoryBound) -> int:
-        """Bytes that a request with a bounded history holds of its own at most while it decodes: what it sees, a page
-        for its open segment, and its tail."""
-        return (bound.limit + 1) * self.slab_bytes + self.row_bytes
+        """Bytes that a request with a bounded history holds of its own at most while it decodes: slabs of what it sees
+        and of its open segment, its tail, and what sliding-window layers need."""
+        windows = (bound.lag + 1) * self.window_page_bytes if self.window_pages else 0
+        return bound.held * self.slab_bytes + self.row_bytes + windows
 
     def describe_history(self, bound: HistoryBound) -> str:
         """What a bound means, for the start-up line."""

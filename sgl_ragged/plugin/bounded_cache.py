@@ -2,6 +2,9 @@
 
 What has left a request's view and is its own goes back to the allocator at once. What it shares through the tree stays
 there. The tree takes at most the first `limit` segments of a sequence, and none behind a page that was given back.
+
+Where a model has sliding-window layers, a page has a part of theirs, which SGLang frees by itself once it is behind the
+windows. So a page goes back after that, and what is returned is its other part alone.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_ragged.mem_pool.histories import Histories
@@ -47,7 +51,11 @@ class BoundedRadixCache(UnifiedRadixCache):
         history = self.histories.get(req.kv.req_pool_idx)
         returned = history.returned if history is not None else ()
         most = min([self.histories.bound.limit, *returned])
-        super().checkpoint(req, up_to=min(up_to, most * self.page_size), **kwargs)
+        end = min(up_to, most * self.page_size)
+        super().checkpoint(req, up_to=end if self._can_be_found(req.kv, end) else req.kv.cache_protected_len, **kwargs)
+        if self.supports_swa() and not req.finished():
+            # SGLang has slid the windows as far as the tree's part goes; they go with what was computed.
+            self.evict_sliding_windows(req, up_to - 1)
         self._give_back(req.kv)
 
     def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
@@ -60,15 +68,25 @@ class BoundedRadixCache(UnifiedRadixCache):
         self.histories.forget(req.kv.req_pool_idx)
         super().on_release(req, checkpointed=checkpointed)
 
+    def _can_be_found(self, kv: ReqKvInfo, end: int) -> bool:
+        """Whether the tree would find a prefix of `end` tokens: a prefix without the window before its end is lost."""
+        if not self.supports_swa():
+            return True
+        freed = kv.get_evicted_seqlen(ComponentType.SWA)
+        whole = end // self.page_size * self.page_size
+        return freed <= kv.swa_dead_lo(self.page_size) or whole - freed >= self.swa_retain_window
+
     def _give_back(self, kv: ReqKvInfo) -> None:
-        """Free the request's own pages that have left its view."""
+        """Free the request's own pages that have left its view, and its windows."""
         history = self.histories.get(kv.req_pool_idx)
         if history is None:
             return
-        first = kv.cache_protected_len // self.page_size
+        size, first = self.page_size, kv.cache_protected_len // self.page_size
         leaving = sorted(number for number in history.left - history.returned if number >= first)
+        if self.supports_swa():
+            behind = kv.get_evicted_seqlen(ComponentType.SWA) // size
+            leaving = [number for number in leaving if number < behind]
         if leaving:
-            size = self.page_size
             super().free_kv_row(kv, [(number * size, (number + 1) * size) for number in leaving])
             history.returned.update(leaving)
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.mem_pool.bounded_history import AUTO, NOVELTY, RECENCY, HistoryBound, history_bound
+from sgl_ragged.mem_pool.window_sizes import window_pages
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.seams import HISTORY_SEAMS, check_seams
@@ -61,15 +63,30 @@ def chunk_size(chunk: int, segment: int, bound: HistoryBound | None) -> int:
     return max(chunk // segment, 1) * segment if chunk > 0 else chunk
 
 
+def with_lag(bound: HistoryBound, geometry: ModelGeometry, segment: int) -> HistoryBound:
+    """The bound for a model that may have sliding-window layers: a page goes back once these have left it, too.
+
+    Raises RaggedConfigError where SGLang is told to keep windows through prefill.
+    """
+    if geometry.windowed is None:
+        return bound
+    from sglang.srt.environ import envs
+
+    from sgl_ragged.plugin.window_pool import eviction_interval
+
+    if not envs.SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS.get():
+        raise RaggedConfigError(
+            "SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS=0 keeps the windows of a whole prompt, and pages of "
+            "--ragged-history go back when windows have left them; unset it, or drop --ragged-history"
+        )
+    return replace(bound, lag=window_pages(geometry.windowed.window, eviction_interval(), segment) - 1)
+
+
 def with_history(plan: ServingPlan, bound: HistoryBound | None) -> ServingPlan:
-    """The plan with a bound, whose score is settled. Raises RaggedConfigError for models that it does not go with."""
+    """The plan with a bound, whose score and lag are settled. Raises RaggedConfigError for what it does not go with."""
     if bound is None:
         return plan
-    if plan.geometry.windowed is not None:
-        raise RaggedConfigError(
-            "--ragged-history is not supported for models with sliding-window layers: their pages hold both kinds of "
-            "layers; drop it"
-        )
+    bound = with_lag(bound, plan.geometry, plan.segment)
     if bound.score == AUTO:
         bound = replace(bound, score=RECENCY if plan.value_mean is None else NOVELTY)
         if bound.by_age:

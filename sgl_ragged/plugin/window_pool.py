@@ -9,16 +9,17 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_ragged.geometry import ModelGeometry, WindowedLayers
-from sgl_ragged.mem_pool.window_sizes import WindowNeeds
+from sgl_ragged.mem_pool.window_sizes import WindowNeeds, window_pages
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
-DECODE_PAGES = 2
-"""Pages of a running request beside its window: the one that decode fills, and one that is not freed before all of it
-has left the window."""
+
+def eviction_interval() -> int:
+    """Tokens that leave the windows of a request before SGLang frees pages of them."""
+    return max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
 
 
 def window_needs(
-    geometry: ModelGeometry, *, ranks: int, itemsize: int, segment: int, chunk: int, share: float | None
+    geometry: ModelGeometry, *, ranks: int, itemsize: int, segment: int, chunk: int, share: float | None, bounded: bool
 ) -> WindowNeeds | None:
     """What the model's sliding-window layers need on one rank; None without such layers.
 
@@ -26,19 +27,21 @@ def window_needs(
         itemsize: bytes per element of the KV dtype.
         chunk: tokens of a chunk of prefill, at most.
         share: --swa-full-tokens-ratio, if it was given.
+        bounded: whether histories are.
     """
     windowed = geometry.windowed
     if windowed is None:
         return None
     # With more ranks than heads, every rank has a head of its own.
     elements = windowed.elements_per_token // min(ranks, geometry.num_heads)
-    held = windowed.window + max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+    per_prefix = -(-windowed.window // segment)
     return WindowNeeds(
         page_bytes=elements * itemsize * segment,
-        per_prefix=-(-windowed.window // segment),
-        per_request=-(-held // segment) + DECODE_PAGES,
+        per_prefix=per_prefix,
+        per_request=window_pages(windowed.window, eviction_interval(), segment),
         in_flight=-(-chunk // segment) + 1,
         share=share,
+        pinned=per_prefix if bounded else 0,
     )
 
 

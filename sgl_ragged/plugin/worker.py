@@ -316,4 +316,5 @@ def _window_needs(plan: ServingPlan, configurator: Any) -> WindowNeeds | None:
         segment=plan.segment,
         chunk=chunk if chunk is not None and chunk > 0 else configurator.model_config.context_len,
         share=schedule.swa_full_tokens_ratio if schedule._swa_full_tokens_ratio_explicitly_set else None,
+        bounded=plan.history is not None,
     )
