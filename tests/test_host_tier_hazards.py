@@ -13,7 +13,10 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_e
 from sglang.srt.mem_cache.pool_host import HostPoolGroup
 
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.mem_pool.codecs import CODECS
+from sgl_ragged.mem_pool.histories import Histories
+from sgl_ragged.mem_pool.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.tier_meter import TierMeter
@@ -30,9 +33,12 @@ LAYOUT = SlabLayout(kept=np.array([[16, 32], [48, 16]]), head_dim=DIM, segment=S
 
 
 class Tier:
-    """A device pool of a few pages with a host tier, and what fills them."""
+    """A device pool of a few pages with a host tier, and what fills them.
 
-    def __init__(self, device_pages: int) -> None:
+    score: by which segments leave bounded histories, if any do.
+    """
+
+    def __init__(self, device_pages: int, score: str | None = None) -> None:
         sizes = PoolSizes(layout=LAYOUT, itemsize=4, num_slots=device_pages + 1, num_rows=3)
         self.pool = RaggedTokenToKVPool(
             sizes,
@@ -44,12 +50,16 @@ class Tier:
             layer_numbers=range(2),
         )
         self.store = self.pool.store
+        if score is not None:
+            self.scores = SegmentScores(self.store, score)
+            table = torch.zeros((3, 4 * SEGMENT), dtype=torch.int32)
+            self.pool.histories = Histories(HistoryBound(3, score), table, SEGMENT, self.scores)
         self.allocator = PagedTokenToKVPoolAllocator(
             sizes.max_total_tokens, SEGMENT, torch.float32, "cpu", self.pool, need_sort=False
         )
         codec = CODECS["exact"](LAYOUT, torch.float32)
         self.host = RaggedHostPool(self.pool, codec, 9, DIRECT_LAYOUT, "identity")
-        self.pool.tier = Restorer(self.pool, self.host, TierMeter(SEGMENT, codec.row_bytes))
+        self.pool.tier = Restorer(self.pool, self.host, TierMeter(SEGMENT, self.host.row_bytes))
         entry = build_pool_entry(
             name=PoolName.KV,
             host_pool=self.host,
@@ -120,6 +130,43 @@ def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
     tier.pool.tier.mark(device, rows)
     tier.pool.tier.run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
     assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
+
+
+def test_scores_come_back_with_their_segments():
+    """From the host, and from a stored page in another row; those of a segment that was still to be sealed."""
+    tier = Tier(device_pages=4, score="value_key_norm")
+    indices, _ = tier.filled_tail()
+    slot = indices[:1] // SEGMENT
+    wanted = tier.scores.values[slot].clone()
+    assert wanted.min() > 0
+    tier.scores.values.zero_()
+    rows = tier.controller.write(indices)
+    tier.controller.start_writing()
+    tier.scores.values.fill_(7.0)
+
+    loaded = tier.controller.load(rows)
+    tier.controller.start_loading()
+    assert loaded[0] != indices[0]
+    assert torch.equal(tier.scores.values[loaded[:1] // SEGMENT], wanted)
+    assert (tier.scores.values == 7).all(dim=1).sum() == len(tier.scores.values) - 1, "no other was written"
+
+    page = tier.host.get_data_page(rows[0])
+    assert len(page) == len(tier.host.get_dummy_flat_data_page())
+    other = tier.host.alloc(SEGMENT)
+    tier.host.set_from_flat_data_page(other[0], page)
+    device = tier.allocator.alloc(SEGMENT)
+    tier.pool.tier.mark(device, other)
+    tier.pool.tier.run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    assert torch.equal(tier.scores.values[device[:1] // SEGMENT], wanted)
+    assert torch.equal(tier.store.slabs[device[0] // SEGMENT], tier.store.slabs[slot[0]])
+
+
+def test_pages_without_scores_are_those_of_servers_without_them():
+    plain, scored = Tier(device_pages=2), Tier(device_pages=2, score="value_key_norm")
+    assert plain.host.row_bytes == plain.host.codec.row_bytes
+    assert scored.host.row_bytes == plain.host.row_bytes + 2 * 4
+    with pytest.raises(ValueError, match="not a whole page"):
+        scored.host.set_from_flat_data_page(0, plain.host.get_data_page(0))
 
 
 def test_runs():

@@ -157,16 +157,6 @@ def test_engine_takes_the_flags_as_keywords():
                 (("--ragged-history", "1024", "--radix-cache-backend", "mine"), "drop --radix-cache-backend"),
                 (("--ragged-history", "1024", "--enable-mixed-chunk"), "decodes within prefill"),
                 (("--ragged-history", "1024", "--chunked-prefill-size", "1024"), "use 512"),
-                (
-                    (
-                        "--ragged-history",
-                        "1024",
-                        "--ragged-history-score",
-                        "value_key_norm",
-                        "--enable-hierarchical-cache",
-                    ),
-                    "which a host tier does not hold",
-                ),
             )
         ),
         (("--ragged-profile", "/no/such/file"), "does not exist"),

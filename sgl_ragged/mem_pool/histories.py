@@ -58,7 +58,7 @@ class Histories:
         self.bound = bound
         self.dropped = 0
         self._req_to_token, self._segment = req_to_token, segment
-        self._scores, self._over_ranks = scores, over_ranks
+        self.scores, self._over_ranks = scores, over_ranks
         columns = min(bound.limit, -(-req_to_token.shape[1] // segment))
         self._all = torch.arange(columns, dtype=torch.int32)
         self.table = self._all.to(req_to_token.device).repeat(req_to_token.shape[0], 1)
@@ -155,10 +155,10 @@ class Histories:
 
     def _gather(self, row: int, numbers: list[int]) -> torch.Tensor:
         """float32 [numbers]: scores of these segments of a row's request, the same on all ranks."""
-        assert self._scores is not None
+        assert self.scores is not None
         firsts = _sent(torch.tensor(numbers) * self._segment, self.table.device)
         slots = self._req_to_token[row, firsts] // self._segment
-        return self._over_ranks(self._scores.of(slots.long()))
+        return self._over_ranks(self.scores.of(slots.long()))
 
 
 def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:

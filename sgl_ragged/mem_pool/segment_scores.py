@@ -52,7 +52,7 @@ class SegmentScores:
         weights: float32 [layers, heads], what the score of each head counts; over all ranks a layer adds up to 1.
         means: per layer the mean values of its heads, float32 [heads, head_dim]; only `value_novelty` needs them.
 
-    `values`: float32 [layers, slots], on the store's device. A score is the mean over layers and the model's heads.
+    `values`: float32 [slots, layers], on the store's device. A score is the mean over layers and the model's heads.
     """
 
     def __init__(
@@ -66,17 +66,17 @@ class SegmentScores:
         layers, heads = store.layout.kept.shape
         even = torch.full((layers, heads), 1 / heads)
         self._weights = (even if weights is None else weights).to(store.slabs.device)
-        shape = (store.layout.num_layers, store.slabs.shape[0])
+        shape = (store.slabs.shape[0], store.layout.num_layers)
         self.values = torch.zeros(shape, dtype=torch.float32, device=store.slabs.device)
         store.watchers.append(self._sealed)
 
     def _sealed(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
-        for number in range(len(self.values)) if layer is None else [layer]:
+        for number in range(self.values.shape[1]) if layer is None else [layer]:
             rows = store.segment_rows(number, segments)
             keys, values = (store.from_cache(number, part, stored).float() for part, stored in enumerate(rows))
             means = None if self._means is None else self._means[number]
-            self.values[number, segments.slots.long()] = self._formula(keys, values, means) @ self._weights[number]
+            self.values[segments.slots.long(), number] = self._formula(keys, values, means) @ self._weights[number]
 
     def of(self, slots: torch.Tensor) -> torch.Tensor:
         """float32 [slots]: what lies in these slots, of this rank's heads; ranks' scores add up."""
-        return self.values[:, slots].mean(dim=0)
+        return self.values[slots].mean(dim=1)

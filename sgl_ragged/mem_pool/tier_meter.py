@@ -12,7 +12,7 @@ class TierMeter:
 
     Args:
         segment: tokens per segment.
-        row_bytes: bytes of a slab in the tier.
+        row_bytes: bytes of a segment in the tier.
     """
 
     def __init__(self, segment: int, row_bytes: int) -> None:

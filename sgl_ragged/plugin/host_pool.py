@@ -8,6 +8,8 @@ import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+from sgl_ragged.mem_pool.score_transfer import ScoreTransfer, score_bytes
+from sgl_ragged.mem_pool.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.slab_codec import SlabCodec
 from sgl_ragged.mem_pool.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.stored_page import FOOTER_BYTES, read_page, write_page
@@ -17,12 +19,13 @@ from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 class RaggedHostPool(HostKVCache):
     """Rows of slabs on the host: `kv_buffer` is uint8 [pages, codec.row_bytes].
 
-    SGLang hands out host indices per token, whole segments at a time; index i is in row i // segment.
+    SGLang hands out host indices per token, whole segments at a time; index i is in row i // segment. Where segments
+    leave bounded histories by a score, rows have the segments' scores beside them, `scores`.
 
     Args:
         pool: the device's pool.
         codec: how a slab lies in its row.
-        pages: rows, of which one is SGLang's padding.
+        pages: rows, of which one is SGLang's padding; each takes `tier_row_bytes`.
         layout: SGLang's name for a host layout; it decides how SGLang's controller hands over indices, no more.
         identity: names all that decides what rows hold (`stored_page`).
     """
@@ -32,11 +35,12 @@ class RaggedHostPool(HostKVCache):
         self.identity = identity
         self.storage_format_tag = f"ragged-{identity}"
         self.layer_num = self.target_layer_num = pool.sizes.layout.num_layers
+        self.row_bytes = tier_row_bytes(pool, codec)
         self._device_type = torch.device(pool.device).type
         super().__init__(
             dtype=torch.uint8,
             device_capacity_tokens=pool.size,
-            size_per_token=-(-codec.row_bytes // pool.page_size),
+            size_per_token=-(-self.row_bytes // pool.page_size),
             start_layer=pool.start_layer,
             end_layer=pool.end_layer,
             host_to_device_ratio=0,
@@ -52,7 +56,9 @@ class RaggedHostPool(HostKVCache):
             from sgl_ragged.attention.kernels.row_copy import copy_rows
 
             row_copy = copy_rows
-        self.transfer = SlabTransfer(codec, self.kv_buffer, row_copy)
+        self._slabs = SlabTransfer(codec, self.kv_buffer, row_copy)
+        known = segment_scores(pool)
+        self.scores = None if known is None else ScoreTransfer(known, self.page_num, row_copy)
 
     def get_size_per_token(self) -> int:
         return self.size_per_token
@@ -79,7 +85,10 @@ class RaggedHostPool(HostKVCache):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        self.transfer.back_up(device_pool.store.slabs, self.pages_of(device_indices), self.pages_of(host_indices))
+        slots, pages = self.pages_of(device_indices), self.pages_of(host_indices)
+        self._slabs.back_up(device_pool.store.slabs, slots, pages)
+        if self.scores is not None:
+            self.scores.back_up(slots, pages)
 
     def load_to_device_per_layer(
         self,
@@ -91,21 +100,44 @@ class RaggedHostPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        slots, pages = self.pages_of(device_indices), self.pages_of(host_indices)
-        self.transfer.restore(device_pool.store.slabs, slots, pages, layer_id)
+        self.restore(device_pool, self.pages_of(device_indices), self.pages_of(host_indices), layer_id)
+
+    def restore(self, device_pool: RaggedTokenToKVPool, slots: torch.Tensor, pages: torch.Tensor, layer: int) -> None:
+        """Read what a layer needs back into slots; to be called for all layers in order. Scores come with the first."""
+        if layer == 0 and self.scores is not None:
+            self.scores.restore(slots, pages)
+        self._slabs.restore(device_pool.store.slabs, slots, pages, layer)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        return write_page(self.kv_buffer[int(index) // self.page_size], self.identity)
+        """What is stored of a row: the slab, its segment's scores, if there are any, and the footer."""
+        page = int(index) // self.page_size
+        row = self.kv_buffer[page]
+        if self.scores is not None:
+            row = torch.cat([row, self.scores.page(page)])
+        return write_page(row, self.identity)
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return torch.empty(self.codec.row_bytes + FOOTER_BYTES, dtype=torch.uint8)
+        return torch.empty(self.row_bytes + FOOTER_BYTES, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
         """Raises ValueError for bytes that are not a whole page of this identity; the row is as it was."""
         row = read_page(data_page, self.identity)
-        if row is None:
+        if row is None or len(row) != self.row_bytes:
             raise ValueError("not a whole page of this model, profile and pool")
-        self.kv_buffer[int(index) // self.page_size].copy_(row)
+        page, slab = int(index) // self.page_size, self.codec.row_bytes
+        self.kv_buffer[page].copy_(row[:slab])
+        if self.scores is not None:
+            self.scores.page(page).copy_(row[slab:])
+
+
+def segment_scores(pool: RaggedTokenToKVPool) -> SegmentScores | None:
+    """The scores by which segments leave bounded histories, if they do so by a score."""
+    return None if pool.histories is None else pool.histories.scores
+
+
+def tier_row_bytes(pool: RaggedTokenToKVPool, codec: SlabCodec) -> int:
+    """Bytes that a segment takes on the host: its slab's row, and its scores."""
+    return codec.row_bytes + (0 if segment_scores(pool) is None else score_bytes(pool.sizes.layout.num_layers))
 
 
 DIRECT_LAYOUT = "page_first_direct"

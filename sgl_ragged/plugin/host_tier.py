@@ -24,7 +24,7 @@ from sgl_ragged.mem_pool.codecs import make_codec
 from sgl_ragged.mem_pool.restore_schedule import LOAD, Rate, StoragePays, recomputed_first
 from sgl_ragged.mem_pool.tier_meter import HOST, STORAGE, TierMeter
 from sgl_ragged.plan import TierPlan
-from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, KERNEL_LAYOUT, RaggedHostPool
+from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, KERNEL_LAYOUT, RaggedHostPool, tier_row_bytes
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.plugin.ranks import least_over_ranks
 from sgl_ragged.plugin.restoring import Restorer
@@ -227,14 +227,15 @@ def build_stack(
     codec = make_codec(tier.codec, layout, kvcache.dtype)
     codec.watch(kvcache.store)
     identity = tier.rank_identity(get_parallel().attn_tp_rank, kvcache.store.stored_as)
+    row_bytes = tier_row_bytes(kvcache, codec)
     host = RaggedHostPool(
         kvcache,
         codec,
-        host_pages(kvcache, codec.row_bytes, tier.sized),
+        host_pages(kvcache, row_bytes, tier.sized),
         DIRECT_LAYOUT if memory.hicache_io_backend == "direct" else KERNEL_LAYOUT,
         identity,
     )
-    kvcache.tier = Restorer(kvcache, host, TierMeter(kvcache.page_size, codec.row_bytes))
+    kvcache.tier = Restorer(kvcache, host, TierMeter(kvcache.page_size, row_bytes))
     layers = layout.num_layers
     group = HostPoolGroup(
         [
@@ -271,7 +272,7 @@ def build_stack(
     logger.info(
         "host tier: %d segments of %d bytes (codec %s), %d tokens; identity %s",
         host.page_num - 1,
-        codec.row_bytes,
+        row_bytes,
         codec.name,
         (host.page_num - 1) * kvcache.page_size,
         identity,

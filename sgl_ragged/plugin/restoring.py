@@ -50,8 +50,8 @@ class Restorer:
             "codec": host.codec.name,
             "identity": host.identity,
             "host_segments": pages,
-            "row_bytes": host.codec.row_bytes,
-            "host_bytes": pages * host.codec.row_bytes,
+            "row_bytes": host.row_bytes,
+            "host_bytes": pages * host.row_bytes,
         }
 
     def mark(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> None:
@@ -69,7 +69,7 @@ class Restorer:
         if self._rows:
             slots, rows = torch.tensor(list(self._rows)), torch.tensor(list(self._rows.values()))
             for layer in range(self.pool.layer_num):
-                self._host.transfer.restore(self.pool.store.slabs, slots, rows, layer)
+                self._host.restore(self.pool, slots, rows, layer)
             self._rows.clear()
 
     def _compute_prefix(self, worker: Any, batch: Any, index: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from sgl_ragged.attention.kernels.row_copy import BLOCK_WORDS, copy_rows
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.codecs import CODECS
+from sgl_ragged.mem_pool.score_transfer import ScoreTransfer
 from sgl_ragged.mem_pool.slab_transfer import SlabTransfer
 
 
@@ -47,3 +50,14 @@ def test_slabs_come_back_as_from_slab_by_slab_copies(dtype):
     assert torch.equal(rows, rows_at_once)
     assert (back == back_at_once).all()
     assert (back[4] == slabs[5]).all()
+
+
+def test_scores_come_back_as_from_plain_copies():
+    for row_copy in (None, copy_rows):
+        scores = SimpleNamespace(values=torch.randn((6, 3)))
+        was = scores.values.clone()
+        transfer = ScoreTransfer(scores, 4, row_copy)
+        transfer.back_up(torch.tensor([5, 2]), torch.tensor([1, 3]))
+        assert torch.equal(transfer.rows[[1, 3]], was[[5, 2]])
+        transfer.restore(torch.tensor([0, 4]), torch.tensor([3, 1]))
+        assert torch.equal(scores.values, was[[2, 1, 2, 3, 5, 5]])

@@ -17,6 +17,7 @@ from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile
 from tests.server import test_tensor_parallel as two_ranks
 from tests.server.client import flush, generate, generate_all, ragged_metrics
+from tests.server.test_host_tier import pages, wait_until
 from tests.server.test_tensor_parallel import models as models
 
 pytestmark = [
@@ -187,18 +188,50 @@ def test_ranks_drop_the_same(nursery, models, tmp_path, mode):
     np.testing.assert_allclose(found, oracle.logprobs(prompt + cold.tokens), atol=1e-4)
 
 
-def test_a_host_tier_holds_what_was_shared(folder, flags, nursery):
-    """By age: what comes back from the host is seen as if it had never left."""
+@pytest.mark.parametrize(
+    ("score", "restore"),
+    [
+        ("auto", "load"),
+        ("auto", "recompute"),
+        pytest.param("value_key_norm", "load", marks=pytest.mark.thorough),
+        pytest.param("recency", "load", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_host_tier_holds_what_was_shared(folder, flags, nursery, score, restore):
+    """What comes back from the host is seen as if it had never left, and leaves views as if it had not."""
     tier = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-write-policy", "write_through"]
-    device = ["--kv-bytes", "64MiB", "--max-total-tokens", str(4 * HISTORY), "--ragged-restore", "load"]
+    device = ["--kv-bytes", "64MiB", "--max-total-tokens", str(4 * HISTORY), "--ragged-restore", restore]
+    device += ["--ragged-history-score", score]
     prompt = document(400, 2 * HISTORY + 20)
     with nursery.serve(MODEL, *flags, *tier, *device, log=folder / "tier.log", env=STRICT) as server:
         cold = generate(server, prompt, 2 * SEGMENT)
         for seed in range(401, 409):
             generate(server, document(seed, HISTORY + 2), 1)
         warm = generate(server, prompt, 2 * SEGMENT)
+        generate(server, document(409, 20), 1)
+        came_back = ragged_metrics(server)
         log = server.log_text()
-    assert "segments leave by recency" in log
+    assert f"segments leave by {'value_novelty' if score == 'auto' else score}" in log
+    assert (cold.cached, warm.cached) == (0, HISTORY)
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    assert (came_back["restored_segments_total/recomputed"] > 0) == (restore == "recompute")
+    assert sum(came_back[f"restored_segments_total/{way}"] for way in ("host", "recomputed")) == LIMIT
+
+
+@pytest.mark.thorough
+def test_storage_holds_scores(folder, flags, nursery):
+    """A server that starts anew finds segments on disk, and what it drops is what the first one dropped."""
+    tier = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-write-policy", "write_through"]
+    tier += ["--hicache-storage-backend", "file", "--file-storage-path", str(folder / "pages")]
+    tier += ["--hicache-storage-prefetch-policy", "wait_complete", "--ragged-restore", "load"]
+    prompt, answers = document(400, 2 * HISTORY + 20), []
+    for turn in range(2):
+        with nursery.serve(MODEL, *flags, *tier, "--kv-bytes", "64MiB", log=folder / "disk.log", env=STRICT) as server:
+            answers.append(generate(server, prompt, 2 * SEGMENT))
+            if turn == 0:
+                wait_until(lambda: len(pages(folder / "pages")) == LIMIT)
+    cold, warm = answers
     assert (cold.cached, warm.cached) == (0, HISTORY)
     assert warm.tokens == cold.tokens
     np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
