@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profile import KEPT_WHOLE, ROLE, ROLES, STABILITY
 
 if TYPE_CHECKING:
     from sgl_ragged.profile import Profile
@@ -24,6 +25,9 @@ GUARD = 16
 
 SINKS = 4
 """The first SINKS tokens of the sequence are kept whatever their score."""
+
+LEAST_STABILITY = 1 / 64
+"""Stability that heads of none are counted with: one token of the sets of 64 that calibration compares."""
 
 
 def check_ratio(ratio: float) -> None:
@@ -50,13 +54,17 @@ def profile_kept(profile: Profile, ratio: float, segment: int) -> np.ndarray:
     """Budgets of a profile: int64 [num_layers, num_heads] tokens per segment.
 
     Method `coverage` hands out units to the steepest curves. Method `implied` takes mu + alpha * sigma (TANGRAM Eq. 5)
-    as weights and scales them to the ratio, or, with `fit="paper"`, applies Eq. 5 as written.
+    as weights and scales them to the ratio, or, with `fit="paper"`, applies Eq. 5 as written. Method `roles`: see
+    `roles_kept`.
 
     Raises:
-        RaggedConfigError: `fit="paper"` and a ratio other than the profile's, for which Eq. 5 has no answer.
+        RaggedConfigError: `fit="paper"` and a ratio other than the profile's, for which Eq. 5 has no answer, or a
+            ratio that the heads of method `roles` that are kept whole exceed.
     """
     if profile.coverage is not None:
         return coverage_kept(profile.coverage, ratio, segment, profile.scope)
+    if profile.method == "roles":
+        return roles_kept(profile.statistics[ROLE], profile.statistics[STABILITY], ratio, segment)
     weights = profile.mu.astype(np.float64) + profile.alpha * profile.sigma.astype(np.float64)
     if profile.fit == "exact":
         return fit_kept(weights, ratio, segment, profile.scope)
@@ -114,6 +122,44 @@ def coverage_kept(coverage: np.ndarray, ratio: float, segment: int, scope: str =
     curves = np.stack([np.interp(shares, known, np.concatenate([[0.0], curve])) for curve in flat])
     gains = np.stack([_never_rising(np.diff(curve)) for curve in curves])
     return _hand_out(gains.reshape(*coverage.shape[:2], top - 1), ratio, segment, scope)
+
+
+def roles_kept(role: np.ndarray, stability: np.ndarray, ratio: float, segment: int) -> np.ndarray:
+    """Everything for volatile heads and pivots, the rest in inverse proportion to stability: HeteroCache Eq. 7 and 8.
+
+    Eq. 8 is rounded to units and bounded by guard and segment as in `fit_kept`, over the model.
+
+    Args:
+        role: [num_layers, num_heads], places in `profile.ROLES`.
+        stability: float [num_layers, num_heads], in [0, 1].
+        ratio, segment: as in `fit_kept`, also for the returned array.
+
+    Raises:
+        RaggedConfigError: the ratio is less than `least_ratio`: rho * N < N_full in Eq. 7, guards included.
+    """
+    check_ratio(ratio)
+    check_segment(segment)
+    whole = kept_whole(role)
+    least = least_ratio(role, segment)
+    if ratio < least:
+        raise RaggedConfigError(
+            f"ratio {ratio} is too small for the profile's roles: {whole.sum()} of {whole.size} heads are pivots or "
+            f"volatile and keep everything, which takes a ratio of {np.ceil(1000 * least) / 1000:g} or more; calibrate "
+            f"with a lower --tau-stable for fewer of them"
+        )
+    weights = 1.0 / np.maximum(stability.astype(np.float64), LEAST_STABILITY)
+    # Beyond all others: they are filled to the segment before anybody else has a second unit.
+    return fit_kept(np.where(whole, segment / LEAST_STABILITY * 1e3, weights), ratio, segment)
+
+
+def kept_whole(role: np.ndarray) -> np.ndarray:
+    """bool [num_layers, num_heads]: heads that keep everything, of `role` as in `roles_kept`."""
+    return np.isin(role, [ROLES.index(name) for name in KEPT_WHOLE])
+
+
+def least_ratio(role: np.ndarray, segment: int) -> float:
+    """The smallest ratio at which `roles_kept` has an answer: all others keep their guard."""
+    return float(np.where(kept_whole(role), segment, GUARD).mean() / segment)
 
 
 def _never_rising(values: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from sgl_ragged.geometry import ModelGeometry
 FORMAT = "sgl_ragged.profile"
 FORMAT_VERSION = 2
 
-METHODS = ("implied", "coverage")
+METHODS = ("implied", "coverage", "roles")
 SCOPES = ("layer", "model")
 FITS = ("exact", "paper")
 
@@ -34,6 +34,27 @@ the best `ratio` of each segment's tokens cover on held-out samples, by the scor
 
 VALUE_MEAN = "value_mean"
 """The statistic that profiles of every scorer have: the mean value of each head, float32 [L, H, head_dim]."""
+
+STABILITY, SIMILARITY, OVERLAP, ROLE = "stability", "similarity", "overlap", "role"
+PIVOT_ORDER, WATCHED, DROPPED = "pivot_order", "watched", "dropped"
+HEAD_STATISTICS = (STABILITY, SIMILARITY, OVERLAP, ROLE, PIVOT_ORDER, WATCHED, DROPPED)
+"""Statistics about the roles of heads, float32, in the profiles that `calib run` makes for every scorer.
+
+stability, similarity [L, H] and overlap [L, H, H], between heads of a layer: HeteroCache Eq. 2, 3 and 1, in [0, 1].
+role [L, H]: places in ROLES.
+pivot_order [L, H]: 0, 1, .. for the heads that watch best, in the order of a greedy choice, -1 for others.
+watched [L, H, PIVOTS]: share of the attention to dropped tokens that each of these foresees, 0 if its layer is later.
+dropped [L, H]: that attention itself, the mean over windows of queries.
+"""
+
+ROLES = ("volatile", "anchor", "pivot", "satellite")
+"""Roles of heads (HeteroCache section 4.1), in the order of their numbers in statistic `role`."""
+
+KEPT_WHOLE = ("volatile", "pivot")
+"""Roles whose heads keep everything (HeteroCache section 4.2)."""
+
+PIVOTS = 8
+"""How many heads have a place in `pivot_order`, at most."""
 
 STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""
@@ -48,7 +69,7 @@ class Profile:
     tokens of a segment receive; method `coverage` only, from the `queries` that were looked at ("all" or "answers").
     `shares` [N, L, H]: the share of each sample, with its task in `tasks`. `held_out` [L, 5]: how well a scorer that
     was trained does on samples that it was not trained on, HELD_OUT. `statistics`: tensors [L, H, ...] that the scorer
-    needs at run time, [L, 1, ...] where heads share them; float16 ones stay so.
+    needs at run time, [L, 1, ...] where heads share them, and those that every profile has; float16 ones stay so.
 
     `ratio` is the kept share that mu was measured at; `scope` says whether it holds in each layer or over the model.
     `fit` and `alpha` say how mu and sigma become budgets (see `budgets.profile_kept`).
@@ -102,6 +123,8 @@ class Profile:
             raise RaggedConfigError(f"profile: shares {self.shares.shape} do not fit {len(self.tasks)} tasks")
         if self.held_out is not None and self.held_out.shape != (self.num_layers, len(HELD_OUT)):
             raise RaggedConfigError(f"profile: held_out {self.held_out.shape} must be [layers, {len(HELD_OUT)}]")
+        if self.method == "roles" and not {STABILITY, ROLE} <= set(self.statistics):
+            raise RaggedConfigError(f"profile: method 'roles' needs the statistics {STABILITY} and {ROLE}")
         for name, array in self.statistics.items():
             if array.shape[:2] not in (self.mu.shape, (self.num_layers, 1)):
                 raise RaggedConfigError(f"profile: statistic {name} {array.shape} must be [layers, heads or 1, ...]")
