@@ -19,6 +19,8 @@ from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.profile import VALUE_MEAN, Profile, load_profile
+from sgl_ragged.retrieval import Retrieval
+from sgl_ragged.roles import HeadRoles, head_roles, with_pivots
 
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
@@ -68,6 +70,7 @@ class ServingPlan:
     tier: what is kept below the device, if anything is.
     history: how much of its history a request sees, if that is bounded.
     value_mean: float32 [layers, heads, head_dim], mean values of the model's heads, if the profile has them.
+    retrieval: how what heads dropped is fetched again, if it is; roles: then, who watches for whom.
     """
 
     geometry: ModelGeometry
@@ -86,6 +89,8 @@ class ServingPlan:
     tier: TierPlan | None = None
     history: HistoryBound | None = None
     value_mean: np.ndarray | None = None
+    retrieval: Retrieval | None = None
+    roles: HeadRoles | None = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -93,12 +98,16 @@ class ServingPlan:
         settings = [self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv]
         if self.history is not None:
             settings += [self.history.limit, self.history.score, self.history.lag]
+        if self.retrieval is not None:
+            settings += self.retrieval.numbers
         state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
         arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]
         if self.placement is not None:
             arrays += [("heads", self.placement.heads), ("kept", self.placement.kept)]
         if self.history is not None and self.value_mean is not None:
             arrays.append((VALUE_MEAN, self.value_mean))
+        if self.roles is not None:
+            arrays += [("pivots", np.array(self.roles.pivots)), ("watched_by", self.roles.watched_by)]
         for name, array in arrays:
             state.update(json.dumps([name, array.shape]).encode())
             state.update(np.ascontiguousarray(array).tobytes())
@@ -138,6 +147,14 @@ class ServingPlan:
     def layouts(self) -> list[SlabLayout]:
         """Those of all ranks."""
         return [self.layout(rank) for rank in range(self.ranks)]
+
+    def overlay_bytes(self, itemsize: int, query_itemsize: int) -> int:
+        """Device bytes of a request's overlays, as `Retrieval.row_bytes` counts them; 0 without retrieval."""
+        if self.retrieval is None or self.roles is None:
+            return 0
+        satellites = sum(map(len, self.roles.satellites))
+        head_dim = self.geometry.head_dim
+        return self.retrieval.row_bytes(satellites, head_dim, self.q_per_kv, itemsize, query_itemsize)
 
     def head_weights(self, rank: int) -> np.ndarray:
         """float32 [layers, heads of the rank]: 1 / heads of the model, shared by the ranks that have the same head."""
@@ -217,16 +234,23 @@ def make_plan(
     scorer_weights: str | None,
     profile: str,
     kernel: str,
+    retrieval: Retrieval | None = None,
 ) -> ServingPlan:
     """Read the files that are named, and fit the budgets; heads are not placed yet.
 
     Raises:
-        RaggedConfigError: as `choose_budgets` and `scorers.statistics.scorer_statistics` do.
+        RaggedConfigError: as `choose_budgets`, `scorers.statistics.scorer_statistics`, `head_roles` and `with_pivots`
+            do.
     """
     from sgl_ragged.scorers import get_scorer
     from sgl_ragged.scorers.statistics import scorer_statistics
 
     chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=ratio, segment=segment)
+    kept, roles = chosen.kept, None
+    if retrieval is not None:
+        found = _profile_with_roles(chosen)
+        roles = head_roles(found, retrieval.pivots)
+        kept = with_pivots(lambda share: profile_kept(found, share, segment), roles, ratio, segment)
     statistics = scorer_statistics(
         get_scorer(scorer), chosen.profile, scorer_weights, geometry.num_layers, geometry.num_heads
     )
@@ -238,12 +262,23 @@ def make_plan(
         scorer=scorer,
         profile=profile,
         kernel=kernel,
-        kept=chosen.kept,
+        kept=kept,
         source=chosen.source,
         statistics=tuple({name: tensor.numpy() for name, tensor in layer.items()} for layer in statistics),
         shared=tuple(get_scorer(scorer).shared_statistics),
         value_mean=None if chosen.profile is None else chosen.profile.statistics.get(VALUE_MEAN),
+        retrieval=retrieval,
+        roles=roles,
     )
+
+
+def _profile_with_roles(chosen: BudgetChoice) -> Profile:
+    if chosen.profile is None:
+        raise RaggedConfigError(
+            "--ragged-reservoir needs to know which heads watch for which, and equal budgets come without: calibrate "
+            "(python -m calib run), or let --ragged-profile auto do it"
+        )
+    return chosen.profile
 
 
 def refuse_ranks(geometry: ModelGeometry, ranks: int, scorer: str) -> None:

@@ -30,6 +30,11 @@ class HeadRoles:
     pivots: tuple[tuple[int, int], ...]
     watched_by: np.ndarray
 
+    @property
+    def satellites(self) -> tuple[tuple[int, ...], ...]:
+        """Heads that somebody watches for, by layer."""
+        return tuple(tuple(int(head) for head in (own >= 0).nonzero()[0]) for own in self.watched_by)
+
 
 def head_roles(profile: Profile, count: int) -> HeadRoles:
     """The first `count` pivots of a profile; each other head has the one that foresees most of what the head drops.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.profile import VALUE_MEAN, Profile
+from sgl_ragged.profile import PIVOT_ORDER, VALUE_MEAN, WATCHED, Profile
 
 SIZES = dict(
     vocab_size=512,
@@ -60,11 +61,20 @@ def make_profile(
     segment: int = 256,
     seed: int = 0,
     mu: np.ndarray | None = None,
+    pivots: Sequence[tuple[int, int]] = (),
 ) -> Profile:
-    """A profile for `model` with strongly unequal head statistics, random unless `mu` is given, saved at `path`."""
+    """A profile for `model` with strongly unequal head statistics, random unless `mu` is given, saved at `path`.
+
+    pivots: layer and head of those that can watch, how well is random.
+    """
     geometry = ModelGeometry.from_config(AutoConfig.from_pretrained(model).to_dict(), model.name)
     shape = (geometry.num_layers, geometry.num_heads)
     rng = np.random.default_rng(seed)
+    order = np.full(shape, -1, np.float32)
+    watched = np.zeros((*shape, len(pivots)), np.float32)
+    for number, (layer, head) in enumerate(pivots):
+        order[layer, head] = number
+        watched[layer:, :, number] = np.random.default_rng([seed, number]).uniform(0.1, 1.0, watched[layer:].shape[:2])
     profile = Profile(
         mu=(rng.uniform(0.05, 1.0, shape) ** 2 if mu is None else mu).astype(np.float32),
         sigma=rng.uniform(0.0, 0.05, shape).astype(np.float32),
@@ -79,6 +89,7 @@ def make_profile(
         samples=0,
         statistics=MappingProxyType(
             {VALUE_MEAN: 0.1 * rng.normal(size=(*shape, geometry.head_dim)).astype(np.float32)}
+            | ({PIVOT_ORDER: order, WATCHED: watched} if pivots else {})
         ),
     )
     profile.save(path)

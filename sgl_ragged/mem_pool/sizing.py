@@ -41,7 +41,7 @@ def parse_bytes(text: str) -> int:
 class PoolSizes:
     """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
-    `side_bytes`: what the scorer keeps beside each row's tail, counted as part of the tails.
+    `side_bytes`: what is kept beside each row's tail, counted as part of the tails: by the scorer, and overlays.
     `window_pages`, `window_page_bytes`: the pool of the model's sliding-window layers, its padding page among them.
     """
 

@@ -56,6 +56,10 @@ class Observer(Protocol):
         ...
 
 
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Queries [tokens, heads, q_per_kv, d], keys and values [tokens, heads, d], and the scorer's sides."""
+
+
 class RaggedAttnBackend(AttentionBackend):
     """Attention over slabs and tails.
 
@@ -197,7 +201,7 @@ class RaggedAttnBackend(AttentionBackend):
             return self._windowed().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
-        output, heads = self._attend(self.operations.extend, q, k, v, layer, sinks)
+        output, heads = self._attend(self.operations.extend, q, k, v, layer, forward_batch, sinks)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
             queries, keys, values, sides = heads
@@ -221,7 +225,7 @@ class RaggedAttnBackend(AttentionBackend):
             return self._windowed().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
-        return self._attend(self.operations.decode, q, k, v, layer, sinks)[0]
+        return self._attend(self.operations.decode, q, k, v, layer, forward_batch, sinks)[0]
 
     def _windowed(self) -> AttentionBackend:
         assert self.windows is not None, "layers that are not in slabs are those with windows"
@@ -234,8 +238,9 @@ class RaggedAttnBackend(AttentionBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         layer: RadixAttention,
+        forward_batch: ForwardBatch,
         sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    ) -> tuple[torch.Tensor, Heads]:
         """The output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs.
 
         sinks: [query heads], the layer's learned sinks, or None.
@@ -256,10 +261,8 @@ class RaggedAttnBackend(AttentionBackend):
             output = self.exchange.weigh(number, output, lse)
         return (output if sinks is None else with_sinks(output, lse, sinks)).flatten(1), heads
 
-    def _heads(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries [tokens, heads, q_per_kv, d], keys and values [tokens, heads, d], and the scorer's sides."""
+    def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> Heads:
+        """What the model hands over, by heads."""
         heads, dim = layer.tp_k_head_num, layer.head_dim
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
         sides = None

@@ -118,6 +118,32 @@ class RaggedOptions:
         check=check_score,
         metavar="NAME",
     )
+    reservoir: int | None = _flag(
+        None,
+        "Host memory per rank, such as 8GiB, for what heads drop of segments: what attention comes back to is fetched "
+        "from there.",
+        shown="none, nothing is fetched",
+        type=lambda text: parse_bytes(str(text)),
+        metavar="N",
+    )
+    overlay: int | None = _flag(
+        None, "With --ragged-reservoir: tokens that a head can be given back at a time.", shown="64", type=int
+    )
+    pivots: int | None = _flag(
+        None,
+        "With --ragged-reservoir: heads that keep everything and watch what attention comes back to.",
+        shown="2",
+        type=int,
+    )
+    watch_interval: int | None = _flag(
+        None, "With --ragged-reservoir: tokens between two looks at what pivots attend to.", shown="8", type=int
+    )
+    drift: float | None = _flag(
+        None,
+        "With --ragged-reservoir: overlap with what was fetched last, below which is fetched anew.",
+        shown="0.5",
+        type=float,
+    )
     from_command_line: bool = False
     observer: Any = None
     plan: ServingPlan | None = field(default=None, compare=False)

@@ -13,6 +13,7 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer
 
 if TYPE_CHECKING:
+    from sgl_ragged.attention.retrieval import Retriever
     from sgl_ragged.mem_pool.histories import Histories
     from sgl_ragged.plugin.restoring import Restorer
 
@@ -22,7 +23,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
     read or write the wrong bytes, so those calls raise instead. `tier` brings segments back from below the
-    device, if there is such a tier (`host_tier`). `histories` says what requests see, where that is bounded.
+    device, if there is such a tier (`host_tier`). `histories` says what requests see, where that is bounded;
+    `retriever` fetches what heads dropped, where that is asked for.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self._query_dtype = query_dtype
         self.tier: Restorer | None = None
         self.histories: Histories | None = None
+        self.retriever: Retriever | None = None
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,

@@ -25,10 +25,12 @@ from sgl_ragged.plugin.model_support import (
 )
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
+from sgl_ragged.plugin.retrieval_plan import plan_retrieval, refuse_hybrid
 from sgl_ragged.plugin.seams import (
     BACKEND,
     BOUNDED_CACHE,
     DEAD_WORKER,
+    RETRIEVAL_CACHE,
     TIER_SEAMS,
     WINDOW_SEAMS,
     check_seams,
@@ -36,6 +38,7 @@ from sgl_ragged.plugin.seams import (
     seams_for,
 )
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
+from sgl_ragged.retrieval import Retrieval
 
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
@@ -63,7 +66,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     refuse_environment()
     refuse_flags(server_args, options)
     _hook_launcher()
-    bound = plan_history(server_args, options)
+    bound, retrieval = plan_history(server_args, options), plan_retrieval(server_args, options)
+    tree = RETRIEVAL_CACHE if retrieval is not None else BOUNDED_CACHE if bound is not None else None
     sized = bool(server_args.hicache_ratio or server_args.hicache_size)
     # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
     declare_resolution(
@@ -73,7 +77,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         attention_backend=BACKEND,
         cuda_graph_backend_prefill=DISABLED,
         **({} if options.kernel in CAPTURED_KERNELS else {"cuda_graph_backend_decode": DISABLED}),
-        **({} if bound is None else {"radix_cache_backend": BOUNDED_CACHE}),
+        **({} if tree is None else {"radix_cache_backend": tree}),
     )
     original(server_args)
     view = resolving_view(server_args)
@@ -99,7 +103,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    plan = with_history(_decide(options, view, model_config, kernel), bound)
+    plan = with_history(_decide(options, view, model_config, kernel, retrieval), bound)
     if view.enable_hierarchical_cache:
         plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized, kv_dtype))
     setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))
@@ -155,12 +159,15 @@ def _hybrid_config(server_args: Any, kernel: str) -> Any:
     return model_config
 
 
-def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -> ServingPlan:
+def _decide(
+    options: RaggedOptions, view: Any, model_config: Any, kernel: str, retrieval: Retrieval | None
+) -> ServingPlan:
     """The plan that all ranks follow; calibrates the model first where it has no profile yet."""
     from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
     from sgl_ragged.plugin.placing import place_heads
 
     geometry = model_geometry(model_config)
+    refuse_hybrid(retrieval, geometry.windowed is not None)
     scorer, profile = settle_profile(options, view, geometry)
     refuse_ranks(geometry, view.tp_size, scorer)
     refuse_positions(model_config.hf_text_config, scorer)
@@ -176,6 +183,7 @@ def _decide(options: RaggedOptions, view: Any, model_config: Any, kernel: str) -
         scorer_weights=options.scorer_weights,
         profile=profile,
         kernel=kernel,
+        retrieval=retrieval,
     )
     return place_heads(plan, options, view, model_config)
 

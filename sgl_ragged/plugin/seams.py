@@ -22,6 +22,9 @@ BACKEND = "ragged"
 BOUNDED_CACHE = "ragged_bounded"
 """Name of the radix cache for bounded histories in SGLang's registry."""
 
+RETRIEVAL_CACHE = "ragged_retrieval"
+"""Name of the radix cache of servers that retrieve."""
+
 SERVED = ("0.5.22", "0.5.23")
 """The releases of SGLang that real servers are tested with; pyproject.toml asks for these and their post releases.
 
@@ -169,6 +172,20 @@ HISTORY_SEAMS = (
 )
 """What bounded histories need beside the rest."""
 
+_PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+
+RETRIEVAL_SEAMS = (
+    Seam(f"{_BATCH}.prepare_for_extend", ("self",), "begin_prefill"),
+    Seam(f"{_PAGED}._release_page_ids", ("self", "page_ids"), "forget_pages"),
+    Seam(f"{_PAGED}.clear", ("self",), "forget_all_pages"),
+    Seam("sglang.srt.mem_cache.registry.register_radix_cache_backend", ("name", "factory")),
+    Seam("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
+    Seam(f"{_TREE}.swa_reprefill_tail_tokens", ("self", "req")),
+    Seam(f"{_TREE}.checkpoint", ("self", "req", "up_to", "kwargs")),
+    Seam(f"{_TREE}.on_release", ("self", "req", "checkpointed")),
+)
+"""What retrieval needs beside the rest."""
+
 
 def resolve(target: str) -> object | None:
     """The object at a dotted path, or None; the function itself where it is a class method."""
@@ -191,6 +208,7 @@ def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
         (WINDOW_SEAMS, plan.geometry.windowed is not None),
         (TIER_SEAMS, plan.tier is not None),
         (HISTORY_SEAMS, plan.history is not None),
+        (RETRIEVAL_SEAMS, plan.retrieval is not None),
     )
     return sum((seams for seams, needed in further if needed), RAGGED_SEAMS)
 
@@ -263,3 +281,9 @@ def install(options: RaggedOptions) -> None:
         from sgl_ragged.plugin.bounded_cache import bounded_cache
 
         register_radix_cache_backend(BOUNDED_CACHE, bounded_cache)
+    if options.plan is not None and options.plan.retrieval is not None:
+        from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+        from sgl_ragged.plugin.retrieval_cache import retrieval_cache
+
+        register_radix_cache_backend(RETRIEVAL_CACHE, retrieval_cache)

@@ -103,6 +103,30 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     )
 
 
+def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any:
+    """Tells the retriever how long the prompts are whose chunks are about to be prefilled."""
+    from sgl_ragged.plugin.window_pool import slab_pool
+
+    prepared = original(batch)
+    retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).retriever
+    for req in batch.reqs:
+        retriever.begin(req.rid, req.kv.req_pool_idx, len(req.full_untruncated_fill_ids))
+    return prepared
+
+
+def forget_pages(options: RaggedOptions, original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
+    """What a page's segment dropped leaves the reservoir with it."""
+    for pages in page_ids:
+        allocator.get_kvcache().retriever.reservoir.forget(pages)
+    return original(allocator, *page_ids)
+
+
+def forget_all_pages(options: RaggedOptions, original: Callable, allocator: Any) -> Any:
+    """The same, where all pages are freed at once."""
+    allocator.get_kvcache().retriever.reservoir.clear()
+    return original(allocator)
+
+
 def place_weights(options: RaggedOptions, original: Callable, model: Any, weights: Any, target_device: Any) -> None:
     """Load a checkpoint with its attention heads in the order of the placement."""
     plan = serving_plan(options)
@@ -164,6 +188,11 @@ def build_pool(
         device=configurator.device,
         layer_numbers=geometry.layer_numbers,
     )
+    if serving.retrieval is not None:
+        from sgl_ragged.attention.retrieval import Retriever
+
+        assert serving.roles is not None, "the launcher has decided both"
+        pool.retriever = Retriever(pool.store, serving.retrieval, serving.roles, req_to_token_pool.req_to_token)
     if serving.history is not None:
         pool.histories = _histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
     if geometry.windowed is not None:
@@ -254,6 +283,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     from sgl_ragged.attention.kernel_choice import make_operations
     from sgl_ragged.mem_pool.kv_dtype import describe_scales
     from sgl_ragged.plugin.backend import RaggedAttnBackend
+    from sgl_ragged.plugin.retrieving import RetrievingBackend
 
     plan = serving_plan(options)
     if plan.placement is not None and not hasattr(model_runner.model, "_derived_weight_cache_error"):
@@ -264,7 +294,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
         model_runner.model._derived_weight_cache_error = TIER_HOLDS_WEIGHTS
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     logger.info("ragged attention kernels: %s", plan.kernel)
-    backend = RaggedAttnBackend(
+    backend = (RaggedAttnBackend if plan.retrieval is None else RetrievingBackend)(
         model_runner,
         functools.partial(make_operations, plan.kernel),
         observer,
@@ -287,11 +317,13 @@ def _exchange(plan: ServingPlan, device: str) -> LseExchange | None:
 
 
 def _side_bytes(plan: ServingPlan, layout: SlabLayout, configurator: Any) -> int:
-    """Bytes per request row that the scorer keeps beside the tail."""
+    """Bytes per request row beside the tail: what the scorer keeps, and overlays."""
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    return side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, _query_dtype(configurator))
+    queries = _query_dtype(configurator)
+    scored = side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, queries)
+    return scored + plan.overlay_bytes(configurator.kv_cache_dtype.itemsize, queries.itemsize)
 
 
 def _query_dtype(configurator: Any) -> torch.dtype:

@@ -1,0 +1,85 @@
+"""Overlays: rows fetched for a running request, which some of its heads attend to beside their slabs and tail."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_ragged.attention.merge import merge_states
+
+
+class Overlays:
+    """One overlay for every row of SGLang's request table and satellite head, in memory that stays where it is.
+
+    `rows`: [num_rows, satellites, most, 2 * head_dim], keys then values as the cache holds them. `counts`: int32
+    [num_rows, satellites], how many of them count; row 0, SGLang's padding row, has none.
+    """
+
+    def __init__(
+        self, num_rows: int, satellites: int, most: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # Zeros: what a mask hides must be finite.
+        self.rows = torch.zeros((num_rows, satellites, most, 2 * head_dim), dtype=dtype, device=device)
+        self.counts = torch.zeros((num_rows, satellites), dtype=torch.int32, device=device)
+
+    @property
+    def most(self) -> int:
+        return self.rows.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.counts.nbytes
+
+    def install(self, row: int, satellites: torch.Tensor | slice, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        """Replace the overlays of some satellites of a row; tensors on the host, as `Reservoir.gather` gives them."""
+        device = self.rows.device
+        self.rows[row, satellites] = rows.to(device, non_blocking=True)
+        self.counts[row, satellites] = counts.to(device, non_blocking=True)
+
+    def clear(self, row: int) -> None:
+        """A row's request sees nothing that was fetched."""
+        self.counts[row] = 0
+
+
+def attend_overlay(
+    queries: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to overlays alone, in float32.
+
+    Args:
+        queries: [batch, heads, queries, head_dim].
+        rows: [batch, heads, most, 2 * head_dim]. counts: integers [batch, heads], how many of them count.
+        scale: what products of queries and keys are multiplied by.
+
+    Returns:
+        Outputs like `queries`, 0 where nothing counts, and their log-sum-exps [batch, heads, queries].
+    """
+    keys, values = rows.float().chunk(2, dim=-1)
+    logits = queries.float() @ keys.transpose(2, 3) * scale
+    beyond = torch.arange(rows.shape[2], device=rows.device) >= counts[:, :, None]
+    logits = logits.masked_fill(beyond[:, :, None], -torch.inf)
+    lse = logits.logsumexp(dim=-1)
+    weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return weights @ values, lse
+
+
+def add_overlay(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    heads: torch.Tensor,
+    attended: torch.Tensor,
+    log_sums: torch.Tensor,
+    value_scale: float | None,
+) -> None:
+    """Merge attention to overlays into attention to everything else, in place.
+
+    Args:
+        output: [tokens, heads, q_per_kv, head_dim]. lse: float32 [tokens, heads, q_per_kv].
+        heads: int64 [satellites], which of the heads.
+        attended, log_sums: [tokens, satellites, q_per_kv, head_dim], [tokens, satellites, q_per_kv].
+        value_scale: what means of stored values are multiplied by; None where values are stored as they are.
+    """
+    if value_scale is not None:
+        attended = attended * value_scale
+    merged, sums = merge_states(output[:, heads], lse[:, heads], attended, log_sums)
+    output[:, heads] = merged.to(output.dtype)
+    lse[:, heads] = sums

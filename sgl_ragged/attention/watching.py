@@ -1,0 +1,51 @@
+"""What a pivot head attends to: the tokens of its history that its satellites may lack, and when that has changed."""
+
+from __future__ import annotations
+
+import torch
+
+SPREAD, DECAY = 4, 0.5
+"""Tokens behind an attended one that count as attended, too, each DECAY times as much as the one before: what is read
+next often follows what is read now."""
+
+
+def attended(queries: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """float32 [queries, tokens]: the largest attention of a pivot's query heads to each token of its history.
+
+    Args:
+        queries: [queries, q_per_kv, head_dim]. lse: float32 [queries, q_per_kv], of all that they attended to.
+        keys: [tokens, head_dim], as the cache holds them. scale: what products are multiplied by.
+    """
+    logits = torch.einsum("qgd,td->qgt", queries.float(), keys.float()) * scale
+    return (logits - lse[..., None]).exp().amax(dim=1)
+
+
+def spread(weights: torch.Tensor) -> torch.Tensor:
+    """Weights of tokens [..., tokens], with a share of them passed on to the tokens behind. A new tensor."""
+    found = weights.clone()
+    for distance in range(1, min(SPREAD, weights.shape[-1] - 1) + 1):
+        passed = weights[..., :-distance] * DECAY**distance
+        found[..., distance:] = torch.maximum(found[..., distance:], passed)
+    return found
+
+
+def candidates(weights: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [at most count], best first: tokens to fetch for what queries attend to, float [queries, tokens]."""
+    together = spread(weights.amax(dim=0))
+    return together.topk(min(count, len(together))).indices
+
+
+def top_tokens(weights: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [queries, at most count]: what each query attends to most, from float [queries, tokens]."""
+    return weights.topk(min(count, weights.shape[-1]), dim=-1).indices
+
+
+def median_overlap(tops: torch.Tensor, base: torch.Tensor) -> float:
+    """Median over queries of the share of their top tokens that is in a set (HeteroCache, Eq. 9 and 10).
+
+    Args:
+        tops: int64 [queries, k]. base: int64 [k], the set of what was fetched for last.
+    """
+    if not tops.numel():
+        return 1.0
+    return float(torch.isin(tops, base).float().mean(dim=1).median())

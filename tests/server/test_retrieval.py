@@ -1,0 +1,109 @@
+"""--ragged-reservoir on a real server: against the oracle, hit against miss, and what the tree takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.demo import MODEL
+from benchmarks.recall import task
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.plugin.seams import installed_release
+from sgl_ragged.retrieval import DELAY, WINDOW, Retrieval
+from sgl_ragged.roles import head_roles, with_pivots
+from tests.models import make_profile
+from tests.retrieval_oracle import RetrievalOracle
+from tests.server.client import flush, generate, generate_all
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23"),
+]
+
+SEGMENT, RATIO = 64, 0.3
+SETTINGS = Retrieval(reservoir_bytes=64 << 20, overlay=24, pivots=2, interval=8, drift=0.5)
+PIVOTS = ((1, 3), (2, 6))
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+
+
+def document(seed: int, length: int) -> list[int]:
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("retrieval")
+
+
+@pytest.fixture(scope="module")
+def profile(folder):
+    return make_profile(MODEL, folder / "profile.safetensors", segment=SEGMENT, pivots=PIVOTS)
+
+
+@pytest.fixture(scope="module")
+def flags(folder, profile):
+    return [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "6", "--enable-metrics"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(folder / "profile.safetensors"), "--kv-bytes", "64MiB"),
+        *("--ragged-reservoir", str(SETTINGS.reservoir_bytes), "--ragged-overlay", str(SETTINGS.overlay)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(folder, flags, nursery):
+    with nursery.serve(MODEL, *flags, log=folder / "server.log", env=STRICT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def oracle(profile):
+    roles = head_roles(profile, SETTINGS.pivots)
+    kept = with_pivots(lambda ratio: profile_kept(profile, ratio, SEGMENT), roles, RATIO, SEGMENT)
+    given = dict(pivots=roles.pivots, watched_by=roles.watched_by, settings=SETTINGS)
+    return RetrievalOracle(str(MODEL), kept, SEGMENT, "keydiff", **given)
+
+
+def test_server_agrees_with_the_oracle(server, oracle):
+    """Log-probabilities at every position of a prompt and of what is decoded behind it."""
+    prompt = document(100, 5 * SEGMENT + 20)
+    answer = generate(server, prompt, 60, logprobs_from=0)
+    found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
+    expected = oracle.logprobs_behind(prompt, answer.tokens)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert oracle.fetches
+    # What was fetched matters, in the window and behind it.
+    oracle.settings = Retrieval(**(vars(SETTINGS) | {"overlay": 1, "drift": 0.0}))
+    other = np.abs(found - oracle.logprobs_behind(prompt, answer.tokens))
+    oracle.settings = SETTINGS
+    assert other[: len(prompt) - WINDOW - 1].max() < 1e-4
+    assert other[len(prompt) - WINDOW : len(prompt) - 1].max() > 0.1
+    assert other[len(prompt) + SETTINGS.interval + DELAY :].max() > 5e-3
+
+
+def test_a_hit_equals_a_miss(server):
+    """What was decoded under an overlay is not shared; what was prefilled before it is."""
+    flush(server)
+    prompt = document(101, 4 * SEGMENT + 10)
+    cold = generate(server, prompt, 80)
+    warm = generate(server, prompt, 80)
+    assert (cold.cached, warm.cached) == (0, (len(prompt) - WINDOW) // SEGMENT * SEGMENT)
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    longer = prompt + cold.tokens
+    second = generate(server, longer, 30)
+    assert second.cached == (len(prompt) - WINDOW) // SEGMENT * SEGMENT
+    flush(server)
+    np.testing.assert_allclose(second.output_logprobs, generate(server, longer, 30).output_logprobs, atol=1e-4)
+
+
+def test_a_batch_changes_nothing(server):
+    prompts = [document(200 + number, 3 * SEGMENT + 40 * number) for number in range(4)]
+    alone = []
+    for prompt in prompts:
+        flush(server)
+        alone.append(generate(server, prompt, 60))
+    flush(server)
+    for one, other in zip(generate_all(server, prompts, 60), alone, strict=True):
+        assert one.tokens == other.tokens
+        np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
