@@ -1,4 +1,4 @@
-"""From recordings to profiles: the methods `implied` and `coverage`."""
+"""From recordings to profiles: the methods `implied`, `coverage` and `roles`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from calib.coverage import coverage_curves
 from calib.implied import implied_counts
 from calib.measure import Settings
-from sgl_ragged.budgets import coverage_kept
-from sgl_ragged.profile import Profile
+from calib.roles import compare_heads
+from sgl_ragged.budgets import coverage_kept, roles_kept
+from sgl_ragged.profile import ROLE, STABILITY, Profile
 
 
 def derive_profile(
@@ -37,19 +38,29 @@ def derive_profile(
         gets from the non-uniform top-k at `ratio` (TANGRAM Eq. 3 and section 4.1).
     coverage: the curves are the mean over segments and samples of the peak attention that the head's best tokens
         cover; mu and sigma are taken over samples, of the shares that each sample's own curves would be given.
+    roles: the heads' roles and stability are among the statistics (HeteroCache Eq. 7 and 8); mu and sigma are taken
+        over samples, of the shares that each sample's own stability would give in the same roles.
 
     Args:
         recordings: what `measure` returns, one per sample.
         tasks: one per sample.
         queries: "all" or "answers", whose attention the curves cover; method coverage only.
-        statistics: tensors [layers, heads, ...] that go into the profile if the scorer needs them.
+        statistics: tensors [layers, heads, ...] that go into the profile.
         held_out: of a scorer that was trained, as in `Profile`.
+
+    Raises:
+        RaggedConfigError: method roles, and the heads that keep everything take more than the ratio.
     """
     if method == "implied":
         counts = [implied_counts(r[f"{scorer}.scores"], ratio, scope).numpy() / settings.segment for r in recordings]
         every = np.concatenate(counts)
         mu, sigma, coverage = every.mean(0), every.std(0), None
         shares = np.stack([sample.mean(0) for sample in counts])
+    elif method == "roles":
+        role, mean = statistics[ROLE].numpy(), statistics[STABILITY].numpy()
+        stability = [mean if kinship is None else kinship.stability for kinship in map(compare_heads, recordings)]
+        shares = np.stack([roles_kept(role, one, ratio, settings.segment) for one in stability]) / settings.segment
+        mu, sigma, coverage = shares.mean(0), shares.std(0), None
     else:
         curves = [
             coverage_curves(r[f"{scorer}.scores"], r[f"peaks.{queries}"]).numpy().astype(np.float64) for r in recordings

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from calib.attended import STARTS, TOKENS, TOP, WEIGHTS, most_attended
 from calib.query_moments import Rope, before_rope, rope_of
 from sgl_ragged.attention.view import ExtendView
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -20,6 +21,9 @@ from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
 
 ANSWERS = "answers.json"
 """Beside the recording: [[start, stop], ..], the tokens of the current sample that the model would generate."""
+
+WINDOWS = "windows.json"
+"""Beside the recording: [start, ..], first queries of the windows of the current sample to record, ascending."""
 
 MOMENTS = ("query_mean", "query_covariance")
 """Sums over queries before RoPE."""
@@ -45,7 +49,8 @@ class Recorder:
         X.scores: float32 [n, layers, heads, S], for each X of `scorers`;
         peaks.all: float32 [layers, heads, n * S], the largest attention that a query of a later segment pays to the
             token, over the group's query heads;
-        peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any.
+        peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any;
+        what heads attend to in the windows of WINDOWS: STARTS, TOKENS, WEIGHTS of `calib.attended`.
     With `reads_hidden_states` that of rank 0 also holds HIDDEN_STATES: float16 [layers, n * S, hidden size], what
     entered the attention layers.
     With `moments` it holds, instead of all that, sums over all queries before RoPE: query_mean [layers, heads,
@@ -91,7 +96,8 @@ class Recorder:
         """Record one layer of a chunk; writes the file after the last layer."""
         (prefix,), (length,) = batch.prefixes, batch.lengths
         if prefix == 0 and layer == 0:
-            self._state.reset(store, self, _answer_queries(Path(self.folder) / ANSWERS))
+            folder = Path(self.folder)
+            self._state.reset(store, self, _answer_queries(folder / ANSWERS), _windows(folder / WINDOWS))
         if length == 0:
             return
         if self.moments:
@@ -124,12 +130,16 @@ def _answer_queries(path: Path) -> torch.Tensor:
     return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
 
 
+def _windows(path: Path) -> list[int]:
+    return json.loads(path.read_text()) if path.is_file() else []
+
+
 class _Sequence:
     """The state of the current sequence, and the model's rotary embedding."""
 
     rope: Rope
 
-    def reset(self, store: SlabStore, recorder: Recorder, answer_queries: torch.Tensor) -> None:
+    def reset(self, store: SlabStore, recorder: Recorder, answer_queries: torch.Tensor, windows: list[int]) -> None:
         layers = store.layout.num_layers
         self.segment, self.length = store.layout.segment, 0
         self.scorers: dict[str, Scorer] = {name: get_scorer(name) for name in recorder.scorers}
@@ -143,6 +153,12 @@ class _Sequence:
         ]
         self.answer_queries = answer_queries.to(device)
         self.kinds = ("all", "answers") if len(answer_queries) else ("all",)
+        self.windows = windows
+        # Per layer, TOKENS and WEIGHTS [heads, windows, TOP] of the windows so far, segment by segment.
+        none = torch.empty((store.layout.num_heads, 0, TOP), device=device)
+        self.attended: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
+            [(none.int(), none.half())] for _ in range(layers)
+        ]
         self.peaks: list[torch.Tensor] = [torch.empty(0)] * layers
         # Per scorer and layer, scores [segments, heads, S] of the finished segments, chunk by chunk.
         self.scores: dict[str, list[list[torch.Tensor]]] = {n: [[] for _ in range(layers)] for n in self.scorers}
@@ -166,7 +182,7 @@ class _Sequence:
                 "the recorder needs chunks that start on a segment border; do not decode while recording"
             )
         self.length = prefix + length
-        self._add_peaks(store, layer, queries, keys, view)
+        self._add_attention(store, layer, queries, keys, view)
         self.values[layer] = self.values[layer] + values[:length].double().sum(dim=0).cpu()
         finished = length // self.segment
         if finished == 0:
@@ -186,10 +202,13 @@ class _Sequence:
             data = SegmentData(segments(keys), segments(values), asked, gates, store.scales[layer], statistics, numbers)
             self.scores[name][layer].append(scorer.score(data))
 
-    def _add_peaks(
+    def _add_attention(
         self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, view: ExtendView
     ) -> None:
-        """Raise the peak attention [kinds, heads, tokens] of every earlier segment's tokens by this chunk's queries."""
+        """Raise the peak attention [kinds, heads, tokens] of every earlier segment's tokens by this chunk's queries.
+
+        And what this chunk's windows attend to, which needs the same attention.
+        """
         (prefix,), (length,) = view.prefixes, view.lengths
         heads, device = keys.shape[1], keys.device
         everything = keys.transpose(0, 1)
@@ -217,6 +236,9 @@ class _Sequence:
             answering = torch.isin(positions, self.answer_queries)
             if answering.any():
                 peaks[1, :, :past] = torch.maximum(peaks[1, :, :past], weights[:, answering].amax(dim=1))
+            windows = [first - past for first in self.windows if past <= first < seen]
+            if windows:
+                self.attended[layer].append(most_attended(weights, windows))
         self.peaks[layer] = peaks
 
     def results(self) -> dict[str, torch.Tensor]:
@@ -229,6 +251,10 @@ class _Sequence:
         for name, layers in self.scores.items():
             scores = torch.stack([torch.cat(parts)[:count] for parts in layers], dim=1)
             tensors[f"{name}.scores"] = scores.float().cpu().contiguous()
+        tensors[STARTS] = torch.tensor([first for first in self.windows if first < self.length], dtype=torch.int64)
+        for place, name in enumerate((TOKENS, WEIGHTS)):
+            layers = [torch.cat([part[place] for part in parts], dim=1) for parts in self.attended]
+            tensors[name] = torch.stack(layers).cpu()
         if self.hidden_states[0]:
             tensors[HIDDEN_STATES] = torch.stack([torch.cat(p)[: count * self.segment] for p in self.hidden_states])
         return tensors

@@ -17,6 +17,7 @@ from calib.derive import derive_profile
 from calib.gate import train_gates
 from calib.inspect import print_stability
 from calib.measure import Settings, calibrated_statistics, measure, passes, value_mean
+from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
 from sgl_ragged.budgets import check_ratio, check_segment, profile_kept, uniform_kept
@@ -27,7 +28,7 @@ from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.profile import FITS, METHODS, SCOPES, VALUE_MEAN
 from sgl_ragged.scorers import get_scorer, scorer_names
 
-DEFAULT_SCOPE = {"coverage": "model", "implied": "layer"}
+DEFAULT_SCOPE = {"coverage": "model", "implied": "layer", "roles": "model"}
 
 
 def add_parser(commands: Any) -> None:
@@ -44,7 +45,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--scorer-weights", metavar="FILE", help="gate weights of scorers that have them")
     parser.add_argument("--ratio", type=float, default=0.3, help="kept / full KV bytes to calibrate at [0.3]")
     parser.add_argument("--method", choices=METHODS, default="coverage", help="[coverage]")
-    parser.add_argument("--scope", choices=SCOPES, help="where heads compete [coverage: model, implied: layer]")
+    parser.add_argument("--scope", choices=SCOPES, help="where heads compete [implied: layer, others: model]")
     parser.add_argument(
         "--queries",
         choices=("answers", "all"),
@@ -52,6 +53,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--alpha", type=float, help="safety margin of method implied, in standard deviations [2]")
     parser.add_argument("--fit", choices=FITS, default="exact", help="scale to the ratio, or Eq. 5 as written [exact]")
+    parser.add_argument(
+        "--tau-stable", type=float, default=TAU_STABLE, metavar="TAU", help=f"stability of anchors [{TAU_STABLE}]"
+    )
+    parser.add_argument(
+        "--tau-sim", type=float, default=TAU_SIM, metavar="TAU", help=f"overlap of similar heads [{TAU_SIM}]"
+    )
     parser.add_argument("--segment", type=int, default=256, help="tokens per segment; serve with the same [256]")
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"how many samples [{SAMPLES}]")
     parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help=".jsonl or text [built in]")
@@ -115,6 +122,7 @@ def run(options: argparse.Namespace) -> None:
     reports = []
     for scorer in options.scorer:
         wanted = (VALUE_MEAN, *get_scorer(scorer).statistics)
+        of_heads = head_statistics(recordings, scorer, queries, options.tau_stable, options.tau_sim)
         profile = derive_profile(
             recordings,
             [sample.task for sample in samples],
@@ -127,7 +135,7 @@ def run(options: argparse.Namespace) -> None:
             alpha=_alpha(options),
             fit=options.fit,
             head_dim=geometry.head_dim,
-            statistics={name: statistics[name] for name in wanted if name in statistics},
+            statistics={name: statistics[name] for name in wanted if name in statistics} | of_heads,
             held_out=held_out if get_scorer(scorer).trained else None,
         )
         path = Path(options.output.replace("{scorer}", scorer))
@@ -150,7 +158,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(reports, indent=2))
     else:
-        print(f"recordings are kept in {work} for another --method, --ratio, --scope or --alpha; delete them when done")
+        print(f"recordings are kept in {work} for another --method, --ratio, --scope, ..; delete them when done")
 
 
 def _queries(options: argparse.Namespace, samples: list[TokenizedSample]) -> str:
@@ -165,8 +173,8 @@ def _queries(options: argparse.Namespace, samples: list[TokenizedSample]) -> str
 
 
 def _alpha(options: argparse.Namespace) -> float:
-    """Safety margin; coverage has none."""
-    if options.method == "coverage":
+    """Safety margin; methods other than implied have none."""
+    if options.method != "implied":
         return 0.0
     return 2.0 if options.alpha is None else options.alpha
 
@@ -176,10 +184,15 @@ def _check(options: argparse.Namespace) -> None:
     check_segment(options.segment)
     if options.samples < 2:
         raise RaggedConfigError(f"--samples {options.samples}: at least 2 are needed for a standard deviation")
-    if options.method == "coverage" and (options.alpha is not None or options.fit == "paper"):
-        raise RaggedConfigError("--alpha and --fit paper belong to --method implied: coverage has no Eq. 5")
-    if options.method == "implied" and options.queries is not None:
-        raise RaggedConfigError("--queries belongs to --method coverage: implied budgets look at scores alone")
+    if options.method != "implied" and (options.alpha is not None or options.fit == "paper"):
+        raise RaggedConfigError(f"--alpha and --fit paper belong to --method implied: {options.method} has no Eq. 5")
+    if options.method != "coverage" and options.queries is not None:
+        raise RaggedConfigError(f"--queries belongs to --method coverage: budgets of {options.method} do not use them")
+    if options.method == "roles" and options.scope == "layer":
+        raise RaggedConfigError("--scope layer does not go with --method roles, whose Eq. 7 is over the model")
+    for flag, value in (("--tau-stable", options.tau_stable), ("--tau-sim", options.tau_sim)):
+        if not 0 <= value <= 1:
+            raise RaggedConfigError(f"{flag} {value} is outside [0, 1]: it is a share of the tokens attended to most")
     if len(set(options.scorer)) > 1 and "{scorer}" not in options.output:
         raise RaggedConfigError(
             "with several scorers the name in -o must contain {scorer}, such as {scorer}.safetensors"

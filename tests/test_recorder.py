@@ -15,12 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import MODEL
 from benchmarks.recall.task import VOCABULARY
+from calib.attended import (
+    MOST_WINDOWS,
+    STARTS,
+    TOKENS,
+    TOP,
+    WEIGHTS,
+    WINDOW,
+    choose_windows,
+)
 from calib.coverage import coverage_curves
 from calib.derive import derive_profile
 from calib.implied import implied_counts
 from calib.measure import Settings, join_ranks, measure, value_mean
 from calib.query_moments import before_rope, rope_of
-from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, Recorder, recording_file
+from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, WINDOWS, Recorder, recording_file
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import extend_view
@@ -138,6 +147,50 @@ def test_coverage_is_the_peak_attention_of_later_segments(tmp_path, statistics, 
                         kept = kept_tokens(scorer, tokens.part(start, stop), 16 * units, segment == 0)
                         covered = curves[scorer, kind][segment, layer, head, units - 1]
                         assert float(covered) == pytest.approx(peak[kept].sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("chunks", [[], [SEGMENT], [2 * SEGMENT, 3 * SEGMENT]])
+def test_windows_hold_what_is_attended_to_most(tmp_path, chunks):
+    """Of the segments before the queries' own, by any of their heads; the first has fewer tokens than there is room."""
+    queries, keys, values = content(seed=5)
+    windows = choose_windows(LENGTH, SEGMENT)
+    assert windows == list(range(SEGMENT, 4 * SEGMENT, WINDOW))
+    (tmp_path / WINDOWS).write_text(json.dumps(windows))
+    found = record(Recorder(str(tmp_path), ()), [queries, keys, values], chunks)
+    assert found[STARTS].tolist() == windows
+    assert found[TOKENS].dtype == torch.int32
+    assert found[WEIGHTS].dtype == torch.float16
+    assert found[TOKENS].shape == found[WEIGHTS].shape == (LAYERS, HEADS, len(windows), TOP)
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        own_queries, own_keys = queries[:, layer, head].double().numpy(), keys[:, layer, head].double().numpy()
+        for place, first in enumerate(windows):
+            past = first // SEGMENT * SEGMENT
+            dense = np.zeros(past)
+            for position in range(first, first + WINDOW):
+                for query in own_queries[position]:
+                    powers = np.exp(own_keys[: position + 1] @ query * DIM**-0.5)
+                    dense = np.maximum(dense, (powers / powers.sum())[:past])
+            tokens, weights = (found[name][layer, head, place].numpy() for name in (TOKENS, WEIGHTS))
+            size = min(past, TOP)
+            assert (tokens[size:] == -1).all()
+            assert (weights[size:] == 0).all()
+            assert len(set(tokens[:size])) == size
+            np.testing.assert_allclose(weights[:size], np.sort(dense)[::-1][:size], rtol=2e-3, atol=1e-7)
+            np.testing.assert_allclose(weights[:size], dense[tokens[:size]], rtol=2e-3, atol=1e-7)
+
+
+def test_at_most_so_many_windows_in_pairs_over_the_whole_sequence():
+    assert choose_windows(SEGMENT + 1, SEGMENT) == []
+    assert choose_windows(SEGMENT + 25, SEGMENT) == [SEGMENT, SEGMENT + 8, SEGMENT + 16]
+    full = choose_windows(SEGMENT + MOST_WINDOWS * WINDOW, SEGMENT)
+    assert len(full) == MOST_WINDOWS
+    for more in (1, 2, 3, 500):
+        length = SEGMENT + (MOST_WINDOWS + more) * WINDOW + 7
+        chosen = choose_windows(length, SEGMENT)
+        assert len(set(chosen)) == MOST_WINDOWS
+        assert chosen == sorted(chosen)
+        assert (chosen[0], chosen[-1]) == (SEGMENT, length - 7 - WINDOW)
+        assert set(np.diff(chosen)[::2]) == {WINDOW}
 
 
 def test_moments_of_the_queries(tmp_path):

@@ -1,0 +1,57 @@
+"""What each head attends to most in short windows of queries: recorded to see who foresees whom (`calib.roles`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+WINDOW = 8
+"""Queries per window. Windows start at multiples of it, so they never cross the border of a segment."""
+
+MOST_WINDOWS = 64
+"""Windows recorded per sample, at most."""
+
+TOP = 128
+"""Tokens recorded per window and head."""
+
+STARTS, TOKENS, WEIGHTS = ATTENDED = ("attended.starts", "attended.tokens", "attended.weights")
+"""Names of the tensors in a recording.
+
+int64 [windows]: position of the first query of each window. int32 [layers, heads, windows, TOP]: positions of the
+tokens with the largest attention, in falling order, -1 where there are fewer. float16, the same shape: that attention.
+"""
+
+
+def choose_windows(length: int, segment: int) -> list[int]:
+    """First queries of the windows to record in a sequence of `length` tokens, ascending.
+
+    All complete windows behind the first segment if they are at most MOST_WINDOWS; otherwise pairs of neighbours,
+    spread evenly.
+    """
+    first, stop = segment // WINDOW, length // WINDOW
+    if stop - first <= MOST_WINDOWS:
+        return [WINDOW * number for number in range(first, stop)]
+    pairs = np.linspace(first, stop - 2, MOST_WINDOWS // 2).astype(int)
+    return [WINDOW * (int(number) + place) for number in pairs for place in (0, 1)]
+
+
+def most_attended(weights: torch.Tensor, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens that the queries of each window attend to most, and the largest attention that one of them pays.
+
+    Args:
+        weights: float [heads, queries, past], attention to the tokens before the queries' segment, the largest of the
+            group's query heads.
+        windows: places of the windows' first queries among the queries, one or more.
+
+    Returns:
+        int32 and float16 [heads, windows, TOP], in falling order of attention; -1 and 0 behind the last token.
+    """
+    largest = torch.stack([weights[:, start : start + WINDOW].amax(dim=1) for start in windows], dim=1)
+    found = largest.topk(min(TOP, largest.shape[-1]), dim=-1)
+    missing = (0, TOP - found.values.shape[-1])
+    return (
+        torch.nn.functional.pad(found.indices.int(), missing, value=-1),
+        torch.nn.functional.pad(found.values.half(), missing),
+    )
