@@ -38,6 +38,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.profile import ROLE, STABILITY
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
@@ -310,16 +311,44 @@ def test_coverage_profile_serves_the_mean_curve():
     assert profile.shares.shape == (2, 2, 2)
 
 
+def test_roles_profile_has_the_mean_of_what_each_samples_stability_gives():
+    """Two layers of one head: a pivot and an anchor, which has the rest whatever its weight; then two anchors."""
+    one = {TOKENS: torch.tensor([[1, 2], [1, 2], [1, 3]]).int().expand(2, 1, 3, 2).clone()}
+    other = {TOKENS: torch.tensor([[1, 2], [3, 4], [1, 4]]).int().expand(2, 1, 3, 2).clone()}
+    one[TOKENS][1, 0, 1:] = torch.tensor([3, 2])
+    statistics = {STABILITY: torch.tensor([[0.5], [0.375]]), ROLE: torch.tensor([[2.0], [1.0]])}
+    profile = derive([one, other], ratio=0.75, method="roles", scope="model", statistics=statistics)
+    np.testing.assert_allclose(profile.mu, [[1], [0.5]])
+    statistics[ROLE] = torch.tensor([[1.0], [1.0]])
+    profile = derive([one, other], ratio=0.75, method="roles", scope="model", statistics=statistics)
+    # Stabilities 0.75 and 0.5, then 0.25 and 0.25: three units of 16 for the two.
+    np.testing.assert_allclose(profile.shares[0], [[0.5], [1]])
+    assert profile.shares.sum(axis=(1, 2)).tolist() == [1.5, 1.5]
+    assert (profile.method, profile.queries, profile.coverage) == ("roles", "", None)
+    with pytest.raises(RaggedConfigError, match="1 of 2 heads"):
+        derive(
+            [one], ratio=0.7, method="roles", scope="model", statistics=statistics | {ROLE: torch.tensor([[2], [1]])}
+        )
+
+
 def test_ranks_are_joined_head_by_head():
-    scores, peaks = torch.randn(3, 2, 4, 32), torch.rand(2, 4, 96)
+    scores, peaks, attended = torch.randn(3, 2, 4, 32), torch.rand(2, 4, 96), torch.randint(96, (2, 4, 2, TOP))
     halves = [
-        {"tokens": torch.tensor(100), "x.scores": scores[:, :, part], "peaks.all": peaks[:, part]}
+        {
+            "tokens": torch.tensor(100),
+            "x.scores": scores[:, :, part],
+            "peaks.all": peaks[:, part],
+            STARTS: torch.tensor([32, 40]),
+            TOKENS: attended[:, part],
+        }
         for part in (slice(0, 2), slice(2, 4))
     ]
     joined = join_ranks(halves)
     assert torch.equal(joined["x.scores"], scores)
     assert torch.equal(joined["peaks.all"], peaks)
     assert int(joined["tokens"]) == 100
+    assert joined[STARTS].tolist() == [32, 40]
+    assert torch.equal(joined[TOKENS], attended)
 
 
 # Data

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.profile import HELD_OUT, load_profile
+from sgl_ragged.profile import HEAD_STATISTICS, HELD_OUT, load_profile
+from sgl_ragged.roles import head_roles
 from tests.models import make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate
@@ -40,6 +41,8 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     assert profile.coverage.shape == (2, 2, SEGMENT // 16)
     assert (np.diff(profile.coverage) >= 0).all()
     assert profile.tasks == ("a", "b", "a", "b")
+    assert set(HEAD_STATISTICS) <= set(profile.statistics)
+    assert head_roles(profile, 1).watched_by.max() == 0
     expected = load_profile(tmp_path / "expected_attention.safetensors")
     assert expected.statistics["query_covariance"].shape == (2, 2, 3, 128, 128)
     assert expected.statistics["rope_frequencies"].shape == (2, 1, 64)
@@ -60,6 +63,15 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     implied = nursery.run([*command, "--method", "implied"], timeout=400)
     assert implied.returncode == 0, implied.stderr[-3000:]
     assert load_profile(tmp_path / "keydiff.safetensors").method == "implied"
+    # Attention at random is as volatile as can be, unless every head counts as an anchor.
+    refused = nursery.run([*command, "--method", "roles", "--tau-sim", "1"], timeout=400)
+    assert refused.returncode != 0
+    assert "4 of 4 heads are pivots or volatile" in refused.stderr
+    anchors = nursery.run([*command, "--method", "roles", "--tau-sim", "1", "--tau-stable", "0"], timeout=400)
+    assert anchors.returncode == 0, anchors.stderr[-3000:]
+    by_roles = load_profile(tmp_path / "keydiff.safetensors")
+    assert by_roles.method == "roles"
+    assert (profile_kept(by_roles, RATIO, SEGMENT) < SEGMENT).all()
     profile.save(tmp_path / "profile.safetensors")
 
     serving = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "64MiB", "--max-running-requests", "2"]
@@ -93,7 +105,11 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
         (("--segment", "100"), "multiple of 16"),
         (("--samples", "1"), "at least 2"),
         (("--alpha", "1"), "belong to --method implied"),
+        (("--method", "roles", "--fit", "paper"), "belong to --method implied"),
         (("--method", "implied", "--queries", "all"), "belongs to --method coverage"),
+        (("--method", "roles", "--queries", "all"), "belongs to --method coverage"),
+        (("--method", "roles", "--scope", "layer"), "Eq. 7 is over the model"),
+        (("--tau-sim", "1.5"), "--tau-sim 1.5 is outside [0, 1]"),
         (("--tp", "3"), "does not divide the model's 2 KV heads"),
         (("--scorer", "keydiff", "h2o"), "must contain {scorer}"),
         (("--scorer", "fastkvzip"), "pass --scorer-weights"),

@@ -1,0 +1,216 @@
+"""Stability, similarity, clusters and foresight of heads, against closed forms."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from calib import roles
+from calib.attended import STARTS, TOKENS, TOP, WEIGHTS, WINDOW
+from calib.roles import (
+    ANCHOR,
+    PIVOT,
+    SATELLITE,
+    VOLATILE,
+    assign_roles,
+    choose_pivots,
+    compare_heads,
+    foresee,
+    head_statistics,
+    kept_tokens,
+    overlaps,
+)
+from sgl_ragged.profile import (
+    DROPPED,
+    HEAD_STATISTICS,
+    OVERLAP,
+    PIVOT_ORDER,
+    PIVOTS,
+    ROLE,
+    SIMILARITY,
+    STABILITY,
+    WATCHED,
+)
+from tests.examples import examples
+
+SEGMENT = 64
+
+
+def recording(sets: list[list[list[list[int]]]], weights: dict[int, float] | None = None, segments: int = 2):
+    """A recording [layers][heads][windows][tokens] of consecutive windows; tokens weigh 1, or what `weights` says.
+
+    Scores fall with the position, so that at a small ratio only the first and the last 16 tokens of a segment are kept.
+    """
+    layers, heads, windows = len(sets), len(sets[0]), len(sets[0][0])
+    tokens = torch.full((layers, heads, windows, TOP), -1, dtype=torch.int32)
+    amounts = torch.zeros(tokens.shape, dtype=torch.float16)
+    for layer, head, window in itertools.product(range(layers), range(heads), range(windows)):
+        chosen = sets[layer][head][window]
+        tokens[layer, head, window, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+        values = [1.0 if weights is None else weights[token] for token in chosen]
+        amounts[layer, head, window, : len(chosen)] = torch.tensor(values)
+    return {
+        STARTS: segments * SEGMENT + WINDOW * torch.arange(windows),
+        TOKENS: tokens,
+        WEIGHTS: amounts,
+        "x.scores": -torch.arange(SEGMENT).float().expand(segments, layers, heads, SEGMENT),
+        "peaks.all": torch.ones(layers, heads, segments * SEGMENT),
+    }
+
+
+def test_overlap_is_the_share_of_the_smaller_set():
+    """Eq. 1."""
+    sets = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]]).bool()
+    torch.testing.assert_close(overlaps(sets, sets), torch.tensor([[1, 0.5, 0], [0.5, 1, 0], [0, 0, 0]]))
+
+
+def test_stability_is_the_median_overlap_with_the_first_window():
+    """Eq. 2: overlaps 1, 1/4 and 3/4 of later windows; of four, the mean of the two in the middle."""
+    windows = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 9, 10, 11], [0, 1, 2, 11]]
+    assert compare_heads(recording([[windows]])).stability == pytest.approx(0.75)
+    assert compare_heads(recording([[[*windows, [20, 21, 22, 23]]]])).stability == pytest.approx(0.5)
+    assert compare_heads(recording([[windows[:1]]])) is None
+
+
+def test_similarity_is_the_median_of_the_nearest_heads():
+    """Eq. 3: head 0 is near head 1 in the first window, near head 2 in the second, in the third near none."""
+    heads = [[[0, 1], [0, 1], [0, 1]], [[0, 1], [5, 6], [5, 6]], [[7, 8], [1, 7], [7, 8]]]
+    found = compare_heads(recording([heads]))
+    np.testing.assert_allclose(found.similarity, [[0.5, 0.0, 0.0]])
+    np.testing.assert_allclose(found.overlap, [np.eye(3)])
+    # Heads of other layers do not count, and a head is not its own neighbour.
+    apart = compare_heads(recording([[heads[0]], [heads[0]]]))
+    np.testing.assert_allclose(apart.similarity, [[0.0], [0.0]])
+    np.testing.assert_allclose(apart.overlap, np.ones((2, 1, 1)))
+
+
+def test_only_the_best_tokens_are_compared():
+    one, other = list(range(TOP)), [*range(60), *range(500, 500 + TOP - 60)]
+    found = compare_heads(recording([[[one, one], [other, other]]], segments=10))
+    assert found.similarity[0, 0] == pytest.approx(60 / roles.COMPARED)
+
+
+# Clusters
+
+
+def overlap_of(heads: int, *edges: tuple[int, int]) -> np.ndarray:
+    overlap = np.eye(heads)
+    for one, other in edges:
+        overlap[one, other] = overlap[other, one] = 0.5
+    return overlap
+
+
+def test_stars_are_taken_by_degree():
+    """Head 1 has three neighbours; then 4 and 5 are a pair; 6 resembles satellites alone, 7 nobody."""
+    overlap = overlap_of(8, (1, 0), (1, 2), (1, 3), (3, 6), (4, 5))
+    stability = np.array([0.9, 0.9, 0.1, 0.1, 0.1, 0.9, 0.1, 0.9])
+    found = assign_roles(stability[None], overlap[None], 0.5, 0.5)
+    assert found.tolist() == [[SATELLITE, PIVOT, SATELLITE, SATELLITE, PIVOT, SATELLITE, VOLATILE, ANCHOR]]
+    alone = assign_roles(stability[None], overlap[None], 0.1, 0.51)
+    assert (alone == ANCHOR).all()
+
+
+@examples(60)
+@given(heads=st.integers(1, 8), seed=st.integers(0, 999), tau=st.floats(0, 1))
+def test_every_satellite_resembles_a_pivot_of_its_layer(heads, seed, tau):
+    rng = np.random.default_rng(seed)
+    pairs = rng.uniform(0, 1, (2, heads, heads))
+    overlap, stability = np.maximum(pairs, pairs.transpose(0, 2, 1)), rng.uniform(0, 1, (2, heads))
+    found = assign_roles(stability, overlap, 0.5, tau)
+    for layer in range(2):
+        pivots = np.flatnonzero(found[layer] == PIVOT)
+        satellites = np.flatnonzero(found[layer] == SATELLITE)
+        assert all(overlap[layer, satellite, pivots].max() >= tau for satellite in satellites)
+        # Pivots do not resemble each other: one would be the other's satellite.
+        assert all(overlap[layer, one, other] < tau for one, other in itertools.combinations(pivots, 2))
+        for head in range(heads):
+            if found[layer, head] in (ANCHOR, VOLATILE):
+                assert (found[layer, head] == ANCHOR) == (stability[layer, head] >= 0.5)
+
+
+# Foresight
+
+
+def test_kept_tokens_are_those_that_serving_keeps():
+    """16 of 64: 4 sinks and 12 of the guard in the first segment, the guard in the second; 32: the best too."""
+    scores = -torch.arange(SEGMENT).float().expand(2, 1, 2, SEGMENT)
+    kept = kept_tokens(scores, torch.tensor([[16, 32]]))
+    assert kept.shape == (1, 2, 2 * SEGMENT)
+    small, large = (set(torch.nonzero(row).flatten().tolist()) for row in kept[0])
+    assert small == {*range(4), *range(52, 64), *range(112, 128)}
+    assert large == {*range(16), *range(48, 64), *range(64, 80), *range(112, 128)}
+
+
+WEIGHT = {20: 0.5, 21: 0.25, 22: 0.125, 0: 1.0}
+"""Tokens 20, 21 and 22 are dropped by all heads, and 0 is a sink."""
+
+
+def test_foresight_is_the_dropped_attention_that_was_attended_to_before():
+    first = [[[20, 0], [0]], [[21], [20, 21, 0]]]
+    second = [[[22], [22, 0]]] * 2
+    sample = recording([first, second], WEIGHT)
+    found = foresee([sample, sample], "x", "all")
+    assert found.windows == 2
+    # Of each sample: head 1 attends to 20 and 21 next, the heads of the second layer to 22.
+    np.testing.assert_allclose(found.dropped, [0, 1.5, 0.25, 0.25])
+    want = np.zeros((4, 4))
+    want[0, 1], want[1, 1] = 2 * 0.5, 2 * 0.25
+    want[2:, 2:] = 2 * 0.125
+    np.testing.assert_allclose(found.foreseen, want)
+    # Windows that do not follow each other are no pairs.
+    apart = sample | {STARTS: torch.tensor([128, 144])}
+    assert foresee([apart], "x", "all").windows == 0
+
+
+def test_statistics_of_a_profile():
+    first = [[[20, 0], [0]], [[21], [20, 21, 0]]]
+    second = [[[22], [22, 0]]] * 2
+    short = recording([[[[20]]] * 2] * 2)
+    found = head_statistics([recording([first, second], WEIGHT), short], "x", "all", 0.5, 0.5)
+    assert tuple(found) == HEAD_STATISTICS
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    assert found[OVERLAP].shape == (2, 2, 2)
+    # Head 0 foresees 0.5 of 0.75 in its layer; of the last layer each head foresees all, the first is taken.
+    assert found[PIVOT_ORDER].tolist() == [[0, -1], [1, -1]]
+    watched = np.zeros((2, 2, PIVOTS))
+    watched[0, 1, 0], watched[1, :, 1] = 0.5 / 0.75, 1
+    np.testing.assert_allclose(found[WATCHED], watched, rtol=1e-6)
+    np.testing.assert_allclose(found[DROPPED], [[0, 0.75], [0.125, 0.125]])
+    # The sample with one window has no part in these.
+    np.testing.assert_allclose(found[STABILITY], [[1, 1], [1, 1]])
+    np.testing.assert_allclose(found[SIMILARITY], [[0.5, 0.5], [1, 1]])
+    assert found[ROLE].tolist() == [[PIVOT, SATELLITE], [PIVOT, SATELLITE]]
+    nothing = head_statistics([short], "x", "all", 0.5, 0.5)
+    assert (nothing[PIVOT_ORDER] == -1).all()
+    assert (nothing[ROLE] == VOLATILE).all()
+
+
+def test_greedy_choice_in_closed_form():
+    """Heads 0 and 1 of layer 0, 2 of layer 1. Head 1 is best alone; with it, head 0 adds more than head 2 does."""
+    foreseen = np.array([[4.0, 0, 0], [0, 3, 2], [9, 9, 2.5]])
+    assert choose_pivots(foreseen, np.array([0, 0, 1]), 3) == [1, 0, 2]
+    assert choose_pivots(foreseen, np.array([0, 0, 1]), 1) == [1]
+    # Without the rule about layers, head 2 would see for all.
+    assert choose_pivots(foreseen, np.array([0, 0, 0]), 3) == [2]
+    assert choose_pivots(np.zeros((3, 3)), np.array([0, 0, 1]), 3) == []
+
+
+@examples(40)
+@given(seed=st.integers(0, 999), count=st.integers(1, 5))
+def test_no_other_head_would_have_added_more(seed, count):
+    rng = np.random.default_rng(seed)
+    layer = np.sort(rng.integers(0, 3, 6))
+    foreseen = rng.uniform(0, 1, (6, 6))
+
+    def value(heads: list[int]) -> float:
+        return sum(max((foreseen[p, s] for p in heads if layer[p] <= layer[s]), default=0.0) for s in range(6))
+
+    chosen = choose_pivots(foreseen, layer, count)
+    for place in range(len(chosen)):
+        best = max(value([*chosen[:place], other]) for other in range(6))
+        assert value(chosen[: place + 1]) == pytest.approx(best)
