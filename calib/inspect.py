@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from calib.reclaimed import ORDERS, Reclaimed, measure_reclaimed
+from calib.role_report import RoleReport, measure_roles
 from calib.stability import STEADY, Stability, measure_stability
 from sgl_ragged.budgets import check_ratio, check_segment, profile_kept
-from sgl_ragged.profile import HELD_OUT, Profile, load_profile
+from sgl_ragged.profile import HELD_OUT, ROLES, Profile, load_profile
 
 _SHOWN = (
     *("model_id", "model_fingerprint", "head_dim", "scorer", "method", "scope", "ratio", "segment", "samples"),
@@ -53,6 +54,7 @@ class Report:
     reclaimed: tuple[Reclaimed, ...]
     kept: np.ndarray
     held_out: dict[str, float] | None = None
+    roles: RoleReport | None = None
 
     def as_json(self) -> str:
         """The report as one JSON object."""
@@ -65,6 +67,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("profile", type=Path, metavar="PROFILE.safetensors")
     parser.add_argument("--ratio", type=float, help="kept / full KV bytes (default: the profile's)")
     parser.add_argument("--segment", type=int, help="tokens per segment (default: the profile's)")
+    parser.add_argument("--roles", action="store_true", help="show the roles of heads, too (JSON has them always)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there")
     parser.add_argument(
@@ -81,11 +84,13 @@ def show_profile(options: argparse.Namespace) -> None:
         print(report.as_json())
     else:
         print_report(report)
+        if options.roles:
+            print_roles(report.roles)
     if options.plots is not None:
         from calib.plots import write_plots  # matplotlib takes seconds to import
 
         written = write_plots(
-            profile, report.kept, report.budgets.segment, report.reclaimed, options.plots, options.format
+            profile, report.kept, report.budgets.segment, report.reclaimed, report.roles, options.plots, options.format
         )
         if not options.json:
             print(f"plots: {', '.join(str(path) for path in written)}")
@@ -109,6 +114,7 @@ def make_report(profile: Profile, ratio: float | None = None, segment: int | Non
         reclaimed=measure_reclaimed(profile, kept, segment),
         kept=kept,
         held_out=_held_out(profile),
+        roles=measure_roles(profile, segment),
     )
 
 
@@ -186,6 +192,31 @@ def print_report(report: Report, console: Console | None = None) -> None:
         last = entry.order == ORDERS[-1]
         groups.add_row(name, f"{entry.calibrated:.3f}", f"{entry.served:.3f}", end_section=last)
     console.print(groups)
+
+
+def print_roles(roles: RoleReport | None, console: Console | None = None) -> None:
+    """Print the roles of heads as tables: all heads, those that watch for others, other thresholds."""
+    console = console or Console()
+    if roles is None:
+        console.print("roles of heads: the profile has no statistics of them; calibrate again")
+        return
+    heads = _table("layer", "head", "role", "stability", "similarity", "watched by", "coverage", title="roles of heads")
+    for row in roles.heads:
+        by = "-" if row.watched_by is None else str(row.watched_by)
+        numbers = (_number(row.stability), _number(row.similarity), by, _number(row.coverage))
+        heads.add_row(str(row.layer), str(row.head), row.role, *numbers)
+    console.print(heads)
+
+    pivots = _table("pivot", "layer", "head", "coverage with those before it")
+    for number, pivot in enumerate(roles.pivots, 1):
+        pivots.add_row(str(number), str(pivot.layer), str(pivot.head), _number(pivot.coverage))
+    console.print(pivots)
+
+    counts = _table("thresholds", *ROLES, "smallest ratio", title="heads by role")
+    for entry in roles.counts:
+        name = "as calibrated" if entry.tau is None else f"{entry.tau:g}"
+        counts.add_row(name, *(str(count) for count in entry.heads), _number(entry.least_ratio))
+    console.print(counts)
 
 
 def print_stability(stability: Stability, console: Console) -> None:

@@ -16,23 +16,31 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from calib.reclaimed import Reclaimed
+from calib.role_report import RoleReport
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import Profile
+from sgl_ragged.profile import ROLES, Profile
 
 PANELS = 3
 """Layers that the retention plot shows: those whose budgets lie widest apart."""
 
 
 def write_plots(
-    profile: Profile, kept: np.ndarray, segment: int, reclaimed: Sequence[Reclaimed], folder: Path, suffix: str
+    profile: Profile,
+    kept: np.ndarray,
+    segment: int,
+    reclaimed: Sequence[Reclaimed],
+    roles: RoleReport | None,
+    folder: Path,
+    suffix: str,
 ) -> tuple[Path, ...]:
-    """Write heatmap, grouping, and, where the profile has what they need, retention and coverage.
+    """Write heatmap, grouping, and, where the profile has what they need, retention, coverage and roles.
 
     Args:
         profile: the profile.
         kept: int64 [layers, heads], tokens per segment as served.
         segment: tokens per segment.
         reclaimed: effect of heads per group.
+        roles: roles of heads, or None.
         folder: made if it does not exist.
         suffix: "png" or "svg".
 
@@ -48,6 +56,8 @@ def write_plots(
         figures["retention"] = plot_retention(profile.shares, profile.tasks, budgets)
     if profile.coverage is not None:
         figures["coverage"] = plot_coverage(profile.coverage)
+    if roles is not None:
+        figures["roles"] = plot_roles(roles)
     paths = tuple(folder / f"{name}.{suffix}" for name in figures)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,4 +139,32 @@ def plot_coverage(coverage: np.ndarray) -> Figure:
     axes.set(xlabel="kept share of a segment", ylabel="mean peak attention covered", xlim=(0, 1), ylim=(0, None))
     scale = matplotlib.cm.ScalarMappable(matplotlib.colors.Normalize(0, layers - 1), colours)
     figure.colorbar(scale, ax=axes, label="layer", ticks=MaxNLocator(integer=True))
+    return figure
+
+
+def plot_roles(roles: RoleReport) -> Figure:
+    """What the best watcher foresees of each head's dropped attention, pivots by number; and roles by their measures.
+
+    The second panel has HeteroCache's stability and similarity (Fig. 1 c and d) as its axes.
+    """
+    layers, heads = roles.heads[-1].layer + 1, roles.heads[-1].head + 1
+    figure = Figure(figsize=(max(4.0, 0.4 * heads + 2) + 4.5, max(3.6, 0.18 * layers + 1)))
+    foreseen, kinds = figure.subplots(1, 2, width_ratios=(max(4.0, 0.4 * heads + 2), 4.5))
+    shares = np.array([np.nan if row.coverage is None else row.coverage for row in roles.heads])
+    image = foreseen.imshow(
+        shares.reshape(layers, heads), aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="nearest"
+    )
+    for number, pivot in enumerate(roles.pivots, 1):
+        foreseen.text(pivot.head, pivot.layer, str(number), ha="center", va="center", fontsize="small")
+    foreseen.set(xlabel="head", ylabel="layer", title="dropped attention foreseen; pivots by number")
+    foreseen.set_xticks(range(heads))
+    foreseen.yaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.colorbar(image, ax=foreseen)
+    for role, marker in zip(ROLES, "xo^s", strict=True):
+        rows = [row for row in roles.heads if row.role == role]
+        places = [row.similarity for row in rows], [row.stability for row in rows]
+        kinds.plot(*places, marker, markersize=5, alpha=0.7, label=f"{role} ({len(rows)})")
+    kinds.set(xlabel="similarity", ylabel="stability", xlim=(0, 1), ylim=(0, 1), title="roles")
+    kinds.grid(alpha=0.3)
+    kinds.legend(fontsize="small")
     return figure

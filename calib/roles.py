@@ -196,7 +196,7 @@ def head_statistics(
     found = [kinship for kinship in map(compare_heads, recordings) if kinship is not None]
     nothing = Kinship(np.zeros((layers, heads)), np.zeros((layers, heads)), np.zeros((layers, heads, heads)))
     stability, similarity, overlap = (
-        np.mean([getattr(kinship, name) for kinship in found or [nothing]], axis=0)
+        np.mean([getattr(kinship, name) for kinship in found or [nothing]], axis=0).astype(np.float32)
         for name in ("stability", "similarity", "overlap")
     )
     foresight = foresee(recordings, scorer, queries)

@@ -15,11 +15,23 @@ from calib.__main__ import main
 from calib.grouping import group_largest
 from calib.inspect import make_report
 from calib.reclaimed import measure_reclaimed
+from calib.role_report import measure_roles
 from calib.stability import measure_stability
 from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
-from sgl_ragged.profile import Profile, load_profile
+from sgl_ragged.profile import (
+    DROPPED,
+    OVERLAP,
+    PIVOT_ORDER,
+    PIVOTS,
+    ROLE,
+    SIMILARITY,
+    STABILITY,
+    WATCHED,
+    Profile,
+    load_profile,
+)
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
@@ -195,6 +207,70 @@ def test_tables(tmp_path, capsys):
     assert "ratio 0.3, segment 256" in shown
     for words in ("keydiff", "memory kept", "rank correlation", "4 clustered"):
         assert words in shown
+
+
+def profile_with_roles(**changes) -> Profile:
+    """Two layers of two heads: pivots (0, 1) and then (1, 0), the rest of roles by thresholds of 0.5."""
+    watched = np.zeros((2, 2, PIVOTS), np.float32)
+    watched[..., 0] = [[0.25, 0.5], [0.5, 0.5]]
+    watched[1, :, 1] = [1, 0.75]
+    statistics = {
+        STABILITY: np.array([[0.2, 0.9], [0.45, 0.35]]),
+        SIMILARITY: np.array([[0.1, 0.1], [0.55, 0.55]]),
+        OVERLAP: np.array([[[1, 0.1], [0.1, 1]], [[1, 0.55], [0.55, 1]]]),
+        ROLE: np.array([[0, 1], [2, 3]]),
+        PIVOT_ORDER: np.array([[-1, 0], [1, -1]]),
+        WATCHED: watched,
+        DROPPED: np.array([[2, 0], [1, 1]]),
+    }
+    arrays = {name: array.astype(np.float32) for name, array in statistics.items()}
+    return make_profile(np.full((2, 2), 0.3), **({"statistics": arrays} | changes))
+
+
+def test_roles_in_closed_form():
+    found = measure_roles(profile_with_roles(), 64)
+    assert [(row.layer, row.head, row.role) for row in found.heads] == [
+        *((0, 0, "volatile"), (0, 1, "anchor"), (1, 0, "pivot"), (1, 1, "satellite"))
+    ]
+    # No pivot is watched for, and the second one foresees more for (1, 1) than the first.
+    assert [row.watched_by for row in found.heads] == [(0, 1), None, None, (1, 0)]
+    assert [row.coverage for row in found.heads] == [0.25, None, None, 0.75]
+    # 0.25 * 2 + 0.5 + 0.5 of 4; then 0.25 * 2 + 1 + 0.75.
+    assert [(pivot.layer, pivot.head, pivot.coverage) for pivot in found.pivots] == [(0, 1, 0.375), (1, 0, 0.5625)]
+    given, *swept = found.counts
+    assert (given.tau, given.heads, given.least_ratio) == (None, (1, 1, 1, 1), 0.625)
+    assert [(entry.tau, entry.heads) for entry in swept] == [
+        *((0.3, (1, 1, 1, 1)), (0.4, (1, 1, 1, 1)), (0.5, (1, 1, 1, 1)), (0.6, (3, 1, 0, 0)))
+    ]
+    assert swept[-1].least_ratio == pytest.approx(0.75 + 0.25 / 4)
+    assert measure_roles(sampled_profile(), 64) is None
+
+
+def test_roles_are_shown_and_drawn(tmp_path, capsys):
+    profile_with_roles().save(tmp_path / "p.safetensors")
+    main(["inspect", str(tmp_path / "p.safetensors"), "--roles", "--plots", str(tmp_path / "plots")])
+    shown = capsys.readouterr().out
+    for words in ("satellite", "(1, 0)", "0.562", "as calibrated"):
+        assert words in shown
+    assert (tmp_path / "plots" / "roles.png").read_bytes().startswith(b"\x89PNG")
+    main(["inspect", str(tmp_path / "p.safetensors"), "--json"])
+    roles = json.loads(capsys.readouterr().out)["roles"]
+    assert roles["heads"][3]["watched_by"] == [1, 0]
+    assert roles["pivots"][0]["coverage"] == 0.375
+    main(["inspect", str(tmp_path / "p.safetensors")])
+    assert "satellite" not in capsys.readouterr().out
+
+
+def test_profiles_without_roles_say_so(tmp_path, capsys):
+    sampled_profile().save(tmp_path / "p.safetensors")
+    main(["inspect", str(tmp_path / "p.safetensors"), "--roles"])
+    assert "calibrate again" in capsys.readouterr().out
+    # Nothing is dropped, so nobody watches.
+    nobody = profile_with_roles().statistics | {PIVOT_ORDER: np.full((2, 2), -1.0, np.float32)}
+    nobody |= {DROPPED: np.zeros((2, 2), np.float32)}
+    found = measure_roles(profile_with_roles(statistics=nobody), 64)
+    assert found.pivots == ()
+    assert {row.watched_by for row in found.heads} == {None}
 
 
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
