@@ -25,7 +25,7 @@ from sgl_ragged.mem_pool.window_sizes import window_pages
 from sgl_ragged.plugin.window_pool import RaggedHybridPool
 from tests.bounded_machine import LIMIT, PAGES, SEGMENT, BoundedMachine
 
-WINDOW_PAGES = 30
+WINDOW_PAGES = 22
 
 
 def lagging(window: int, interval: int) -> HistoryBound:

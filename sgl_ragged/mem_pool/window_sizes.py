@@ -40,10 +40,8 @@ class WindowNeeds:
     page_bytes: of a page.
     per_prefix: pages that hold the window before the end of a cached prefix.
     per_request: pages of a running request, at most.
-    in_flight: pages of one chunk of prefill.
+    in_flight: pages of one chunk of prefill, and of what its prompt holds before it.
     share: pages per slab, if the user says so (--swa-full-tokens-ratio); None for the rule of `pages`.
-    pinned: pages beside these that a running request keeps others from evicting: with a bounded history, the window
-        before the end of what it shares, which is no longer its own.
     """
 
     page_bytes: int
@@ -51,12 +49,6 @@ class WindowNeeds:
     per_request: int
     in_flight: int
     share: float | None = None
-    pinned: int = 0
-
-    @property
-    def of_request(self) -> int:
-        """Pages that a running request takes from others."""
-        return self.per_request + self.pinned
 
     def pages(self, num_slots: int, requests: int, segment: int) -> int:
         """Pages beside so many slabs, the padding page among them; never more than slabs, since each has one at most.
@@ -68,11 +60,11 @@ class WindowNeeds:
         if self.share is not None:
             return 1 + int(self.share * slabs)
         cached = -(-slabs * segment * self.per_prefix // TOKENS_PER_WINDOW)
-        return 1 + min(slabs, self.in_flight + requests * self.of_request + cached)
+        return 1 + min(slabs, self.in_flight + requests * self.per_request + cached)
 
     def running(self, requests: int, budget_bytes: int) -> int:
         """Of so many requests, those whose windows are counted where the user gave no number."""
-        most = int(budget_bytes * MAX_RUNNING_SHARE) // (self.of_request * self.page_bytes)
+        most = int(budget_bytes * MAX_RUNNING_SHARE) // (self.per_request * self.page_bytes)
         return max(1, min(requests, most))
 
     def require(self, pages: int, num_slots: int) -> None:
@@ -82,10 +74,10 @@ class WindowNeeds:
             pages: with the padding page, as `pages` gives them.
         """
         # A chunk is never larger than what the slabs hold.
-        needed = 1 + max(self.of_request, min(self.in_flight + self.of_request, num_slots - 1))
+        needed = 1 + max(self.per_request, min(self.in_flight + self.per_request, num_slots - 1))
         if pages < needed:
             raise RaggedConfigError(
                 f"the sliding-window layers get {pages - 1} pages, and one request needs {needed - 1}: up to "
-                f"{self.in_flight} for a chunk of prefill and {self.of_request} for its window; give more memory, a "
+                f"{self.in_flight} for a chunk of prefill and {self.per_request} for its window; give more memory, a "
                 f"higher --swa-full-tokens-ratio or a lower --chunked-prefill-size"
             )

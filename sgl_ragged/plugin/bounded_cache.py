@@ -46,6 +46,7 @@ class BoundedRadixCache(UnifiedRadixCache):
         if rest == 0:
             self.histories.advance(req.kv.req_pool_idx, done)
             self._give_back(req.kv)
+            self._leave_windows(req, req.kv.kv_committed_len - self.page_size)
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         history = self.histories.get(req.kv.req_pool_idx)
@@ -56,6 +57,7 @@ class BoundedRadixCache(UnifiedRadixCache):
         if self.supports_swa() and not req.finished():
             # SGLang has slid the windows as far as the tree's part goes; they go with what was computed.
             self.evict_sliding_windows(req, up_to - 1)
+            self._leave_windows(req, req.prefix_len)
         self._give_back(req.kv)
 
     def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
@@ -75,6 +77,15 @@ class BoundedRadixCache(UnifiedRadixCache):
         freed = kv.get_evicted_seqlen(ComponentType.SWA)
         whole = end // self.page_size * self.page_size
         return freed <= kv.swa_dead_lo(self.page_size) or whole - freed >= self.swa_retain_window
+
+    def _leave_windows(self, req: Req, first: int) -> None:
+        """Let the tree evict its windows, if no query from position `first` on sees any of them.
+
+        Uncut, a request's part of the tree ends where it decodes, or close to it. Here it may be far behind, and a pool
+        for windows that holds one for each request would hold too few.
+        """
+        if self.supports_swa() and first - self.swa_retain_window >= req.kv.cache_protected_len:
+            self.release_swa_prefix_lock(req)
 
     def _give_back(self, kv: ReqKvInfo) -> None:
         """Free the request's own pages that have left its view, and its windows."""

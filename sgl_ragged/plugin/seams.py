@@ -169,6 +169,8 @@ HISTORY_SEAMS = (
     Seam(f"{_TREE}.checkpoint", ("self", "req", "up_to", "kwargs")),
     Seam(f"{_TREE}.free_kv_row", ("self", "kv", "ranges")),
     Seam(f"{_TREE}.on_release", ("self", "req", "checkpointed")),
+    Seam(f"{_TREE}.evict_sliding_windows", ("self", "req", "pre_len", "eviction_interval")),
+    Seam(f"{_TREE}.release_swa_prefix_lock", ("self", "req")),
 )
 """What bounded histories need beside the rest."""
 

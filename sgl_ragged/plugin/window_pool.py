@@ -35,13 +35,14 @@ def window_needs(
     # With more ranks than heads, every rank has a head of its own.
     elements = windowed.elements_per_token // min(ranks, geometry.num_heads)
     per_prefix = -(-windowed.window // segment)
+    # Behind its bound a prompt waits for its next chunk with its window outside the tree, where nobody can evict it.
+    waiting = per_prefix if bounded else 0
     return WindowNeeds(
         page_bytes=elements * itemsize * segment,
         per_prefix=per_prefix,
         per_request=window_pages(windowed.window, eviction_interval(), segment),
-        in_flight=-(-chunk // segment) + 1,
+        in_flight=-(-chunk // segment) + 1 + waiting,
         share=share,
-        pinned=per_prefix if bounded else 0,
     )
 
 

@@ -108,11 +108,14 @@ def test_few_pages_and_retraction_change_nothing(gemma3, flags, nursery, server)
     alone = [generate(server, tokens, HISTORY + 20) for tokens in prompts]
     tokens = 3 * (BOUND.held + 2) * SEGMENT
     assert sum(len(tokens) + HISTORY + 20 for tokens in prompts) > 1.5 * tokens
-    small = [*flags, "--kv-bytes", "32MiB", "--max-total-tokens", str(tokens)]
+    # As few pages for windows as a server starts with.
+    few = ("--swa-full-tokens-ratio", "0.34")
+    small = [*flags, "--kv-bytes", "32MiB", "--max-total-tokens", str(tokens), *few]
     env = ENV | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "100"}
     with nursery.serve(gemma3, *small, log=gemma3.parent / "small.log", env=env) as pressed:
         together = generate_all(pressed, prompts, HISTORY + 20)
         log = pressed.log_text()
+    assert " in 12 pages" in log
     assert "Testing retraction" in log
     assert "leak" not in log.lower()
     for one, other in zip(together, alone, strict=True):
