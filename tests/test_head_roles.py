@@ -70,8 +70,8 @@ def test_overlap_is_the_share_of_the_smaller_set():
 
 
 def test_stability_is_the_median_overlap_with_the_first_window():
-    """Eq. 2: overlaps 1, 1/4 and 3/4 of later windows; of four, the mean of the two in the middle."""
-    windows = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 9, 10, 11], [0, 1, 2, 11]]
+    """Eq. 2: overlaps 1/4, 1 and 3/4 of later windows; of four, the mean of the two in the middle."""
+    windows = [[0, 1, 2, 3], [0, 9, 10, 11], [3, 2, 1, 0], [0, 1, 2, 11]]
     assert compare_heads(recording([[windows]])).stability == pytest.approx(0.75)
     assert compare_heads(recording([[[*windows, [20, 21, 22, 23]]]])).stability == pytest.approx(0.5)
     assert compare_heads(recording([[windows[:1]]])) is None
@@ -93,6 +93,11 @@ def test_only_the_best_tokens_are_compared():
     one, other = list(range(TOP)), [*range(60), *range(500, 500 + TOP - 60)]
     found = compare_heads(recording([[[one, one], [other, other]]], segments=10))
     assert found.similarity[0, 0] == pytest.approx(60 / roles.COMPARED)
+    # Token 20 is dropped, and was the best but 64 in the window before, or the best but 63.
+    others = list(range(100, 100 + roles.COMPARED))
+    for before, foreseen in (([*others, 20], 0), ([*others[1:], 20], 1)):
+        sample = recording([[[before, [20]]]], segments=3)
+        assert foresee([sample], "x", "all").foreseen.tolist() == [[foreseen]]
 
 
 # Clusters
