@@ -156,7 +156,7 @@ def plot_roles(roles: RoleReport) -> Figure:
     )
     for number, pivot in enumerate(roles.pivots, 1):
         foreseen.text(pivot.head, pivot.layer, str(number), ha="center", va="center", fontsize="small")
-    foreseen.set(xlabel="head", ylabel="layer", title="dropped attention foreseen; pivots by number")
+    foreseen.set(xlabel="head", ylabel="layer", title="foreseen, and pivots")
     foreseen.set_xticks(range(heads))
     foreseen.yaxis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=foreseen)
