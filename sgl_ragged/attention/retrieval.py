@@ -56,12 +56,11 @@ class _Asked:
 
 @dataclass
 class RetrievalCounts:
-    """Since the start. asked: questions of pivots in decode. fetched: those that led to an overlay.
-    windows: prompts that were given one. rows: rows that were copied to the device."""
+    """Since the start. asked: questions of pivots in decode. fetched: those after which something was fetched.
+    rows: rows that were copied to the device."""
 
     asked: int = 0
     fetched: int = 0
-    windows: int = 0
     rows: int = 0
 
 
@@ -169,7 +168,6 @@ class Retriever:
             return
         if window.row not in self._seen_from:
             self._seen_from[window.row] = window.start
-            self.counts.windows += 1
         heads, own = self._heads[layer], queries[window.tokens]
         asking = own[:, heads].permute(1, 0, 2, 3).flatten(1, 2)[None]
         rows, counts = (part[window.row, satellites][None] for part in (self.overlays.rows, self.overlays.counts))

@@ -37,6 +37,12 @@ _HISTORY_COUNTERS = {
     "dropped_segments": "Segments that have left the views of requests with bounded histories.",
 }
 
+_RETRIEVAL_COUNTERS = {
+    "pivot_questions": "Times that a pivot was asked in decode what it attends to.",
+    "pivot_answers": "Those after which something was fetched, since its attention had moved.",
+    "retrieved_rows": "Keys and values that were fetched from the reservoir, in prefill and in decode.",
+}
+
 _TIER_COUNTERS = {
     "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read from "
     "storage to the host, or computed again though the host has them.",
@@ -75,6 +81,8 @@ class RaggedMetrics:
         families = {name: Counter(PREFIX + name, text, labels.keys()) for name, text in _COUNTERS.items()}
         if pool.histories is not None:
             families |= {n: Counter(PREFIX + n, text, labels.keys()) for n, text in _HISTORY_COUNTERS.items()}
+        if pool.retriever is not None:
+            families |= {n: Counter(PREFIX + n, text, labels.keys()) for n, text in _RETRIEVAL_COUNTERS.items()}
         if pool.tier is not None:
             families |= {n: Counter(PREFIX + n, text, (*labels, "tier")) for n, text in _TIER_COUNTERS.items()}
         self._counters = {
@@ -106,6 +114,13 @@ class RaggedMetrics:
         }
         if self._pool.histories is not None:
             totals["dropped_segments", ""] = self._pool.histories.dropped
+        if self._pool.retriever is not None:
+            counts = self._pool.retriever.counts
+            totals |= {
+                ("pivot_questions", ""): counts.asked,
+                ("pivot_answers", ""): counts.fetched,
+                ("retrieved_rows", ""): counts.rows,
+            }
         if tier is not None:
             totals |= {("restored_segments", way): count for way, count in tier.meter.segments.items()}
             totals |= {("restored_bytes", way): count for way, count in tier.meter.bytes.items()}
@@ -115,6 +130,12 @@ class RaggedMetrics:
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
+    if plan.retrieval is not None and plan.roles is not None:
+        watched = sum(map(len, plan.roles.satellites))
+        return (
+            f"{line}; {len(plan.roles.pivots)} pivots watch for {watched} heads, which can be given "
+            f"{plan.retrieval.overlay} tokens each, from {plan.retrieval.reservoir_bytes} bytes of host memory"
+        )
     if plan.history is None:
         return line
     return f"{line}; {size.describe_history(plan.history)}; segments leave by {plan.history.score}"

@@ -13,7 +13,7 @@ from sgl_ragged.retrieval import DELAY, WINDOW, Retrieval
 from sgl_ragged.roles import head_roles, with_pivots
 from tests.models import make_profile
 from tests.retrieval_oracle import RetrievalOracle
-from tests.server.client import flush, generate, generate_all
+from tests.server.client import flush, generate, generate_all, ragged_metrics
 
 pytestmark = [
     pytest.mark.server,
@@ -97,6 +97,16 @@ def test_a_hit_equals_a_miss(server):
     np.testing.assert_allclose(second.output_logprobs, generate(server, longer, 30).output_logprobs, atol=1e-4)
 
 
+def test_what_it_says(server):
+    assert "2 pivots watch for" in server.log_text()
+    before = ragged_metrics(server)
+    generate(server, document(300, 3 * SEGMENT), 30)
+    after = ragged_metrics(server)
+    for name in ("pivot_questions_total", "retrieved_rows_total"):
+        assert after[name] > before.get(name, 0)
+
+
+@pytest.mark.thorough
 def test_a_batch_changes_nothing(server):
     prompts = [document(200 + number, 3 * SEGMENT + 40 * number) for number in range(4)]
     alone = []
