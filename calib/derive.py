@@ -13,7 +13,8 @@ from calib.implied import implied_counts
 from calib.measure import Settings
 from calib.roles import compare_heads
 from sgl_ragged.budgets import coverage_kept, roles_kept
-from sgl_ragged.profile import ROLE, STABILITY, Profile
+from sgl_ragged.head_statistics import ROLE, STABILITY
+from sgl_ragged.profile import Profile
 
 
 def derive_profile(

@@ -8,7 +8,7 @@ import numpy as np
 
 from calib.roles import assign_roles
 from sgl_ragged.budgets import least_ratio
-from sgl_ragged.profile import (
+from sgl_ragged.head_statistics import (
     DROPPED,
     HEAD_STATISTICS,
     OVERLAP,
@@ -18,8 +18,8 @@ from sgl_ragged.profile import (
     SIMILARITY,
     STABILITY,
     WATCHED,
-    Profile,
 )
+from sgl_ragged.profile import Profile
 from sgl_ragged.roles import HeadRoles, head_roles
 
 TAUS = (0.3, 0.4, 0.5, 0.6)
@@ -53,7 +53,7 @@ class PivotRow:
 
 @dataclass(frozen=True)
 class RoleCounts:
-    """Heads of each role, in the order of `profile.ROLES`, at a threshold of stability and similarity (None: as
+    """Heads of each role, in the order of `head_statistics.ROLES`, at a threshold of stability and similarity (None: as
     calibrated), and the smallest ratio that method `roles` can serve then."""
 
     tau: float | None

@@ -16,7 +16,17 @@ import torch
 from calib.attended import STARTS, TOKENS, WEIGHTS, WINDOW
 from calib.coverage import coverage_curves
 from sgl_ragged.budgets import coverage_kept
-from sgl_ragged.profile import DROPPED, OVERLAP, PIVOT_ORDER, PIVOTS, ROLE, ROLES, SIMILARITY, STABILITY, WATCHED
+from sgl_ragged.head_statistics import (
+    DROPPED,
+    OVERLAP,
+    PIVOT_ORDER,
+    PIVOTS,
+    ROLE,
+    ROLES,
+    SIMILARITY,
+    STABILITY,
+    WATCHED,
+)
 from sgl_ragged.scorers import rank_positions
 
 COMPARED = 64
@@ -187,7 +197,7 @@ def assign_roles(stability: np.ndarray, overlap: np.ndarray, tau_stable: float, 
 def head_statistics(
     recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queries: str, tau_stable: float, tau_sim: float
 ) -> dict[str, torch.Tensor]:
-    """The statistics of `profile.HEAD_STATISTICS` for a scorer: means over samples, zeros where samples are too short.
+    """The statistics of `head_statistics.HEAD_STATISTICS` for a scorer: means over samples, zeros where samples are too short.
 
     Args:
         recordings, scorer, queries: as in `foresee`.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import KEPT_WHOLE, ROLE, ROLES, STABILITY
+from sgl_ragged.head_statistics import KEPT_WHOLE, ROLE, ROLES, STABILITY
 
 if TYPE_CHECKING:
     from sgl_ragged.profile import Profile
@@ -130,7 +130,7 @@ def roles_kept(role: np.ndarray, stability: np.ndarray, ratio: float, segment: i
     Eq. 8 is rounded to units and bounded by guard and segment as in `fit_kept`, over the model.
 
     Args:
-        role: [num_layers, num_heads], places in `profile.ROLES`.
+        role: [num_layers, num_heads], places in `head_statistics.ROLES`.
         stability: float [num_layers, num_heads], in [0, 1].
         ratio, segment: as in `fit_kept`, also for the returned array.
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from sgl_ragged.budgets import GUARD, check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import PIVOT_ORDER, WATCHED, Profile
+from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
+from sgl_ragged.profile import Profile
 
 _STEPS = 30
 """Halvings of the interval of ratios: far finer than one unit of one head in any model."""

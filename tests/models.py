@@ -11,7 +11,8 @@ import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.profile import PIVOT_ORDER, VALUE_MEAN, WATCHED, Profile
+from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
+from sgl_ragged.profile import VALUE_MEAN, Profile
 
 SIZES = dict(
     vocab_size=512,

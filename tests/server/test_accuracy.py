@@ -104,6 +104,7 @@ def requests_of(results: Results) -> list[dict]:
     return [json.loads(line) for line in results.requests.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_ruler_asks_after_the_context_is_in_the_cache(ruler, benchmark, tmp_path, monkeypatch, capsys):
     path = tmp_path / "ruler.json"
     command = ["--suite", "ruler", "--data", str(ruler), "--output", str(path), *SERVERS]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.profile import HEAD_STATISTICS, HELD_OUT, load_profile
+from sgl_ragged.head_statistics import HEAD_STATISTICS
+from sgl_ragged.profile import HELD_OUT, load_profile
 from sgl_ragged.roles import head_roles
 from tests.models import make_qwen3
 from tests.oracle import Oracle

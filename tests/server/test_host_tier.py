@@ -125,7 +125,6 @@ THOROUGH = [
     for restore in ("load", "recompute")
 ]
 ALWAYS = [
-    Variant(),
     Variant("write_back", "snapkv", overlap=False),
     Variant("write_through_selective", tp=2, restore="recompute"),
 ]

@@ -12,7 +12,7 @@ from tests.models import make_llama, make_profile
 from tests.oracle import Oracle
 from tests.server.client import generate, generate_all, ragged_metrics
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 
 SEGMENT, RATIO, NEW = 32, 0.6, 4
 LENGTHS = (1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7)
@@ -22,9 +22,7 @@ def make_two_layers(folder):
     return make_llama(folder, num_hidden_layers=2)
 
 
-@pytest.mark.parametrize(
-    "make", [make_two_layers, pytest.param(WINDOWED["gpt_oss"].make, marks=pytest.mark.thorough, id="gpt_oss")]
-)
+@pytest.mark.parametrize("make", [make_two_layers, pytest.param(WINDOWED["gpt_oss"].make, id="gpt_oss")])
 def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make):
     """Of a model with sliding windows and sinks, too: its windowed layers are on SGLang's own Triton kernels."""
     model, scorer = make(tmp_path / "model"), "keydiff"
