@@ -31,6 +31,9 @@ from tests.bounded_oracle import views
 
 SEGMENT, PAGES, ROWS, LIMIT, LONGEST = 4, 40, 4, 5, 120
 
+SERVING = SimpleNamespace(strip_thinking_cache=False)
+"""What releasing a request asks of the server's flags, which is not running."""
+
 _rng = np.random.default_rng(3)
 TRUNK = _rng.integers(0, 50, LONGEST)
 STREAMS = [TRUNK, *(np.concatenate([TRUNK[:at], _rng.integers(0, 50, LONGEST - at)]) for at in (6, 12, 21, 40))]
@@ -200,9 +203,13 @@ class BoundedMachine(RuleBasedStateMachine):
         self._release(req, checkpoint=True)
 
     @precondition(lambda self: self.running)
-    @rule(which=st.integers(0, ROWS))
-    def finish(self, which: int) -> None:
-        self._finish(self.running[which % len(self.running)])
+    @rule(which=st.integers(0, ROWS), stripped=st.booleans())
+    def finish(self, which: int, stripped: bool) -> None:
+        """stripped: with --strip-thinking-cache, after an answer that thought: the tree takes the prompt alone."""
+        req = self.running[which % len(self.running)]
+        SERVING.strip_thinking_cache, req.reasoning_tokens = stripped, int(stripped)
+        self._finish(req)
+        SERVING.strip_thinking_cache = False
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, ROWS))

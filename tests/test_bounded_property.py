@@ -13,7 +13,7 @@ if installed_release().startswith("0.5.22"):
     pytest.skip("bounded histories need SGLang 0.5.23", allow_module_level=True)
 
 from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from tests.bounded_machine import LIMIT, BoundedMachine
+from tests.bounded_machine import LIMIT, SERVING, BoundedMachine
 from tests.examples import examples
 from tests.windowed_machine import LongWindows, WindowedMachine
 
@@ -23,7 +23,7 @@ def flags():
     """What releasing a request asks of the server's flags, which is not running."""
     patch = pytest.MonkeyPatch()
     patch.setattr(common, "get_spec", lambda: SimpleNamespace(speculative_algorithm=None))
-    patch.setattr(common, "get_serving", lambda: SimpleNamespace(strip_thinking_cache=False))
+    patch.setattr(common, "get_serving", lambda: SERVING)
     patch.setattr("sglang.srt.managers.schedule_batch.get_serving", common.get_serving)
     yield
     patch.undo()
