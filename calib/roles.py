@@ -197,7 +197,7 @@ def assign_roles(stability: np.ndarray, overlap: np.ndarray, tau_stable: float, 
 def head_statistics(
     recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queries: str, tau_stable: float, tau_sim: float
 ) -> dict[str, torch.Tensor]:
-    """The statistics of `head_statistics.HEAD_STATISTICS` for a scorer: means over samples, zeros where samples are too short.
+    """HEAD_STATISTICS for a scorer: means over samples, zeros where samples are too short.
 
     Args:
         recordings, scorer, queries: as in `foresee`.
