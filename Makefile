@@ -23,8 +23,7 @@ demo: setup
 report: setup
 	$(PYTHON) -m benchmarks.report $(ARGS)
 
-# Two processes; tests with servers stay together, since they share the process that servers are forked from. Both cores
-# are taken then, so everything has one thread.
+# Two processes, each with one that its servers are forked from. Both cores are taken then, so everything has one thread.
 test: setup
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)
 

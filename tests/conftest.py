@@ -1,4 +1,4 @@
-"""Settings for all tests; what runs in `make test-all` or `make architectures` only; one process runs server tests."""
+"""Settings for all tests; what runs in `make test-all` or `make architectures` only; how tests are shared out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.examples import load_profile
+
+CLIENTS = ("tests/server/test_bench_serving.py", "tests/server/test_openai_client.py")
+"""Files whose tests share one server."""
 
 # The tensors of the unit tests are small: on shared cores more threads only wait for each other.
 torch.set_num_threads(1)
@@ -34,11 +37,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Server tests stay together: they share the process that servers are forked from, and servers."""
+    """Server tests of a file stay together, since they share servers; they come first, for they take longest."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ServersTogether(LoadScopeScheduling):
+    class FilesOfServers(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "servers" if nodeid.startswith("tests/server/") else nodeid
+            if not nodeid.startswith("tests/server/"):
+                return nodeid
+            file = nodeid.partition("::")[0]
+            return "character_server" if file in CLIENTS else file
 
-    return ServersTogether(config, log)
+    return FilesOfServers(config, log)

@@ -41,3 +41,19 @@ LongWindows.TestCase.settings = examples(40, stateful_step_count=25)
 TestByAge = ByAge.TestCase
 TestWindows = WindowedMachine.TestCase
 TestLongWindows = LongWindows.TestCase
+
+
+@pytest.mark.parametrize("machine", [BoundedMachine, LongWindows])
+@pytest.mark.parametrize("length", [3, 5])
+def test_the_tree_keeps_thoughts_that_a_retracted_request_was_prefilled_with(machine, length):
+    """Stripped of its thoughts, it owns less than the tree has taken of it."""
+    life = machine()
+    life.admit(stream=0, length=length, chunk=8)
+    life.decode(steps=9, seed=0)
+    life.retract(which=0)
+    life.resume(chunk=8)
+    taken = life.running[0].kv.cache_protected_len
+    assert taken > length
+    life.finish(which=0, stripped=True)
+    life.every_page_is_in_one_place()
+    assert len(life.tree.all_values_flatten()) == taken

@@ -53,7 +53,8 @@ class BoundedRadixCache(UnifiedRadixCache):
         returned = history.returned if history is not None else ()
         most = min([self.histories.bound.limit, *returned])
         end = min(up_to, most * self.page_size)
-        super().checkpoint(req, up_to=end if self._can_be_found(req.kv, end) else req.kv.cache_protected_len, **kwargs)
+        protected = req.kv.cache_protected_len
+        super().checkpoint(req, up_to=max(end, protected) if self._can_be_found(req.kv, end) else protected, **kwargs)
         if self.supports_swa() and not req.finished():
             # SGLang has slid the windows as far as the tree's part goes; they go with what was computed.
             self.evict_sliding_windows(req, up_to - 1)
@@ -61,10 +62,12 @@ class BoundedRadixCache(UnifiedRadixCache):
         self._give_back(req.kv)
 
     def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
+        # With --strip-thinking-cache a request that was retracted amid its thoughts owns less than the tree took of it
+        # when it was prefilled again.
+        ranges = [(max(start, kv.cache_protected_len), end) for start, end in ranges]
         history = self.histories.get(kv.req_pool_idx)
-        if history is not None and history.returned:
-            ranges = [part for start, end in ranges for part in self._without(history.returned, start, end)]
-        super().free_kv_row(kv, ranges)
+        returned = history.returned if history is not None else set()
+        super().free_kv_row(kv, [part for start, end in ranges for part in self._without(returned, start, end)])
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         self.histories.forget(req.kv.req_pool_idx)
