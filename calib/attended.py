@@ -16,25 +16,44 @@ MOST_WINDOWS = 64
 TOP = 128
 """Tokens recorded per window and head."""
 
-STARTS, TOKENS, WEIGHTS = ATTENDED = ("attended.starts", "attended.tokens", "attended.weights")
+STARTS, ANSWERING, TOKENS, WEIGHTS = ATTENDED = (
+    "attended.starts",
+    "attended.answering",
+    "attended.tokens",
+    "attended.weights",
+)
 """Names of the tensors in a recording.
 
-int64 [windows]: position of the first query of each window. int32 [layers, heads, windows, TOP]: positions of the
+int64 [windows]: position of the first query of each window. bool [windows]: whether one of its queries predicts a token
+of an answer. int32 [layers, heads, windows, TOP]: positions of the
 tokens with the largest attention, in falling order, -1 where there are fewer. float16, the same shape: that attention.
 """
 
 
-def choose_windows(length: int, segment: int) -> list[int]:
+def choose_windows(length: int, segment: int, answers: Sequence[tuple[int, int]] = ()) -> list[int]:
     """First queries of the windows to record in a sequence of `length` tokens, ascending.
 
     All complete windows behind the first segment if they are at most MOST_WINDOWS; otherwise pairs of neighbours,
-    spread evenly.
+    spread evenly. Half of them end where answers are generated, which may be a small part of the sequence.
+
+    Args:
+        answers: spans (start, stop) of the tokens of answers.
     """
     first, stop = segment // WINDOW, length // WINDOW
     if stop - first <= MOST_WINDOWS:
         return [WINDOW * number for number in range(first, stop)]
-    pairs = np.linspace(first, stop - 2, MOST_WINDOWS // 2).astype(int)
-    return [WINDOW * (int(number) + place) for number in pairs for place in (0, 1)]
+    answering = [number for number in sorted(answering_windows(answers)) if first < number < stop]
+    most = MOST_WINDOWS // 4
+    if len(answering) > most:
+        answering = [answering[int(place)] for place in np.linspace(0, len(answering) - 1, most)]
+    spread = np.linspace(first, stop - 2, MOST_WINDOWS // 2 - len(answering)).astype(int)
+    pairs = {number + place for number in spread.tolist() for place in (0, 1)}
+    return [WINDOW * number for number in sorted(pairs | {number - place for number in answering for place in (0, 1)})]
+
+
+def answering_windows(answers: Sequence[tuple[int, int]]) -> set[int]:
+    """Numbers of the windows with a query that predicts a token of an answer, of spans (start, stop) of tokens."""
+    return {query // WINDOW for start, stop in answers for query in range(start - 1, stop - 1)}
 
 
 def most_attended(weights: torch.Tensor, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from calib.attended import STARTS, choose_windows
+from calib.attended import ANSWERING, STARTS, choose_windows
 from calib.query_moments import seen_from_the_end
 from calib.recorder import (
     ANSWERS,
@@ -38,7 +38,7 @@ STATISTICS_FILE = "statistics.safetensors"
 _SETTINGS_FILE = "settings.json"
 
 
-RECORDINGS = 3
+RECORDINGS = 4
 """Version of what a recording holds."""
 
 
@@ -215,7 +215,7 @@ class _Engine:
         for path in paths:
             path.unlink(missing_ok=True)
         (self.folder / ANSWERS).write_text(json.dumps(sample.answers))
-        (self.folder / WINDOWS).write_text(json.dumps(choose_windows(len(sample.input_ids), self.segment)))
+        (self.folder / WINDOWS).write_text(json.dumps(choose_windows(len(sample.input_ids), self.segment, sample.answers)))
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self.engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
         if not all(path.is_file() for path in paths):
@@ -227,7 +227,7 @@ def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
     """One recording of all heads from those of the tensor-parallel ranks, in rank order."""
     if len(recordings) == 1:
         return recordings[0]
-    whole = ("tokens", "count", STARTS, HIDDEN_STATES, *ROPE)
+    whole = ("tokens", "count", STARTS, ANSWERING, HIDDEN_STATES, *ROPE)
     axis = {name: 2 if name.endswith(".scores") else 1 for name in recordings[0]}
     return {
         name: tensor if name in whole else torch.cat([r[name] for r in recordings], dim=axis[name])

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from calib.attended import STARTS, TOKENS, TOP, WEIGHTS, most_attended
+from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW, most_attended
 from calib.query_moments import Rope, before_rope, rope_of
 from sgl_ragged.attention.view import ExtendView
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -50,7 +50,7 @@ class Recorder:
         peaks.all: float32 [layers, heads, n * S], the largest attention that a query of a later segment pays to the
             token, over the group's query heads;
         peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any;
-        what heads attend to in the windows of WINDOWS: STARTS, TOKENS, WEIGHTS of `calib.attended`.
+        what heads attend to in the windows of WINDOWS: ATTENDED of `calib.attended`.
     With `reads_hidden_states` that of rank 0 also holds HIDDEN_STATES: float16 [layers, n * S, hidden size], what
     entered the attention layers.
     With `moments` it holds, instead of all that, sums over all queries before RoPE: query_mean [layers, heads,
@@ -251,7 +251,9 @@ class _Sequence:
         for name, layers in self.scores.items():
             scores = torch.stack([torch.cat(parts)[:count] for parts in layers], dim=1)
             tensors[f"{name}.scores"] = scores.float().cpu().contiguous()
-        tensors[STARTS] = torch.tensor([first for first in self.windows if first < self.length], dtype=torch.int64)
+        starts = torch.tensor([first for first in self.windows if first < self.length], dtype=torch.int64)
+        tensors[STARTS] = starts
+        tensors[ANSWERING] = torch.isin(starts // WINDOW, self.answer_queries.cpu() // WINDOW)
         for place, name in enumerate((TOKENS, WEIGHTS)):
             layers = [torch.cat([part[place] for part in parts], dim=1) for parts in self.attended]
             tensors[name] = torch.stack(layers).cpu()

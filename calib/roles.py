@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from calib.attended import STARTS, TOKENS, WEIGHTS, WINDOW
+from calib.attended import ANSWERING, STARTS, TOKENS, WEIGHTS, WINDOW
 from calib.coverage import coverage_curves
 from sgl_ragged.budgets import coverage_kept
 from sgl_ragged.head_statistics import (
@@ -59,9 +59,10 @@ class Foresight:
     """What heads foresee, summed over windows and samples. float64; n heads of all layers in a row.
 
     foreseen [n, n]: U[p, s], attention of s in a window to tokens that s drops and that are among the COMPARED that p
-        attended to most in the window before.
-    dropped [n]: attention of s to all the tokens that it drops, of those that were recorded.
-    windows: over how many windows.
+        attends to most in the same window, and once more, of those that it attended to in the window before: a prompt's
+        last tokens see what they ask for themselves, later ones what was asked for before.
+    dropped [n]: attention of s to all the tokens that it drops, of those that were recorded, counted as often.
+    windows: over how many windows, counted as often.
     """
 
     foreseen: np.ndarray
@@ -109,6 +110,7 @@ def foresee(recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queri
 
     Args:
         recordings: with X.scores of the scorer and peaks of the queries, from which budgets at that ratio are made.
+        queries: `answers` for windows that generate answers alone, or `all`.
     """
     layers, heads = recordings[0][TOKENS].shape[:2]
     curves = [coverage_curves(r[f"{scorer}.scores"], r[f"peaks.{queries}"]).double() for r in recordings]
@@ -120,13 +122,16 @@ def foresee(recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queri
         kept = kept_tokens(recording[f"{scorer}.scores"], budgets).flatten(0, 1)
         size = kept.shape[1]
         tokens, weights = (recording[name].flatten(0, 1) for name in (TOKENS, WEIGHTS))
-        starts = recording[STARTS]
-        for place in torch.nonzero(starts.diff() == WINDOW).flatten().tolist():
-            now = _members(tokens[:, place, :COMPARED], size).float()
-            missed = _spread(tokens[:, place + 1], weights[:, place + 1], size).masked_fill(kept, 0.0)
-            foreseen += (now @ missed.T).double()
-            dropped += missed.sum(dim=1).double()
-            windows += 1
+        starts = recording[STARTS].tolist()
+        counts = recording[ANSWERING].tolist() if queries == "answers" else [True] * len(starts)
+        for place in np.flatnonzero(counts).tolist():
+            missed = _spread(tokens[:, place], weights[:, place], size).masked_fill(kept, 0.0)
+            follows = place > 0 and starts[place - 1] == starts[place] - WINDOW
+            for asked in (place, place - 1) if follows else (place,):
+                named = _members(tokens[:, asked, :COMPARED], size).float()
+                foreseen += (named @ missed.T).double()
+                dropped += missed.sum(dim=1).double()
+                windows += 1
     return Foresight(foreseen.numpy(), dropped.numpy(), windows)
 
 

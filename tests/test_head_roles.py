@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calib import roles
-from calib.attended import STARTS, TOKENS, TOP, WEIGHTS, WINDOW
+from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW
 from calib.roles import (
     ANCHOR,
     PIVOT,
@@ -56,6 +56,7 @@ def recording(sets: list[list[list[list[int]]]], weights: dict[int, float] | Non
         amounts[layer, head, window, : len(chosen)] = torch.tensor(values)
     return {
         STARTS: segments * SEGMENT + WINDOW * torch.arange(windows),
+        ANSWERING: torch.zeros(windows, dtype=torch.bool),
         TOKENS: tokens,
         WEIGHTS: amounts,
         "x.scores": -torch.arange(SEGMENT).float().expand(segments, layers, heads, SEGMENT),
@@ -93,10 +94,11 @@ def test_only_the_best_tokens_are_compared():
     one, other = list(range(TOP)), [*range(60), *range(500, 500 + TOP - 60)]
     found = compare_heads(recording([[[one, one], [other, other]]], segments=10))
     assert found.similarity[0, 0] == pytest.approx(60 / roles.COMPARED)
-    # Token 20 is dropped, and was the best but 64 in the window before, or the best but 63.
+    # Token 20 is dropped, and was the best but 64 in the window before, or the best but 63. Each is seen in its own.
     others = list(range(100, 100 + roles.COMPARED))
-    for before, foreseen in (([*others, 20], 0), ([*others[1:], 20], 1)):
-        sample = recording([[[before, [20]]]], segments=3)
+    for before, foreseen in (([*others, 20], 1), ([*others[1:], 20], 3)):
+        weights = dict.fromkeys(others, 0.0) | {20: 1.0}
+        sample = recording([[[before, [20]]]], weights, segments=3)
         assert foresee([sample], "x", "all").foreseen.tolist() == [[foreseen]]
 
 
@@ -155,21 +157,29 @@ WEIGHT = {20: 0.5, 21: 0.25, 22: 0.125, 0: 1.0}
 """Tokens 20, 21 and 22 are dropped by all heads, and 0 is a sink."""
 
 
-def test_foresight_is_the_dropped_attention_that_was_attended_to_before():
+def test_foresight_is_the_dropped_attention_that_is_or_was_attended_to():
     first = [[[20, 0], [0]], [[21], [20, 21, 0]]]
     second = [[[22], [22, 0]]] * 2
     sample = recording([first, second], WEIGHT)
+    # Head 0 misses 20 at first, head 1 21 and then 20 and 21; the heads of the second layer miss 22 in both windows.
+    at_first, then = np.zeros((4, 4)), np.zeros((4, 4))
+    at_first[0, 0], at_first[1, 1], at_first[2:, 2:] = 0.5, 0.25, 0.125
+    then[1, 1], then[2:, 2:] = 0.5 + 0.25, 0.125
+    before = np.zeros((4, 4))
+    before[0, 1], before[1, 1], before[2:, 2:] = 0.5, 0.25, 0.125
     found = foresee([sample, sample], "x", "all")
-    assert found.windows == 2
-    # Of each sample: head 1 attends to 20 and 21 next, the heads of the second layer to 22.
-    np.testing.assert_allclose(found.dropped, [0, 1.5, 0.25, 0.25])
-    want = np.zeros((4, 4))
-    want[0, 1], want[1, 1] = 2 * 0.5, 2 * 0.25
-    want[2:, 2:] = 2 * 0.125
-    np.testing.assert_allclose(found.foreseen, want)
+    assert found.windows == 2 * 3
+    np.testing.assert_allclose(found.foreseen, 2 * (at_first + then + before))
+    np.testing.assert_allclose(found.dropped, 2 * np.array([0.5, 0.25 + 2 * 0.75, 3 * 0.125, 3 * 0.125]))
     # Windows that do not follow each other are no pairs.
-    apart = sample | {STARTS: torch.tensor([128, 144])}
-    assert foresee([apart], "x", "all").windows == 0
+    apart = foresee([sample | {STARTS: torch.tensor([128, 144])}], "x", "all")
+    assert apart.windows == 2
+    np.testing.assert_allclose(apart.foreseen, at_first + then)
+    # Of answers alone, those that generate some.
+    sample |= {"peaks.answers": sample["peaks.all"], ANSWERING: torch.tensor([False, True])}
+    answers = foresee([sample], "x", "answers")
+    assert answers.windows == 2
+    np.testing.assert_allclose(answers.foreseen, then + before)
 
 
 def test_statistics_of_a_profile():
@@ -180,17 +190,20 @@ def test_statistics_of_a_profile():
     assert tuple(found) == HEAD_STATISTICS
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
     assert found[OVERLAP].shape == (2, 2, 2)
-    # Head 0 foresees 0.5 of 0.75 in its layer; of the last layer each head foresees all, the first is taken.
-    assert found[PIVOT_ORDER].tolist() == [[0, -1], [1, -1]]
+    # The short sample adds 1 to what any head foresees of any. So head 1 foresees 1 + 2.25 + 1 + 1 of all; of what is
+    # left head 2 foresees 0.375 twice, and then head 0 0.5 of its own.
     watched = np.zeros((2, 2, PIVOTS))
-    watched[0, 1, 0], watched[1, :, 1] = 0.5 / 0.75, 1
+    watched[..., 0] = [[1 / 1.5, 2.25 / 2.75], [1 / 1.375, 1 / 1.375]]
+    watched[1, :, 1] = 1
+    watched[..., 2] = [[1, 1.5 / 2.75], [1 / 1.375, 1 / 1.375]]
     np.testing.assert_allclose(found[WATCHED], watched, rtol=1e-6)
-    np.testing.assert_allclose(found[DROPPED], [[0, 0.75], [0.125, 0.125]])
-    # The sample with one window has no part in these.
+    np.testing.assert_allclose(found[DROPPED], np.array([[1.5, 2.75], [1.375, 1.375]]) / 4)
+    assert found[PIVOT_ORDER].tolist() == [[2, 0], [1, -1]]
+    # With one window it has no part in these.
     np.testing.assert_allclose(found[STABILITY], [[1, 1], [1, 1]])
     np.testing.assert_allclose(found[SIMILARITY], [[0.5, 0.5], [1, 1]])
     assert found[ROLE].tolist() == [[PIVOT, SATELLITE], [PIVOT, SATELLITE]]
-    nothing = head_statistics([short], "x", "all", 0.5, 0.5)
+    nothing = head_statistics([recording([[[]] * 2] * 2)], "x", "all", 0.5, 0.5)
     assert (nothing[PIVOT_ORDER] == -1).all()
     assert (nothing[ROLE] == VOLATILE).all()
 

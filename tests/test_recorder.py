@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.demo import MODEL
 from benchmarks.recall.task import VOCABULARY
 from calib.attended import (
+    ANSWERING,
     MOST_WINDOWS,
     STARTS,
     TOKENS,
@@ -159,6 +160,7 @@ def test_windows_hold_what_is_attended_to_most(tmp_path, chunks):
     (tmp_path / WINDOWS).write_text(json.dumps(windows))
     found = record(Recorder(str(tmp_path), ()), [queries, keys, values], chunks)
     assert found[STARTS].tolist() == windows
+    assert not found[ANSWERING].any()
     assert found[TOKENS].dtype == torch.int32
     assert found[WEIGHTS].dtype == torch.float16
     assert found[TOKENS].shape == found[WEIGHTS].shape == (LAYERS, HEADS, len(windows), TOP)
@@ -192,6 +194,27 @@ def test_at_most_so_many_windows_in_pairs_over_the_whole_sequence():
         assert chosen == sorted(chosen)
         assert (chosen[0], chosen[-1]) == (SEGMENT, length - 7 - WINDOW)
         assert set(np.diff(chosen)[::2]) == {WINDOW}
+
+
+def test_windows_that_answer_are_among_them(tmp_path):
+    """And those before them. An answer's first token is predicted by the query before it."""
+    length, border = SEGMENT + 500 * WINDOW, SEGMENT + 202 * WINDOW
+    answers = [(border, border + 1), (border + WINDOW + 1, border + 3 * WINDOW + 1)]
+    chosen = choose_windows(length, SEGMENT, answers)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) <= MOST_WINDOWS
+    assert {border + n * WINDOW for n in (-2, -1, 0, 1, 2)} <= set(chosen)
+    assert (chosen[0], chosen[-1]) == (SEGMENT, length - WINDOW)
+    # Of too many, some from all over the sequence; those in the first segment look at nothing.
+    chosen = choose_windows(length, SEGMENT, [(1, length)])
+    assert MOST_WINDOWS // 2 <= len(chosen) <= MOST_WINDOWS
+    assert (chosen[0], chosen[-1]) == (SEGMENT, length - WINDOW)
+
+    windows = choose_windows(LENGTH, SEGMENT)
+    (tmp_path / WINDOWS).write_text(json.dumps(windows))
+    (tmp_path / ANSWERS).write_text(json.dumps([[windows[2], windows[2] + 1], [windows[3] + 1, windows[3] + 3]]))
+    found = record(Recorder(str(tmp_path), ()), content(seed=5), [])
+    assert found[ANSWERING].nonzero().flatten().tolist() == [1, 3]
 
 
 def test_moments_of_the_queries(tmp_path):

@@ -155,7 +155,9 @@ def test_turns_of_scbench_and_a_killed_server_costs_its_cell_only(scbench, bench
     asked = requests_of(results)
     for one in asked:
         if one["turn"] == 1:
-            assert one["cached"] == one["sent_before"] == 0
+            # One that begins behind another shares the first two words with it, less than a segment.
+            assert one["sent_before"] == 0
+            assert one["cached"] <= (0 if one["pool"] == "ragged" else 2)
         elif one["pool"] == "ragged":
             assert one["cached"] == one["sent_before"] // SEGMENT * SEGMENT > 0
         else:
