@@ -215,7 +215,9 @@ class _Engine:
         for path in paths:
             path.unlink(missing_ok=True)
         (self.folder / ANSWERS).write_text(json.dumps(sample.answers))
-        (self.folder / WINDOWS).write_text(json.dumps(choose_windows(len(sample.input_ids), self.segment, sample.answers)))
+        (self.folder / WINDOWS).write_text(
+            json.dumps(choose_windows(len(sample.input_ids), self.segment, sample.answers))
+        )
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self.engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
         if not all(path.is_file() for path in paths):

@@ -11,6 +11,8 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.bounded_history import AUTO, history_bound
 from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
 from sgl_ragged.model_options import add_model_options, choose_kept
+from sgl_ragged.plan import choose_pivots
+from sgl_ragged.retrieval import Retrieval
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -31,6 +33,9 @@ def main() -> None:
     layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
     layout.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
     layout.add_argument("--history", type=int, metavar="N", help="tokens that a request sees at most [all]")
+    layout.add_argument("--reservoir", metavar="BYTES", help="host memory for what heads drop, such as 8GiB [none]")
+    layout.add_argument("--overlay", type=int, metavar="N", help="with --reservoir: tokens that a head is given back")
+    layout.add_argument("--pivots", type=int, metavar="N", help="the same: heads that watch")
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
@@ -61,12 +66,19 @@ def show_layout(options: argparse.Namespace) -> None:
     geometry, chosen = choose_kept(options)
     if bound is not None:
         bound = with_lag(bound, geometry, options.segment)
-    kept = chosen.kept
+    kept, roles, retrieval = chosen.kept, None, _retrieval(options)
+    if retrieval is not None:
+        roles, kept = choose_pivots(chosen, retrieval.pivots, options.ratio, options.segment)
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
     # Queries beside an FP8 cache have the model's dtype.
     queries = torch.bfloat16 if options.dtype.startswith("fp8") else getattr(torch, options.dtype)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, queries)
     itemsize = DTYPE_BYTES[options.dtype]
+    overlay_bytes = 0
+    if retrieval is not None and roles is not None:
+        watched = sum(map(len, roles.satellites))
+        overlay_bytes = retrieval.row_bytes(watched, geometry.head_dim, geometry.q_per_kv, itemsize, queries.itemsize)
+        side += overlay_bytes
     windows = window_needs(
         geometry,
         ranks=1,
@@ -82,13 +94,40 @@ def show_layout(options: argparse.Namespace) -> None:
     if not options.json:
         print(chosen.source)
         print(plan.describe() if bound is None else f"{plan.describe()}; {plan.describe_history(bound)}")
+        if retrieval is not None and roles is not None:
+            print(
+                f"{len(roles.pivots)} pivots watch for {watched} heads; each request's overlays take {overlay_bytes} "
+                f"bytes of its tail, and what heads drop at most {retrieval.reservoir_bytes} bytes on the host"
+            )
         return
     names = ["slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests"]
     names += ["window_pages", "windows_bytes", "total_bytes", "full_tokens"]
     shown = {name: getattr(plan, name) for name in names} | {"kept": kept.tolist()}
     if bound is not None:
         shown["most_request_bytes"] = plan.most_request_bytes(bound)
+    if retrieval is not None and roles is not None:
+        shown |= {"overlay_bytes": overlay_bytes, "reservoir_bytes": retrieval.reservoir_bytes}
+        shown["pivots"] = [list(pivot) for pivot in roles.pivots]
     print(json.dumps(shown))
+
+
+def _retrieval(options: argparse.Namespace) -> Retrieval | None:
+    """What was asked for, with the server's defaults. Raises RaggedConfigError."""
+    from sgl_ragged.plugin.retrieval_plan import DEFAULTS
+
+    given = {name: getattr(options, name) for name in ("overlay", "pivots") if getattr(options, name) is not None}
+    if options.reservoir is None:
+        if given:
+            raise RaggedConfigError(f"--{next(iter(given))} is about what --reservoir holds: add it, or drop the other")
+        return None
+    chosen = DEFAULTS | given
+    return Retrieval(
+        reservoir_bytes=parse_bytes(options.reservoir),
+        overlay=chosen["overlay"],
+        pivots=chosen["pivots"],
+        interval=chosen["watch_interval"],
+        drift=chosen["drift"],
+    )
 
 
 def check_installation(_: argparse.Namespace) -> None:

@@ -248,9 +248,7 @@ def make_plan(
     chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=ratio, segment=segment)
     kept, roles = chosen.kept, None
     if retrieval is not None:
-        found = _profile_with_roles(chosen)
-        roles = head_roles(found, retrieval.pivots)
-        kept = with_pivots(lambda share: profile_kept(found, share, segment), roles, ratio, segment)
+        roles, kept = choose_pivots(chosen, retrieval.pivots, ratio, segment)
     statistics = scorer_statistics(
         get_scorer(scorer), chosen.profile, scorer_weights, geometry.num_layers, geometry.num_heads
     )
@@ -270,6 +268,16 @@ def make_plan(
         retrieval=retrieval,
         roles=roles,
     )
+
+
+def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:
+    """The first `count` pivots, and kept tokens like `BudgetChoice.kept` with room for them.
+
+    Raises RaggedConfigError: there is no profile, or as `head_roles` and `with_pivots` do.
+    """
+    found = _profile_with_roles(chosen)
+    roles = head_roles(found, count)
+    return roles, with_pivots(lambda share: profile_kept(found, share, segment), roles, ratio, segment)
 
 
 def _profile_with_roles(chosen: BudgetChoice) -> Profile:

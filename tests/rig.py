@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -66,10 +67,17 @@ class Sequence:
         every = views(np.arange(whole) if bound.by_age else means, bound.limit, bound.latest)
         return lambda number: every[number]
 
-    def expected(self, kept: np.ndarray, seen: Seen | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def expected(
+        self,
+        kept: np.ndarray,
+        seen: Seen | None = None,
+        sinks: torch.Tensor | None = None,
+        fetched: Mapping[tuple[int, int], list[int]] = MappingProxyType({}),
+    ) -> torch.Tensor:
         """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone.
 
         sinks: [layers, heads, q_per_kv], a logit more in each softmax, which has no value.
+        fetched: tokens that the last query of a layer and head sees, too.
         """
         output = torch.empty(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
@@ -87,6 +95,7 @@ class Sequence:
             for number in range(-(-len(mask) // SEGMENT)) if seen is not None else ():
                 for other in set(range(number)) - set(seen(number)):
                     mask[number * SEGMENT : (number + 1) * SEGMENT, other * SEGMENT : (other + 1) * SEGMENT] = False
+            mask[-1, fetched.get((layer, head), [])] = True
             logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
             logits.masked_fill_(torch.from_numpy(~mask), -torch.inf)
             if sinks is not None:
@@ -126,13 +135,16 @@ class Rig:
         sinks: torch.Tensor | None = None,
         scales: KvScales = SCALES,
         bound: HistoryBound | None = None,
+        gives_lse: bool = False,
     ) -> None:
         """`scales` are those of FP8 caches, whose queries are float32. `sinks` as in `Sequence.expected`. With a
         `bound`, histories are bounded.
 
-        With a placement, one rank's places; `lse` then holds the last batch's log-sum-exps [layers, tokens, ..].
+        With a placement, one rank's places. With it, with sinks or where `gives_lse`, `lse` holds the last batch's
+        log-sum-exps [layers, tokens, ..].
         """
         self.kept, self.placement, self.sinks = kept, placement, sinks
+        self.gives_lse = gives_lse or placement is not None or sinks is not None
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
         self.heads = torch.tensor(heads)
         layout = SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT)
@@ -182,7 +194,7 @@ class Rig:
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
             rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
-            lse = None if self.placement is None and self.sinks is None else self.lse[layer]
+            lse = self.lse[layer] if self.gives_lse else None
             output = self.operations.extend(layer, *rows, batch, sides, lse)
             layers.append(output if self.sinks is None else with_sinks(output, self.lse[layer], self.sinks[layer]))
         return list(torch.stack(layers, dim=1).split(lengths))
@@ -210,7 +222,7 @@ class Rig:
             sides = self._sides(sequences, positions, ends, layer)
             tensors = [*self._rows(sequences, positions, ends, layer), *([] if sides is None else [sides])]
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
-            lse = None if self.placement is None and self.sinks is None else self.lse[layer]
+            lse = self.lse[layer] if self.gives_lse else None
             padded_sides = padded[3] if len(padded) > 3 else None
             output = self.operations.decode(layer, *padded[:3], batch, padded_sides, lse)[:size]
             if self.sinks is not None:

@@ -65,6 +65,29 @@ def test_layout_of_a_bounded_history(model, monkeypatch, capsys):
         run(monkeypatch, *flags, "1000")
 
 
+def test_layout_of_retrieval(model, monkeypatch, capsys):
+    make_profile(model, model / "roles.safetensors", pivots=((0, 1), (1, 2)))
+    flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--max-running-requests", "7", "--ratio", "0.3"]
+    flags += ["--profile", str(model / "roles.safetensors")]
+    run(monkeypatch, *flags, "--json")
+    without = json.loads(capsys.readouterr().out)
+    flags += ["--reservoir", "1GiB"]
+    run(monkeypatch, *flags, "--overlay", "32", "--json")
+    plan = json.loads(capsys.readouterr().out)
+    # All heads but the pivots are watched for: 32 rows each; and 2 query heads of each pivot for 8 steps.
+    assert plan["overlay_bytes"] == 10 * (32 * 2 * 64 * 2 + 4) + 2 * 8 * 2 * (64 * 2 + 4)
+    assert plan["tails_bytes"] == without["tails_bytes"] + 8 * plan["overlay_bytes"]
+    assert (plan["pivots"], plan["reservoir_bytes"]) == ([[0, 1], [1, 2]], 2**30)
+    assert (plan["kept"][0][1], plan["kept"][1][2]) == (256, 256)
+    assert np.mean(plan["kept"]) <= 0.3 * 256
+    run(monkeypatch, *flags)
+    assert "2 pivots watch for 10 heads; each request's overlays take " in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--overlay is about what --reservoir holds"):
+        run(monkeypatch, *flags[:-2], "--overlay", "32")
+    with pytest.raises(SystemExit, match="equal budgets come without"):
+        run(monkeypatch, *flags, "--profile", "uniform")
+
+
 def test_layout_as_a_line(model, monkeypatch, capsys):
     run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB")
     assert "mean share 0.5000" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention.overlay import Overlays, add_overlay, attend_overlay
+from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.watching import attended, candidates, median_overlap, spread, top_tokens
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
@@ -21,6 +22,7 @@ from sgl_ragged.retrieval import Retrieval
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
+from tests.overlaid import check_overlays
 
 SEGMENT, DIM, HEADS, LAYERS, SLOTS = 64, 8, 3, 2, 6
 KEPT = np.array([[16, 64, 32], [32, 16, 48]])
@@ -30,6 +32,10 @@ SATELLITES = ((0, 2), (1,))
 def softmax_over(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float):
     logits = queries @ keys.T * scale
     return logits.softmax(-1) @ values, logits.logsumexp(-1)
+
+
+def test_heads_attend_to_slabs_tails_and_overlays():
+    check_overlays(lambda store, _: TorchOps(store), [3 * SEGMENT + 7, 2 * SEGMENT, 5 * SEGMENT + 1])
 
 
 def test_overlay_and_the_rest_are_attention_to_both():

@@ -37,17 +37,24 @@ class ServerClient:
         ignore_eos: bool = False,
         return_hidden_states: bool = False,
         return_logprobs: bool = False,
+        forced: Sequence[int] = (),
     ) -> dict[str, Any]:
         """The answer of /generate to a prompt of token ids, decoded greedily, `new_tokens` tokens at most.
 
-        `return_logprobs`: of every token of the prompt, too.
+        `return_logprobs`: of every token of the prompt, too. `forced`: what is decoded, whatever the model would say;
+        the server needs --enable-custom-logit-processor and --disable-overlap-schedule.
 
         Raises:
             ServerLost: the server went away.
             PointFailed: it answers, but refused the prompt or broke off.
         """
-        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": ignore_eos}
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": ignore_eos}
         body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": sampling}
+        if forced:
+            from benchmarks.harness.forced import Forced
+
+            sampling["custom_params"] = {"tokens": list(forced)}
+            body["custom_logit_processor"] = Forced.to_str()
         if return_hidden_states:
             body["return_hidden_states"] = True
         if return_logprobs:
@@ -86,6 +93,10 @@ class ServerClient:
     def ragged(self) -> dict[str, Any]:
         """What the server says of its ragged pool; empty on the token pool. Raises ServerLost."""
         return self._info().get("ragged", {})
+
+    def metrics(self) -> str:
+        """The answer of /metrics. Raises ServerLost."""
+        return self._send("GET", "/metrics/", INFO_S).text
 
     def start_up_line(self) -> str:
         """The plugin's start-up line; empty on the token pool. Raises ServerLost."""

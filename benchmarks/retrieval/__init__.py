@@ -1,0 +1,1 @@
+"""Fetching back what heads dropped, while real texts are decoded."""

@@ -1,0 +1,136 @@
+"""What fetching back costs and brings, while a real model decodes real texts.
+
+    python -m benchmarks.retrieval --model models/smollm2-135m --profile gate.safetensors
+
+The first part of each text is the prompt; the rest is decoded as it stands, whatever the model would say, so that all
+pools decode the same. Each pool is a server of its own, the first is SGLang's token pool. Writes JSON and a plot,
+prints a table. docs/retrieval.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoConfig, AutoTokenizer
+
+from benchmarks.harness.command import command, provenance
+from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.pools import Pool, Started
+from benchmarks.quality.head import load_head
+from benchmarks.quality.texts import pieces
+from benchmarks.retrieval.measured import measure, states_of
+from benchmarks.retrieval.results import TOKEN, Results, draw, key, table
+
+RATIOS, OVERLAYS = (0.1, 0.15, 0.2, 0.3), (64,)
+ITEM_BYTES = 4
+"""Of an element of the cache: servers on CPUs compute in float32."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.retrieval",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("--model", required=True, help="folder of a Hugging Face model")
+    made.add_argument("--profile", type=Path, required=True, help="of this model, with roles of heads")
+    made.add_argument("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"{RATIOS}")
+    made.add_argument("--overlay", type=int, nargs="+", default=list(OVERLAYS), help=f"tokens {OVERLAYS}")
+    made.add_argument("--segment", type=int, default=256, help="tokens [256]")
+    made.add_argument("--prompt", type=int, default=1536, help="tokens [1536]")
+    made.add_argument("--decoded", type=int, default=256, help="tokens behind the prompt [256]")
+    made.add_argument("--reservoir", default="1GiB", help="host memory for what is dropped [1GiB]")
+    made.add_argument("--kv-bytes", default="768MiB")
+    made.add_argument("--ragged-args", default="", metavar="TEXT", help="further flags of the servers with retrieval")
+    made.add_argument("--output", type=Path, default=Path("retrieval.json"))
+    made.add_argument("--json", action="store_true", help="print the results as JSON")
+    return made
+
+
+def pools_of(options: argparse.Namespace) -> dict[str, Pool]:
+    """The token pool, and each ratio without retrieval and with each overlay."""
+    found = {TOKEN: Pool(None)}
+    for ratio in options.ratio:
+        found[key(ratio, 0)] = Pool(ratio)
+        for overlay in options.overlay:
+            more = shlex.split(options.ragged_args.replace("--ragged-", ""))
+            pairs = tuple(zip(more[::2], more[1::2], strict=True))
+            found[key(ratio, overlay)] = Pool(
+                ratio, (("reservoir", options.reservoir), ("overlay", str(overlay)), *pairs)
+            )
+    return found
+
+
+def row_bytes(model: str) -> int:
+    """Of a key and a value of one head."""
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * head_dim * ITEM_BYTES
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
+    if min(options.segment, options.prompt, options.decoded, *options.overlay) < 1:
+        raise SettingsError("--segment, --prompt, --decoded and --overlay must be at least 1")
+    if not options.profile.is_file():
+        raise SettingsError(f"--profile {options.profile}: no such file; make one with python -m calib run")
+    texts = pieces(AutoTokenizer.from_pretrained(options.model), options.prompt + options.decoded)
+    head = load_head(Path(options.model))
+    settings = {
+        "model": Path(options.model).resolve().name,
+        "profile": options.profile.name,
+        **{name: getattr(options, name) for name in ("segment", "prompt", "decoded", "reservoir", "ragged_args")},
+        "texts": len(texts),
+        "row_bytes": row_bytes(options.model),
+    }
+    results = Results.open(options.output, settings, provenance("benchmarks.retrieval"))
+    wanted = {name: pool for name, pool in pools_of(options).items() if name not in results.known}
+    console = Console(stderr=options.json)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    common = ["--enable-return-hidden-states", "--enable-custom-logit-processor", "--disable-overlap-schedule"]
+    ragged = ["--ragged-profile", str(options.profile), "--ragged-segment", str(options.segment)]
+    log = options.output.with_suffix(".log")
+    if wanted:
+        with (
+            Started(options.model, options.kv_bytes, common, ragged) as servers,
+            Progress(*columns, console=console) as progress,
+        ):
+            task, reference = progress.add_task("servers", total=len(wanted)), None
+            if TOKEN not in wanted:
+                with servers.client(Pool(None), len(texts), log) as client:
+                    reference = states_of(client, texts, options.prompt)
+            for name, pool in wanted.items():
+                progress.update(task, description=name)
+                try:
+                    with servers.client(pool, len(texts), log) as client:
+                        results.pools[name], states = measure(client, texts, options.prompt, head, reference)
+                except ServerLost as error:
+                    raise ServerLost(f"the server of {name} is gone ({error}); its log is {log}") from None
+                except (PointFailed, ServerFailed) as error:
+                    reason = error.reason if isinstance(error, ServerFailed) else error
+                    raise SettingsError(f"{name}: {reason}; the log of its server is {log}") from None
+                reference = reference or states
+                results.write()
+                progress.advance(task)
+            log.unlink(missing_ok=True)
+    draw(results, options.output.with_suffix(".png"))
+    if options.json:
+        print(results.text(), end="")
+    else:
+        table(results).show(console)
+    console.print(f"results and plot: {options.output.with_suffix('')}.*", highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    options = parser().parse_args()
+    with command("retrieval"):
+        run(options)
+
+
+if __name__ == "__main__":
+    main()

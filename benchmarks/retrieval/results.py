@@ -1,0 +1,103 @@
+"""The file of results, its table and its plot."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.result_file import ResultFile
+from benchmarks.harness.rows import Rows
+from benchmarks.retrieval.measured import Measured
+
+TOKEN = "token"
+
+
+class Results(ResultFile):
+    """`pools`: what was measured, by ratio and overlay as `key` writes them."""
+
+    benchmark = "benchmarks.retrieval"
+
+    def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+        super().__init__(path, settings, about)
+        self.pools: dict[str, Measured] = {}
+
+    def read_entries(self, document: dict[str, Any]) -> None:
+        self.pools = {name: Measured(**found) for name, found in document["pools"].items()}
+
+    def entries(self) -> dict[str, Any]:
+        return {"pools": {name: asdict(found) for name, found in self.pools.items()}}
+
+    @property
+    def known(self) -> set[str]:
+        return set(self.pools)
+
+    def fetched_bytes_per_token(self, name: str) -> float:
+        """Of each request's decoded tokens, what its prompt's last tokens asked for among it."""
+        found = self.pools[name]
+        return found.rows * self.settings["row_bytes"] / found.tokens
+
+
+def key(ratio: float, overlay: int) -> str:
+    """The name of a pool at a ratio, with overlays of so many tokens, 0 without retrieval."""
+    return f"{ratio:g}" if overlay == 0 else f"{ratio:g} + {overlay}"
+
+
+def table(results: Results) -> Rows:
+    """One row for each pool; a pool with overlays is compared with that of its ratio without."""
+    columns = (
+        "ratio + overlay", "KL", "of that without", "delta NLL", "same top token", "device bytes",
+        "answers / questions", "fetched B/token", "step ms", "of that without",
+    )  # fmt: skip
+    rows = []
+    for name, found in results.pools.items():
+        kl = np.array(found.kl)
+        ratio, _, overlay = name.partition(" + ")
+        plain = results.pools.get(ratio) if overlay else None
+        error = kl.std(ddof=1) / len(kl) ** 0.5 if len(kl) > 1 else float("nan")
+        share = "1" if name == TOKEN else f"{float(ratio) + int(overlay or 0) / results.settings['prompt']:.3f}"
+        rows.append(
+            (
+                name,
+                f"{kl.mean():.4f} ± {error:.4f}",
+                f"{kl.mean() / np.mean(plain.kl):.2f}" if plain else "",
+                f"{np.mean(found.delta_nll):.4f}",
+                f"{np.mean(found.agrees):.3f}",
+                share,
+                f"{found.answers / found.questions:.2f}" if found.questions else "",
+                f"{results.fetched_bytes_per_token(name):.0f}" if overlay else "",
+                f"{found.step_ms:.1f}",
+                f"{found.step_ms / plain.step_ms:.2f}" if plain else "",
+            )
+        )
+    title = "decoded texts against the token pool; device bytes: of the prompt's, with overlays as if all heads had one"
+    return Rows(title, columns, tuple(rows))
+
+
+def draw(results: Results, path: Path) -> None:
+    """KL over device bytes, with and without overlays."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for name, found in results.pools.items():
+        if name != TOKEN:
+            ratio, _, overlay = name.partition(" + ")
+            most = int(overlay or 0)
+            lines.setdefault(most, []).append(
+                (float(ratio) + most / results.settings["prompt"], float(np.mean(found.kl)))
+            )
+    figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for most, points in lines.items():
+        axis.plot(*zip(*sorted(points), strict=True), marker="o", label=f"overlays of {most}" if most else "without")
+    axis.set(
+        title="decoding a text", xlabel="device bytes / full bytes of the prompt", ylabel="KL, nats", ylim=(0, None)
+    )
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,11 @@
+"""Overlays beside what the Triton kernels give, in the interpreter."""
+
+from __future__ import annotations
+
+from tests.kernels.operations import triton_operations
+from tests.overlaid import check_overlays
+from tests.rig import SEGMENT
+
+
+def test_heads_attend_to_slabs_tails_and_overlays():
+    check_overlays(triton_operations, [3 * SEGMENT + 7, 2 * SEGMENT, SEGMENT + 1])
