@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
+from benchmarks.recall.questions import interviews
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.retrieval import DELAY, WINDOW, Retrieval
@@ -117,3 +118,24 @@ def test_a_batch_changes_nothing(server):
     for one, other in zip(generate_all(server, prompts, 60), alone, strict=True):
         assert one.tokens == other.tokens
         np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("more", "right"),
+    [(["--ragged-reservoir", "64MiB"], (15, 16)), pytest.param([], (0, 8), marks=pytest.mark.thorough)],
+)
+def test_facts_that_heads_dropped_are_found_again(folder, nursery, more, right):
+    """Of 16, with budgets and pivots by calibration, at a ratio at which the scorer loses most without retrieval."""
+    talks = interviews(2, 8, seed=5)
+    flags = [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "6", "--kv-pool", "ragged"),
+        *("--ragged-ratio", "0.15", "--ragged-scorer", "snapkv", "--kv-bytes", "64MiB"),
+        *("--ragged-profile", str(MODEL.parent / "snapkv-coverage.safetensors")),
+    ]
+    found = 0
+    with nursery.serve(MODEL, *flags, *more, log=folder / "recall.log") as server:
+        for talk in talks:
+            answers = generate_all(server, [talk.prompt(fact) for fact in talk.facts], 1)
+            wanted = [[task.TOKEN_ID[fact.value]] for fact in talk.facts]
+            found += sum(answer.tokens == want for answer, want in zip(answers, wanted, strict=True))
+    assert right[0] <= found <= right[1]
