@@ -87,7 +87,10 @@ class RetrievalOracle(Oracle):
             fetched = self._fetch(asking, number, head, border)
             self._window[number, head] = fetched
             mask[start : self.prompt, fetched] = True
-            current = fetched
+            # Segments may have ended within the last tokens: what is decoded sees the rest of them, too.
+            after = self.prompt // self.segment * self.segment
+            asking = self._weights[pivot][start : self.prompt, :after].max(axis=0)
+            current = self._fetch(asking, number, head, after)
         else:
             current = []
         for position in range(self.prompt, len(tokens)):
@@ -114,12 +117,11 @@ class RetrievalOracle(Oracle):
     def _decide(self, length: int) -> dict[int, Fetched]:
         found: dict[int, Fetched] = {}
         interval, self.fetches = self.settings.interval, 0
-        start = self._start()
-        border = start // self.segment * self.segment
+        start, after = self._start(), self.prompt // self.segment * self.segment
         bases = {
-            pivot: set(best(weights[start : self.prompt, :border].max(axis=0), self.settings.overlay))
+            pivot: set(best(weights[start : self.prompt, :after].max(axis=0), self.settings.overlay))
             for pivot, weights in self._weights.items()
-            if border
+            if start >= self.segment
         }
         for position in range(self.prompt, length):
             if position % interval or position - interval < self.prompt:

@@ -72,7 +72,14 @@ def test_attention_of_a_pivot():
     keys = torch.tensor([[1.0], [0.0], [2.0]])
     queries, lse = torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[3.0, 1.0]])
     expected = [[max(math.exp(1 - 3), math.exp(-1 - 1)), max(math.exp(-3), math.exp(-1)), math.exp(2 - 3)]]
-    torch.testing.assert_close(attended(queries, lse, keys, 1.0), torch.tensor(expected))
+    torch.testing.assert_close(attended(queries, lse, keys, 1.0, 9), torch.tensor(expected))
+
+
+def test_nobody_attends_to_what_comes_later():
+    """A segment that ended within the queries has keys behind some of them."""
+    keys, queries = torch.zeros(5, 1), torch.zeros(3, 1, 1)
+    found = attended(queries, torch.zeros(3, 1), keys, 1.0, 2)
+    assert found.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
 
 
 def test_tokens_behind_an_attended_one_are_named_too():

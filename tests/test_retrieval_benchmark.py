@@ -54,9 +54,9 @@ def test_pools_are_the_token_pool_and_each_ratio_with_and_without():
         ["--model", "m", "--profile", "p", "--ratio", "0.1", "0.2", "--ragged-args", "--ragged-pivots 3"]
     )
     pools = pools_of(options)
-    assert list(pools) == ["token", "0.1", "0.1 + 64", "0.2", "0.2 + 64"]
+    assert list(pools) == ["token", "0.1", "0.1 + 128", "0.2", "0.2 + 128"]
     assert pools["0.2"].flags == []
-    assert pools["0.2 + 64"].flags == ["--ragged-reservoir", "1GiB", "--ragged-overlay", "64", "--ragged-pivots", "3"]
+    assert pools["0.2 + 128"].flags == ["--ragged-reservoir", "1GiB", "--ragged-overlay", "128", "--ragged-pivots", "3"]
 
 
 def test_table_and_plot(tmp_path):

@@ -25,7 +25,7 @@ from benchmarks.quality.texts import pieces
 from benchmarks.retrieval.measured import measure, states_of
 from benchmarks.retrieval.results import TOKEN, Results, draw, key, table
 
-RATIOS, OVERLAYS = (0.1, 0.15, 0.2, 0.3), (64,)
+RATIOS, OVERLAYS = (0.1, 0.15, 0.2, 0.3), (128,)
 ITEM_BYTES = 4
 """Of an element of the cache: servers on CPUs compute in float32."""
 

@@ -35,14 +35,21 @@ class Named:
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokens of a batch that end a prompt: `row` of their request, `tokens` in the batch, position of the first, and
-    int64 [segments] slots that a pivot looks at. named: by pivot, once its layer has been."""
+    """Tokens of a batch that end a prompt: `row` of their request, `tokens` in the batch, positions of the first and
+    behind the last, and int64 [segments] slots that a pivot looks at. named: by pivot, once its layer has been.
+
+    `slots_after`, `named_after`: the same for what is decoded behind them, before which segments may have ended that
+    they saw as a whole.
+    """
 
     row: int
     tokens: slice
     start: int
+    end: int
     slots: torch.Tensor
+    slots_after: torch.Tensor
     named: dict[int, Named]
+    named_after: dict[int, Named]
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,8 @@ class Retriever:
             at += length
             if end == self._prompts.get(row) and start >= segment:
                 tokens = slice(at - (end - start), at)
-                self._windows.append(_Window(row, tokens, start, self._slots(row, start // segment), {}))
+                before, after = (self._slots(row, position // segment) for position in (start, end))
+                self._windows.append(_Window(row, tokens, start, end, before, after, {}, {}))
 
     def see_chunks(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
         """After a layer's attention: its pivots watch, its satellites see what was named for them. In place.
@@ -152,13 +160,20 @@ class Retriever:
             for number in self._pivots_at[layer]:
                 head = self.roles.pivots[number][1]
                 own, sums = queries[window.tokens, head], lse[window.tokens, head]
-                window.named[number] = self._name(number, own, sums, window.slots)
-                self._bases.setdefault(window.row, {})[number] = window.named[number].base
+                window.named[number] = named = self._name(number, own, sums, window.slots, window.start)
+                if len(window.slots_after) > len(window.slots):
+                    named = self._name(number, own, sums, window.slots_after, window.start)
+                window.named_after[number] = named
+                self._bases.setdefault(window.row, {})[number] = named.base
                 if queries.is_cuda:
                     # Prefill waits: the layer's satellites need what was named at once.
                     torch.cuda.current_stream().synchronize()
             if window.named and len(self._heads[layer]):
+                satellites = slice(self._first[layer], self._first[layer + 1])
                 self._see_window(layer, window, queries, output, lse)
+                ended = len(window.slots_after) > len(window.slots)
+                if ended and self._fetch(window.row, satellites, window.named_after, layer):
+                    self._seen_from.setdefault(window.row, window.end)
 
     def _see_window(
         self, layer: int, window: _Window, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
@@ -220,13 +235,17 @@ class Retriever:
         length = self.store.layout.segment
         return self._req_to_token[row, : segments * length : length].long() // length
 
-    def _name(self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor) -> Named:
-        """What a pivot attends to in some slots; queries [n, q_per_kv, head_dim], sums float32 [n, q_per_kv]."""
+    def _name(self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int) -> Named:
+        """What a pivot attends to in the first slots of a sequence.
+
+        Args:
+            queries: [n, q_per_kv, head_dim], from position `first` on. sums: float32 [n, q_per_kv].
+        """
         layer, head = self.roles.pivots[number]
         store, segment = self.store, self.store.layout.segment
         band = next(band for band in store.layout.bands[layer] if head in band.heads)
         keys = store.band_view(layer, band)[slots, band.heads.index(head), 0].flatten(0, 1)
-        weights = attended(queries, sums, keys, store.logit_scale(layer))
+        weights = attended(queries, sums, keys, store.logit_scale(layer), first)
         named = candidates(weights, CANDIDATES * self.settings.overlay)
         found = (
             slots[named // segment],
@@ -247,7 +266,8 @@ class Retriever:
         if not len(slots):
             return
         queries, sums = self._queries[row], self._sums[row]
-        named = [self._name(number, queries[number], sums[number], slots) for number in range(len(queries))]
+        first = position - self.settings.interval
+        named = [self._name(number, queries[number], sums[number], slots, first) for number in range(len(queries))]
         arrived = None
         if slots.is_cuda:
             arrived = torch.cuda.Event()

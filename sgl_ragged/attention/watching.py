@@ -9,15 +9,19 @@ SPREAD, DECAY = 4, 0.5
 next often follows what is read now."""
 
 
-def attended(queries: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+def attended(queries: torch.Tensor, lse: torch.Tensor, keys: torch.Tensor, scale: float, first: int) -> torch.Tensor:
     """float32 [queries, tokens]: the largest attention of a pivot's query heads to each token of its history.
 
     Args:
         queries: [queries, q_per_kv, head_dim]. lse: float32 [queries, q_per_kv], of all that they attended to.
-        keys: [tokens, head_dim], as the cache holds them. scale: what products are multiplied by.
+        keys: [tokens, head_dim], as the cache holds them, from the sequence's first on. scale: what products are
+            multiplied by.
+        first: position of the first query; the others follow it. None attends to what is behind it.
     """
     logits = torch.einsum("qgd,td->qgt", queries.float(), keys.float()) * scale
-    return (logits - lse[..., None]).exp().amax(dim=1)
+    weights = (logits - lse[..., None]).exp().amax(dim=1)
+    positions = first + torch.arange(len(queries), device=keys.device)
+    return weights.masked_fill(torch.arange(len(keys), device=keys.device) > positions[:, None], 0.0)
 
 
 def spread(weights: torch.Tensor) -> torch.Tensor:

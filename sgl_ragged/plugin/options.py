@@ -127,7 +127,7 @@ class RaggedOptions:
         metavar="N",
     )
     overlay: int | None = _flag(
-        None, "With --ragged-reservoir: tokens that a head can be given back at a time.", shown="64", type=int
+        None, "With --ragged-reservoir: tokens that a head can be given back at a time.", shown="128", type=int
     )
     pivots: int | None = _flag(
         None,

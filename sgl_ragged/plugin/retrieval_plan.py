@@ -9,7 +9,7 @@ from sgl_ragged.plugin.options import RaggedOptions, dashed
 from sgl_ragged.plugin.seams import RETRIEVAL_SEAMS, check_seams
 from sgl_ragged.retrieval import Retrieval
 
-DEFAULTS: dict[str, Any] = {"overlay": 64, "pivots": 2, "watch_interval": 8, "drift": 0.5}
+DEFAULTS: dict[str, Any] = {"overlay": 128, "pivots": 2, "watch_interval": 8, "drift": 0.5}
 """By field of `RaggedOptions`."""
 
 

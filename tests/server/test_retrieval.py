@@ -65,9 +65,11 @@ def oracle(profile):
     return RetrievalOracle(str(MODEL), kept, SEGMENT, "keydiff", **given)
 
 
-def test_server_agrees_with_the_oracle(server, oracle):
-    """Log-probabilities at every position of a prompt and of what is decoded behind it."""
-    prompt = document(100, 5 * SEGMENT + 20)
+@pytest.mark.parametrize("behind", [20, 0])
+def test_server_agrees_with_the_oracle(server, oracle, behind):
+    """Log-probabilities at every position of a prompt and of what is decoded behind it, also where both meet at the
+    end of a segment."""
+    prompt = document(100, 5 * SEGMENT + behind)
     answer = generate(server, prompt, 60, logprobs_from=0)
     found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
     expected = oracle.logprobs_behind(prompt, answer.tokens)
@@ -78,8 +80,8 @@ def test_server_agrees_with_the_oracle(server, oracle):
     other = np.abs(found - oracle.logprobs_behind(prompt, answer.tokens))
     oracle.settings = SETTINGS
     assert other[: len(prompt) - WINDOW - 1].max() < 1e-4
-    assert other[len(prompt) - WINDOW : len(prompt) - 1].max() > 0.1
-    assert other[len(prompt) + SETTINGS.interval + DELAY :].max() > 5e-3
+    assert other[len(prompt) - WINDOW : len(prompt) - 1].max() > 0.02
+    assert other[len(prompt) + SETTINGS.interval + DELAY :].max() > 1e-3
 
 
 def test_a_hit_equals_a_miss(server):
@@ -96,6 +98,19 @@ def test_a_hit_equals_a_miss(server):
     assert second.cached == (len(prompt) - WINDOW) // SEGMENT * SEGMENT
     flush(server)
     np.testing.assert_allclose(second.output_logprobs, generate(server, longer, 30).output_logprobs, atol=1e-4)
+
+
+@pytest.mark.thorough
+def test_few_pages_and_a_small_reservoir(folder, flags, nursery):
+    """Random requests that share prefixes push pages out of the tree and entries out of the reservoir."""
+    rng = np.random.default_rng(4)
+    small = [*flags, "--ragged-reservoir", "1MiB", "--max-total-tokens", str(20 * SEGMENT)]
+    with nursery.serve(MODEL, *small, log=folder / "few.log", env=STRICT) as server:
+        for _ in range(8):
+            lengths = rng.integers(10, 6 * SEGMENT, 4)
+            prompts = [document(int(rng.integers(3)), int(length)) for length in lengths]
+            answers = generate_all(server, prompts, int(rng.integers(1, 2 * SEGMENT)))
+            assert all(answer.tokens for answer in answers)
 
 
 def test_what_it_says(server):
