@@ -19,8 +19,8 @@ from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.profile import VALUE_MEAN, Profile, load_profile
-from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.roles import HeadRoles, head_roles, with_pivots
+from sgl_ragged.retrieval import Retrieval, entry_bytes
+from sgl_ragged.roles import ELSEWHERE, HeadRoles, head_roles, with_pivots
 
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
@@ -148,11 +148,34 @@ class ServingPlan:
         """Those of all ranks."""
         return [self.layout(rank) for rank in range(self.ranks)]
 
-    def overlay_bytes(self, itemsize: int, query_itemsize: int) -> int:
+    def rank_roles(self, rank: int) -> HeadRoles:
+        """Who watches for whom, of the heads of a rank; with retrieval alone."""
+        assert self.roles is not None, "the launcher has decided retrieval and roles together"
+        return self.roles.on_rank(self.heads(rank))
+
+    @property
+    def pivot_ranks(self) -> list[int]:
+        """Which rank has each of the pivots; with retrieval alone."""
+        roles = [self.rank_roles(rank) for rank in range(self.ranks)]
+        assert self.roles is not None, "rank_roles has asked"
+        return [
+            next(rank for rank, own in enumerate(roles) if own.pivots[number][1] != ELSEWHERE)
+            for number in range(len(self.roles.pivots))
+        ]
+
+    def reservoir_entries(self, itemsize: int) -> int:
+        """Segments that the reservoir holds on each rank; with retrieval alone. Raises as `Retrieval.entries` does."""
+        assert self.retrieval is not None, "there is a reservoir"
+        sizes = [
+            entry_bytes(layout, self.rank_roles(rank).satellites, itemsize) for rank, layout in enumerate(self.layouts)
+        ]
+        return self.retrieval.entries(sizes)
+
+    def overlay_bytes(self, rank: int, itemsize: int, query_itemsize: int) -> int:
         """Device bytes of a request's overlays, as `Retrieval.row_bytes` counts them; 0 without retrieval."""
         if self.retrieval is None or self.roles is None:
             return 0
-        satellites = sum(map(len, self.roles.satellites))
+        satellites = sum(map(len, self.rank_roles(rank).satellites))
         head_dim = self.geometry.head_dim
         return self.retrieval.row_bytes(satellites, head_dim, self.q_per_kv, itemsize, query_itemsize)
 

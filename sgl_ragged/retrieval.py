@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.layout import SlabLayout
 
 WINDOW = 32
 """The last tokens of a prompt, which see an overlay that their own attention asks for."""
@@ -15,6 +17,9 @@ DELAY = 2
 CANDIDATES = 4
 """How many tokens a pivot names for each token of an overlay: satellites have kept some of them."""
 
+
+_PLACE_BYTES = 2
+"""Of an int16: which row of an entry a token of the segment has."""
 
 _COUNT_BYTES = 4
 """Of an int32 and a float32: how many rows of an overlay count, the log-sum-exp of a query."""
@@ -52,7 +57,35 @@ class Retrieval:
         overlays = satellites * (2 * self.overlay * head_dim * itemsize + _COUNT_BYTES)
         return overlays + self.pivots * self.interval * q_per_kv * (head_dim * query_itemsize + _COUNT_BYTES)
 
+    def entries(self, rank_entry_bytes: Sequence[int]) -> int:
+        """How many segments the reservoir holds on each rank: on all of them the same ones, as far as it reaches.
+
+        Args:
+            rank_entry_bytes: of one segment on each rank, as `entry_bytes` counts them.
+
+        Raises:
+            RaggedConfigError: not one.
+        """
+        size = sum(rank_entry_bytes)
+        if self.reservoir_bytes < size:
+            raise RaggedConfigError(
+                f"--ragged-reservoir {self.reservoir_bytes} holds nothing: what is dropped of one segment takes {size} "
+                f"bytes"
+            )
+        return self.reservoir_bytes // size
+
     @property
     def numbers(self) -> list[float]:
         """All of it, for digests."""
         return list(astuple(self))
+
+
+def entry_rows(layout: SlabLayout, satellites: Sequence[Sequence[int]]) -> int:
+    """Rows, a key and a value each, that the satellites drop of a segment; their head numbers by layer."""
+    return sum(layout.segment - int(layout.totals[layer][head]) for layer, own in enumerate(satellites) for head in own)
+
+
+def entry_bytes(layout: SlabLayout, satellites: Sequence[Sequence[int]], itemsize: int) -> int:
+    """Host bytes of one segment's entry in a reservoir: its rows, and which row each of its tokens has."""
+    places = sum(map(len, satellites)) * layout.segment * _PLACE_BYTES
+    return entry_rows(layout, satellites) * 2 * layout.head_dim * itemsize + places

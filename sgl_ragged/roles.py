@@ -15,6 +15,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
 from sgl_ragged.profile import Profile
 
+ELSEWHERE = -1
+"""In the place of a pivot's head: another rank has it."""
+
 _STEPS = 30
 """Halvings of the interval of ratios: far finer than one unit of one head in any model."""
 
@@ -23,7 +26,8 @@ _STEPS = 30
 class HeadRoles:
     """Who watches for whom; L layers, H heads.
 
-    pivots: (layer, head) in the order in which calibration chose them, best first.
+    pivots: (layer, head) in the order in which calibration chose them, best first; of a rank, its own place of the
+        head, ELSEWHERE if it does not have it.
     watched_by: int64 [L, H], index into `pivots` of the pivot that watches for the head; -1 for pivots themselves and
         for heads that nobody can watch: no pivot is in their layer or an earlier one, or none foresees anything.
     """
@@ -35,6 +39,15 @@ class HeadRoles:
     def satellites(self) -> tuple[tuple[int, ...], ...]:
         """Heads that somebody watches for, by layer."""
         return tuple(tuple(int(head) for head in (own >= 0).nonzero()[0]) for own in self.watched_by)
+
+    def on_rank(self, heads: np.ndarray) -> HeadRoles:
+        """The same for a rank that serves these heads, int64 [L, places]."""
+        places = [np.flatnonzero(heads[layer] == head) for layer, head in self.pivots]
+        pivots = tuple(
+            (layer, int(place[0]) if len(place) else ELSEWHERE)
+            for (layer, _), place in zip(self.pivots, places, strict=True)
+        )
+        return HeadRoles(pivots, np.take_along_axis(self.watched_by, heads, axis=1))
 
 
 def head_roles(profile: Profile, count: int) -> HeadRoles:

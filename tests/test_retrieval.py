@@ -15,10 +15,11 @@ from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.watching import attended, candidates, median_overlap, spread, top_tokens
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.reservoir import NOWHERE, Reservoir, entry_bytes
+from sgl_ragged.mem_pool.reservoir import NOWHERE, Reservoir
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval import Retrieval
+from sgl_ragged.roles import ELSEWHERE, HeadRoles
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
@@ -116,8 +117,7 @@ class Lives:
     def __init__(self, capacity: int) -> None:
         layout = SlabLayout(kept=KEPT, head_dim=DIM, segment=SEGMENT)
         self.store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, torch.float32, "cpu")
-        self.reservoir = Reservoir(self.store, SATELLITES, capacity * entry_bytes(layout, SATELLITES, 4) + 7)
-        assert self.reservoir.capacity == capacity
+        self.reservoir = Reservoir(self.store, SATELLITES, capacity)
         self.capacity, self.held = capacity, {}
 
     def seal(self, slot: int, seed: int, first: bool) -> None:
@@ -180,7 +180,17 @@ def test_lives_of_the_reservoir(capacity, taken):
 
 
 def test_a_reservoir_that_holds_nothing_is_refused():
-    layout = SlabLayout(kept=KEPT, head_dim=DIM, segment=SEGMENT)
-    store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, torch.float32, "cpu")
-    with pytest.raises(RaggedConfigError, match="holds nothing"):
-        Reservoir(store, SATELLITES, 100)
+    settings = Retrieval(reservoir_bytes=700, overlay=4, pivots=1, interval=8, drift=0.5)
+    assert settings.entries([200, 140]) == 2
+    with pytest.raises(RaggedConfigError, match=r"700 holds nothing.* 701 bytes"):
+        settings.entries([700, 1])
+
+
+def test_ranks_share_pivots():
+    """Rank 0 has the second pivot, rank 1 the first; each has its own satellites."""
+    roles = HeadRoles(((0, 1), (1, 0)), np.array([[0, -1, 0, -1], [-1, 1, 0, 1]]))
+    heads = [np.array([[0, 2], [0, 3]]), np.array([[1, 3], [1, 2]])]
+    first, second = (roles.on_rank(own) for own in heads)
+    assert (first.pivots, first.satellites) == (((0, ELSEWHERE), (1, 0)), ((0, 1), (1,)))
+    assert (second.pivots, second.satellites) == (((0, 0), (1, ELSEWHERE)), ((), (0, 1)))
+    assert roles.on_rank(np.arange(4)[None].repeat(2, axis=0)).pivots == roles.pivots

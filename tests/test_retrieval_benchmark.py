@@ -10,7 +10,7 @@ import torch
 from benchmarks.harness.errors import PointFailed
 from benchmarks.harness.forced import Forced
 from benchmarks.quality.texts import Text
-from benchmarks.retrieval.__main__ import parser, pools_of
+from benchmarks.retrieval.__main__ import groups_of, parser
 from benchmarks.retrieval.measured import Measured, counts, decoded_states
 from benchmarks.retrieval.results import Results, draw, key, table
 
@@ -49,14 +49,21 @@ def test_counters_are_those_of_retrieval():
     assert counts(text) == {"pivot_questions": 6, "pivot_answers": 0, "retrieved_rows": 0}
 
 
-def test_pools_are_the_token_pool_and_each_ratio_with_and_without():
+def test_servers_are_the_token_pool_and_each_ratio_with_and_without():
     options = parser().parse_args(
         ["--model", "m", "--profile", "p", "--ratio", "0.1", "0.2", "--ragged-args", "--ragged-pivots 3"]
     )
-    pools = pools_of(options)
-    assert list(pools) == ["token", "0.1", "0.1 + 128", "0.2", "0.2 + 128"]
-    assert pools["0.2"].flags == []
-    assert pools["0.2 + 128"].flags == ["--ragged-reservoir", "1GiB", "--ragged-overlay", "128", "--ragged-pivots", "3"]
+    groups = groups_of(options)
+    assert [list(group) for group in groups] == [["token"], ["0.1", "0.1 + 128"], ["0.2", "0.2 + 128"]]
+    assert groups[2]["0.2"].flags == []
+    assert groups[2]["0.2 + 128"].flags == [
+        "--ragged-reservoir",
+        "1GiB",
+        "--ragged-overlay",
+        "128",
+        "--ragged-pivots",
+        "3",
+    ]
 
 
 def test_table_and_plot(tmp_path):
@@ -69,7 +76,7 @@ def test_table_and_plot(tmp_path):
     ):
         questions, answers, rows = asked
         results.pools[name] = Measured(
-            kl=[kl, kl], step_ms=step, questions=questions, answers=answers, rows=rows, **same
+            kl=[kl, kl], step_ms=[step, 2 * step, step], questions=questions, answers=answers, rows=rows, **same
         )
     made = table(results)
     assert made.rows[0][:2] == ("token", "0.0000 ± 0.0000")

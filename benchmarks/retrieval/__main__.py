@@ -3,16 +3,21 @@
     python -m benchmarks.retrieval --model models/smollm2-135m --profile gate.safetensors
 
 The first part of each text is the prompt; the rest is decoded as it stands, whatever the model would say, so that all
-pools decode the same. Each pool is a server of its own, the first is SGLang's token pool. Writes JSON and a plot,
-prints a table. docs/retrieval.md says more.
+pools decode the same. SGLang's token pool comes first; then the servers of each ratio, with retrieval and without, run
+together, and their decode steps are timed in turns. Writes JSON and a plot, prints a
+table. docs/retrieval.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoConfig, AutoTokenizer
@@ -21,8 +26,8 @@ from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.quality.head import load_head
-from benchmarks.quality.texts import pieces
-from benchmarks.retrieval.measured import measure, states_of
+from benchmarks.quality.texts import Text, pieces
+from benchmarks.retrieval.measured import Measured, measure, states_of, step_times_ms
 from benchmarks.retrieval.results import TOKEN, Results, draw, key, table
 
 RATIOS, OVERLAYS = (0.1, 0.15, 0.2, 0.3), (128,)
@@ -52,18 +57,40 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def pools_of(options: argparse.Namespace) -> dict[str, Pool]:
-    """The token pool, and each ratio without retrieval and with each overlay."""
-    found = {TOKEN: Pool(None)}
+def groups_of(options: argparse.Namespace) -> list[dict[str, Pool]]:
+    """The token pool, and for each ratio a server without retrieval and one with each overlay, which run together."""
+    groups = [{TOKEN: Pool(None)}]
     for ratio in options.ratio:
-        found[key(ratio, 0)] = Pool(ratio)
+        found = {key(ratio, 0): Pool(ratio)}
+        groups.append(found)
         for overlay in options.overlay:
             more = shlex.split(options.ragged_args.replace("--ragged-", ""))
             pairs = tuple(zip(more[::2], more[1::2], strict=True))
             found[key(ratio, overlay)] = Pool(
                 ratio, (("reservoir", options.reservoir), ("overlay", str(overlay)), *pairs)
             )
-    return found
+    return groups
+
+
+def _measure_group(
+    servers: Started,
+    group: dict[str, Pool],
+    texts: Sequence[Text],
+    prompt: int,
+    head: torch.Tensor,
+    reference: Sequence[torch.Tensor] | None,
+    log: Path,
+) -> tuple[dict[str, Measured], list[torch.Tensor]]:
+    """What is measured of servers that run together, one after the other and then in turns; states of the last one.
+
+    Raises ServerLost, ServerFailed and PointFailed.
+    """
+    with contextlib.ExitStack() as stack:
+        clients = {name: stack.enter_context(servers.client(pool, len(texts), log)) for name, pool in group.items()}
+        found = {name: measure(client, texts, prompt, head, reference) for name, client in clients.items()}
+        times = step_times_ms(clients, texts, prompt)
+    measured = {name: dataclasses.replace(one, step_ms=times[name]) for name, (one, _) in found.items()}
+    return measured, next(reversed(found.values()))[1]
 
 
 def row_bytes(model: str) -> int:
@@ -89,34 +116,34 @@ def run(options: argparse.Namespace) -> None:
         "row_bytes": row_bytes(options.model),
     }
     results = Results.open(options.output, settings, provenance("benchmarks.retrieval"))
-    wanted = {name: pool for name, pool in pools_of(options).items() if name not in results.known}
+    groups = [group for group in groups_of(options) if not set(group) <= results.known]
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     common = ["--enable-return-hidden-states", "--enable-custom-logit-processor", "--disable-overlap-schedule"]
     ragged = ["--ragged-profile", str(options.profile), "--ragged-segment", str(options.segment)]
     log = options.output.with_suffix(".log")
-    if wanted:
+    if groups:
         with (
             Started(options.model, options.kv_bytes, common, ragged) as servers,
             Progress(*columns, console=console) as progress,
         ):
-            task, reference = progress.add_task("servers", total=len(wanted)), None
-            if TOKEN not in wanted:
+            task, reference = progress.add_task("servers", total=sum(map(len, groups))), None
+            if TOKEN in results.known:
                 with servers.client(Pool(None), len(texts), log) as client:
                     reference = states_of(client, texts, options.prompt)
-            for name, pool in wanted.items():
-                progress.update(task, description=name)
+            for group in groups:
+                progress.update(task, description=", ".join(group))
                 try:
-                    with servers.client(pool, len(texts), log) as client:
-                        results.pools[name], states = measure(client, texts, options.prompt, head, reference)
+                    found, states = _measure_group(servers, group, texts, options.prompt, head, reference, log)
                 except ServerLost as error:
-                    raise ServerLost(f"the server of {name} is gone ({error}); its log is {log}") from None
+                    raise ServerLost(f"a server of {', '.join(group)} is gone ({error}); its log is {log}") from None
                 except (PointFailed, ServerFailed) as error:
                     reason = error.reason if isinstance(error, ServerFailed) else error
-                    raise SettingsError(f"{name}: {reason}; the log of its server is {log}") from None
+                    raise SettingsError(f"{', '.join(group)}: {reason}; the log of the servers is {log}") from None
                 reference = reference or states
+                results.pools |= found
                 results.write()
-                progress.advance(task)
+                progress.advance(task, len(group))
             log.unlink(missing_ok=True)
     draw(results, options.output.with_suffix(".png"))
     if options.json:

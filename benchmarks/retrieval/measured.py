@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from benchmarks.harness.errors import PointFailed
 from benchmarks.quality.head import compare
 from benchmarks.quality.texts import Text
 
-ROUNDS = 1
-"""How often decoding is timed, beside the round that returns hidden states."""
+ROUNDS = 3
+"""How often decoding is timed on each server, after the round that returns hidden states."""
 
 _COUNTERS = ("pivot_questions", "pivot_answers", "retrieved_rows")
 _PREFIX, _ENDING = "sglang:ragged_", "_total"
@@ -29,19 +29,19 @@ class Measured:
 
     kl, delta_nll: nats, by text, means over the tokens of `Results.settings["decoded"]`; against the token pool.
     agrees: share of these whose most likely token is the token pool's.
-    step_ms: of a decode step of all texts at once, the faster of ROUNDS.
-    questions, answers, rows: RetrievalCounts of everything that was asked; tokens: decoded meanwhile.
+    questions, answers, rows: RetrievalCounts of these texts; tokens: decoded meanwhile.
+    step_ms: of a decode step of all texts at once, ROUNDS times.
     """
 
     kl: list[float]
     delta_nll: list[float]
     agrees: list[float]
-    step_ms: float
     questions: int
     answers: int
     rows: int
     tokens: int
     start_up: str
+    step_ms: list[float] = field(default_factory=list)
 
 
 def decoded_states(client: ServerClient, text: Text, prompt: int) -> torch.Tensor:
@@ -60,19 +60,30 @@ def decoded_states(client: ServerClient, text: Text, prompt: int) -> torch.Tenso
     return found
 
 
-def step_time_ms(client: ServerClient, texts: Sequence[Text], prompt: int) -> float:
-    """Milliseconds of a decode step of all texts at once, what comes before the first one among them."""
+def step_times_ms(clients: Mapping[str, ServerClient], texts: Sequence[Text], prompt: int) -> dict[str, list[float]]:
+    """Milliseconds of a decode step of all texts at once, of each server ROUNDS times, the servers in turns.
+
+    What comes before the first decoded token is taken off: the same requests for one token, timed just before.
+    """
+    found: dict[str, list[float]] = {name: [] for name in clients}
+    steps = len(texts[0].ids) - prompt - 1
+    for _ in range(ROUNDS):
+        for name, client in clients.items():
+            first = _seconds(client, texts, prompt, 1)
+            found[name].append(round((_seconds(client, texts, prompt, 1 + steps) - first) * 1e3 / steps, 3))
+    return found
+
+
+def _seconds(client: ServerClient, texts: Sequence[Text], prompt: int, count: int) -> float:
+    """Until the first `count` tokens behind the prompts of all texts are decoded."""
 
     def decode(text: Text) -> None:
-        client.generate(text.ids[:prompt], len(text.ids) - prompt, ignore_eos=True, forced=text.ids[prompt:])
+        client.generate(text.ids[:prompt], count, ignore_eos=True, forced=text.ids[prompt : prompt + count])
 
-    times = []
+    start = time.perf_counter()
     with ThreadPoolExecutor(len(texts)) as threads:
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            list(threads.map(decode, texts))
-            times.append((time.perf_counter() - start) * 1e3 / (len(texts[0].ids) - prompt))
-    return min(times)
+        list(threads.map(decode, texts))
+    return time.perf_counter() - start
 
 
 def counts(metrics: str) -> dict[str, int]:
@@ -115,8 +126,7 @@ def measure(
             ("agrees", found.agrees),
         ):
             rows[name].append(round(float(values.mean()), 6))
-    step_ms = step_time_ms(client, texts, prompt)
     asked = counts(client.metrics())
-    tokens = (1 + ROUNDS) * len(texts) * (len(texts[0].ids) - prompt)
+    tokens = len(texts) * (len(texts[0].ids) - prompt)
     made: dict[str, Any] = rows | {name.split("_")[1]: count for name, count in asked.items()}
-    return Measured(**made, step_ms=round(step_ms, 3), tokens=tokens, start_up=client.start_up_line()), states
+    return Measured(**made, tokens=tokens, start_up=client.start_up_line()), states

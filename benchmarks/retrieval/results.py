@@ -68,8 +68,8 @@ def table(results: Results) -> Rows:
                 share,
                 f"{found.answers / found.questions:.2f}" if found.questions else "",
                 f"{results.fetched_bytes_per_token(name):.0f}" if overlay else "",
-                f"{found.step_ms:.1f}",
-                f"{found.step_ms / plain.step_ms:.2f}" if plain else "",
+                f"{np.median(found.step_ms):.1f}",
+                f"{np.median(np.divide(found.step_ms, plain.step_ms)):.2f}" if plain else "",
             )
         )
     title = "decoded texts against the token pool; device bytes: of the prompt's, with overlays as if all heads had one"

@@ -12,25 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_ragged.attention.naming import Named, Pivots, Share
 from sgl_ragged.attention.overlay import Overlays, add_overlay, attend_overlay
-from sgl_ragged.attention.watching import attended, candidates, median_overlap, top_tokens
+from sgl_ragged.attention.watching import median_overlap
 from sgl_ragged.mem_pool.reservoir import NOWHERE, Reservoir
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.retrieval import CANDIDATES, DELAY, WINDOW, Retrieval
+from sgl_ragged.retrieval import DELAY, WINDOW, Retrieval
 from sgl_ragged.roles import HeadRoles
-
-
-@dataclass(frozen=True)
-class Named:
-    """Tokens that a pivot names, best first: int64 [tokens] slots of their segments and places in these, on the host.
-
-    base: int64 [k], the numbers of its top tokens. tops: int64 [queries, k], those of each query.
-    """
-
-    slots: torch.Tensor
-    places: torch.Tensor
-    base: torch.Tensor
-    tops: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,16 +63,26 @@ class Retriever:
     """Overlays of running requests, and who asks for them.
 
     Args:
-        roles: of the store's heads. req_to_token: int32 [rows, context], SGLang's table.
+        roles: of the store's heads. entries: of the reservoir. req_to_token: int32 [rows, context], SGLang's table.
+        share: how ranks tell each other what their pivots name; None with one rank.
 
     A row's state changes in `begin` and `forget`, and as its request runs.
     """
 
-    def __init__(self, store: SlabStore, settings: Retrieval, roles: HeadRoles, req_to_token: torch.Tensor) -> None:
+    def __init__(
+        self,
+        store: SlabStore,
+        settings: Retrieval,
+        roles: HeadRoles,
+        entries: int,
+        req_to_token: torch.Tensor,
+        share: Share | None = None,
+    ) -> None:
         layout, device = store.layout, store.slabs.device
-        self.store, self.settings, self.roles, self._req_to_token = store, settings, roles, req_to_token
+        self.store, self.settings, self._req_to_token = store, settings, req_to_token
+        self.pivots = Pivots(store, roles, settings.overlay, share)
         satellites = roles.satellites
-        self.reservoir = Reservoir(store, satellites, settings.reservoir_bytes)
+        self.reservoir = Reservoir(store, satellites, entries)
         self._first = self.reservoir.first
         num_rows = req_to_token.shape[0]
         self.overlays = Overlays(
@@ -93,9 +91,6 @@ class Retriever:
         self._heads = [torch.tensor(own, dtype=torch.int64, device=device) for own in satellites]
         pivot_of = [int(roles.watched_by[layer, head]) for layer, own in enumerate(satellites) for head in own]
         self._pivot_of = torch.tensor(pivot_of, dtype=torch.int64)
-        self._pivots_at = [
-            [number for number, (at, _) in enumerate(roles.pivots) if at == layer] for layer in range(layout.num_layers)
-        ]
         shape = (num_rows, settings.pivots, settings.interval, store.q_per_kv)
         self._queries = torch.zeros((*shape, layout.head_dim), dtype=store.query_dtype, device=device)
         self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -113,7 +108,7 @@ class Retriever:
 
     def involves(self, layer: int) -> bool:
         """Whether a layer has pivots or satellites."""
-        return bool(self._pivots_at[layer]) or len(self._heads[layer]) > 0
+        return bool(self.pivots.at(layer)) or len(self._heads[layer]) > 0
 
     def begin(self, name: str, row: int, length: int) -> None:
         """A request of so many tokens, called by this name, is about to be prefilled in a row, or goes on with it."""
@@ -131,9 +126,9 @@ class Retriever:
             self.overlays.clear(row)
 
     def overlaid_from(self, row: int) -> int | None:
-        """The first position of a row's request that was computed under an overlay; None if there is none.
+        """The first position of a row's request that may have seen an overlay; None if there is none.
 
-        From it on, nothing of the request may be shared: others would see what this one asked for.
+        From it on, nothing of the request may be shared: others would see what this one asked for. Equal on all ranks.
         """
         return self._seen_from.get(row)
 
@@ -148,6 +143,7 @@ class Retriever:
             if end == self._prompts.get(row) and start >= segment:
                 tokens = slice(at - (end - start), at)
                 before, after = (self._slots(row, position // segment) for position in (start, end))
+                self._seen_from.setdefault(row, start)
                 self._windows.append(_Window(row, tokens, start, end, before, after, {}, {}))
 
     def see_chunks(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
@@ -157,23 +153,23 @@ class Retriever:
             queries, output: [tokens, heads, q_per_kv, head_dim]. lse: float32 [tokens, heads, q_per_kv].
         """
         for window in self._windows:
-            for number in self._pivots_at[layer]:
-                head = self.roles.pivots[number][1]
-                own, sums = queries[window.tokens, head], lse[window.tokens, head]
-                window.named[number] = named = self._name(number, own, sums, window.slots, window.start)
+            own = dict(self.pivots.own(layer))
+            for number in self.pivots.at(layer):
+                head = own.get(number, 0)
+                asking = queries[window.tokens, head], lse[window.tokens, head]
+                window.named[number] = named = self.pivots.name(number, *asking, window.slots, window.start)
                 if len(window.slots_after) > len(window.slots):
-                    named = self._name(number, own, sums, window.slots_after, window.start)
+                    named = self.pivots.name(number, *asking, window.slots_after, window.start)
                 window.named_after[number] = named
                 self._bases.setdefault(window.row, {})[number] = named.base
                 if queries.is_cuda:
                     # Prefill waits: the layer's satellites need what was named at once.
                     torch.cuda.current_stream().synchronize()
             if window.named and len(self._heads[layer]):
-                satellites = slice(self._first[layer], self._first[layer + 1])
                 self._see_window(layer, window, queries, output, lse)
-                ended = len(window.slots_after) > len(window.slots)
-                if ended and self._fetch(window.row, satellites, window.named_after, layer):
-                    self._seen_from.setdefault(window.row, window.end)
+                if len(window.slots_after) > len(window.slots):
+                    satellites = slice(self._first[layer], self._first[layer + 1])
+                    self._fetch(window.row, satellites, window.named_after, layer)
 
     def _see_window(
         self, layer: int, window: _Window, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
@@ -181,8 +177,6 @@ class Retriever:
         satellites = slice(self._first[layer], self._first[layer + 1])
         if not self._fetch(window.row, satellites, window.named, layer):
             return
-        if window.row not in self._seen_from:
-            self._seen_from[window.row] = window.start
         heads, own = self._heads[layer], queries[window.tokens]
         asking = own[:, heads].permute(1, 0, 2, 3).flatten(1, 2)[None]
         rows, counts = (part[window.row, satellites][None] for part in (self.overlays.rows, self.overlays.counts))
@@ -217,8 +211,7 @@ class Retriever:
             rows, positions: int64 [batch], rows of the requests and positions of the tokens; padding has row 0.
         """
         places = positions % self.settings.interval
-        for number in self._pivots_at[layer]:
-            head = self.roles.pivots[number][1]
+        for number, head in self.pivots.own(layer):
             self._queries[rows, number, places] = queries[:, head].to(self._queries.dtype)
             self._sums[rows, number, places] = lse[:, head]
         heads = self._heads[layer]
@@ -235,31 +228,6 @@ class Retriever:
         length = self.store.layout.segment
         return self._req_to_token[row, : segments * length : length].long() // length
 
-    def _name(self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int) -> Named:
-        """What a pivot attends to in the first slots of a sequence.
-
-        Args:
-            queries: [n, q_per_kv, head_dim], from position `first` on. sums: float32 [n, q_per_kv].
-        """
-        layer, head = self.roles.pivots[number]
-        store, segment = self.store, self.store.layout.segment
-        band = next(band for band in store.layout.bands[layer] if head in band.heads)
-        keys = store.band_view(layer, band)[slots, band.heads.index(head), 0].flatten(0, 1)
-        weights = attended(queries, sums, keys, store.logit_scale(layer), first)
-        named = candidates(weights, CANDIDATES * self.settings.overlay)
-        found = (
-            slots[named // segment],
-            named % segment,
-            top_tokens(weights.amax(dim=0)[None], self.settings.overlay)[0],
-            top_tokens(weights, self.settings.overlay),
-        )
-        if not weights.is_cuda:
-            return Named(*found)
-        host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in found]
-        for target, part in zip(host, found, strict=True):
-            target.copy_(part, non_blocking=True)
-        return Named(*host)
-
     def _ask(self, row: int, position: int) -> None:
         """Have all pivots say what they have attended to in the last `interval` steps. Does not wait for the device."""
         slots = self._slots(row, position // self.store.layout.segment)
@@ -267,7 +235,9 @@ class Retriever:
             return
         queries, sums = self._queries[row], self._sums[row]
         first = position - self.settings.interval
-        named = [self._name(number, queries[number], sums[number], slots, first) for number in range(len(queries))]
+        named = [
+            self.pivots.name(number, queries[number], sums[number], slots, first) for number in range(len(queries))
+        ]
         arrived = None
         if slots.is_cuda:
             arrived = torch.cuda.Event()
@@ -287,8 +257,9 @@ class Retriever:
             bases[number] = named.base
             self.counts.fetched += 1
             watched = (self._pivot_of == number).nonzero()[:, 0]
-            if self._fetch_for(row, watched, {number: named}, None):
-                self._seen_from.setdefault(row, position)
+            self._fetch_for(row, watched, {number: named}, None)
+            # Even if nothing came: what other ranks found is not known here, and all must take the same to the tree.
+            self._seen_from.setdefault(row, position)
 
     def _fetch(self, row: int, satellites: slice, named: dict[int, Named], layer: int | None) -> bool:
         """`_fetch_for` those of a layer's satellites whose pivots have named something."""

@@ -8,25 +8,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.retrieval import entry_rows
 from sgl_ragged.scorers import rank_positions
 
 NOWHERE = -1
 """In the place of a row's number: the head kept the token."""
-
-
-def entry_rows(layout: SlabLayout, satellites: Sequence[Sequence[int]]) -> int:
-    """Rows, a key and a value each, that the satellites drop of a segment; their head numbers by layer."""
-    return sum(layout.segment - int(layout.totals[layer][head]) for layer, own in enumerate(satellites) for head in own)
-
-
-def entry_bytes(layout: SlabLayout, satellites: Sequence[Sequence[int]], itemsize: int) -> int:
-    """Host bytes of one segment's entry: its rows, and which row each of its tokens has."""
-    numbers = sum(map(len, satellites)) * layout.segment * np.dtype(np.int16).itemsize
-    return entry_rows(layout, satellites) * 2 * layout.head_dim * itemsize + numbers
 
 
 class Reservoir:
@@ -38,21 +26,15 @@ class Reservoir:
     Args:
         store: whose segments; the reservoir becomes one of its watchers.
         satellites: the heads by layer.
-        nbytes: host memory that entries may take.
+        capacity: how many entries there is memory for.
 
     Satellites are numbered through the layers; `first[layer]` is the first of a layer. `bytes_written` counts what was
     copied to the host.
     """
 
-    def __init__(self, store: SlabStore, satellites: Sequence[Sequence[int]], nbytes: int) -> None:
+    def __init__(self, store: SlabStore, satellites: Sequence[Sequence[int]], capacity: int) -> None:
         layout = store.layout
-        self.layout, self.satellites = layout, [list(own) for own in satellites]
-        size = entry_bytes(layout, satellites, store.slabs.element_size())
-        self.capacity = nbytes // size
-        if self.capacity < 1:
-            raise RaggedConfigError(
-                f"--ragged-reservoir {nbytes} holds nothing: what is dropped of one segment takes {size} bytes"
-            )
+        self.layout, self.satellites, self.capacity = layout, [list(own) for own in satellites], capacity
         counts = [
             layout.segment - int(layout.totals[layer][head]) for layer, own in enumerate(satellites) for head in own
         ]

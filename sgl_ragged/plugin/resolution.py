@@ -25,7 +25,7 @@ from sgl_ragged.plugin.model_support import (
 )
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
-from sgl_ragged.plugin.retrieval_plan import plan_retrieval, refuse_hybrid
+from sgl_ragged.plugin.retrieval_plan import plan_retrieval, refuse_shape
 from sgl_ragged.plugin.seams import (
     BACKEND,
     BOUNDED_CACHE,
@@ -104,6 +104,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
     plan = with_history(_decide(options, view, model_config, kernel, retrieval), bound)
+    if retrieval is not None:
+        plan.reservoir_entries(kv_dtype.itemsize)
     if view.enable_hierarchical_cache:
         plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized, kv_dtype))
     setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))
@@ -167,7 +169,7 @@ def _decide(
     from sgl_ragged.plugin.placing import place_heads
 
     geometry = model_geometry(model_config)
-    refuse_hybrid(retrieval, geometry.windowed is not None)
+    refuse_shape(retrieval, geometry, view.tp_size)
     scorer, profile = settle_profile(options, view, geometry)
     refuse_ranks(geometry, view.tp_size, scorer)
     refuse_positions(model_config.hf_text_config, scorer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plugin.options import RaggedOptions, dashed
 from sgl_ragged.plugin.seams import RETRIEVAL_SEAMS, check_seams
 from sgl_ragged.retrieval import Retrieval
@@ -33,7 +34,7 @@ def plan_retrieval(server_args: Any, options: RaggedOptions) -> Retrieval | None
         ),
         (server_args.radix_cache_backend, "--radix-cache-backend takes the place of a radix cache that it needs"),
         (server_args.enable_mixed_chunk, "--enable-mixed-chunk decodes within prefill, where pivots do not look"),
-        (server_args.tp_size > 1, "--tp divides heads, and pivots watch for heads of their own rank alone"),
+        (options.fairkv == "split", "--ragged-fairkv split stores heads in parts, and pivots watch as a whole"),
         (options.kernel == "flashinfer", "--ragged-kernel flashinfer plans without overlays; use triton"),
     ):
         if asked:
@@ -48,9 +49,16 @@ def plan_retrieval(server_args: Any, options: RaggedOptions) -> Retrieval | None
     )
 
 
-def refuse_hybrid(retrieval: Retrieval | None, windowed: bool) -> None:
-    """Raise RaggedConfigError for retrieval with sliding windows."""
-    if retrieval is not None and windowed:
+def refuse_shape(retrieval: Retrieval | None, geometry: ModelGeometry, ranks: int) -> None:
+    """Raise RaggedConfigError for retrieval with sliding windows, or with more ranks than heads."""
+    if retrieval is None:
+        return
+    if ranks > geometry.num_heads:
+        raise RaggedConfigError(
+            f"--ragged-reservoir is not supported with --tp {ranks}: a rank would have only some of the queries of a "
+            f"pivot, of {geometry.num_heads} heads; use at most {geometry.num_heads} ranks"
+        )
+    if geometry.windowed is not None:
         raise RaggedConfigError(
             "--ragged-reservoir is not supported for models with sliding-window layers: their radix cache shares pages "
             "by windows, too; drop it"

@@ -31,9 +31,11 @@ from sgl_ragged.plugin.refusal import end_worker
 if TYPE_CHECKING:
     import torch
 
+    from sgl_ragged.attention.retrieval import Retriever
     from sgl_ragged.mem_pool.bounded_history import HistoryBound
     from sgl_ragged.mem_pool.histories import Histories
     from sgl_ragged.mem_pool.slab_store import SlabStore
+    from sgl_ragged.retrieval import Retrieval
 
 logger = logging.getLogger(__name__)
 
@@ -77,16 +79,16 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
 
     refuse_kv_dtype(configurator.kv_cache_dtype)
     schedule, serving, parallel = get_schedule(), serving_plan(options), get_parallel()
-    ranks, group = parallel.attn_tp_size, parallel.world_group.cpu_group
+    ranks, rank, group = parallel.attn_tp_size, parallel.attn_tp_rank, parallel.world_group.cpu_group
     require_equal_digests(serving.digest, ranks, group)
     budget = configurator._profile_available_bytes(pre_model_load_memory)
-    layout = serving.layout(parallel.attn_tp_rank)
+    layout = serving.layout(rank)
     plan = fit_pool(
         layout,
         configurator.kv_cache_dtype.itemsize,
         budget,
         schedule.max_running_requests,
-        _side_bytes(serving, layout, configurator),
+        _side_bytes(serving, rank, layout, configurator),
         schedule.max_total_tokens,
         _window_needs(serving, configurator),
     )
@@ -170,7 +172,7 @@ def build_pool(
         itemsize=configurator.kv_cache_dtype.itemsize,
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,
         num_rows=req_to_token_pool.size + 1,
-        side_bytes=_side_bytes(serving, layout, configurator),
+        side_bytes=_side_bytes(serving, rank, layout, configurator),
         window_pages=sizes.swa_max_total_num_tokens // serving.segment + 1 if windows else 0,
         window_page_bytes=windows.page_bytes if windows else 0,
     )
@@ -189,10 +191,7 @@ def build_pool(
         layer_numbers=geometry.layer_numbers,
     )
     if serving.retrieval is not None:
-        from sgl_ragged.attention.retrieval import Retriever
-
-        assert serving.roles is not None, "the launcher has decided both"
-        pool.retriever = Retriever(pool.store, serving.retrieval, serving.roles, req_to_token_pool.req_to_token)
+        pool.retriever = _retriever(serving, serving.retrieval, pool.store, req_to_token_pool.req_to_token)
     if serving.history is not None:
         pool.histories = _histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
     if geometry.windowed is not None:
@@ -220,6 +219,24 @@ def build_pool(
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return pool
+
+
+def _retriever(plan: ServingPlan, settings: Retrieval, store: SlabStore, req_to_token: torch.Tensor) -> Retriever:
+    from sglang.srt.runtime_context import get_parallel
+
+    from sgl_ragged.attention.retrieval import Retriever
+
+    parallel, owners = get_parallel(), plan.pivot_ranks
+    entries = plan.reservoir_entries(store.slabs.element_size())
+    roles = plan.rank_roles(parallel.attn_tp_rank)
+    if plan.ranks == 1:
+        return Retriever(store, settings, roles, entries, req_to_token)
+    group = parallel.attn_tp_group
+
+    def share(pivot: int, numbers: torch.Tensor) -> None:
+        group.broadcast(numbers, src=owners[pivot])
+
+    return Retriever(store, settings, roles, entries, req_to_token, share)
 
 
 def _histories(plan: ServingPlan, bound: HistoryBound, store: SlabStore, req_to_token: torch.Tensor) -> Histories:
@@ -316,14 +333,14 @@ def _exchange(plan: ServingPlan, device: str) -> LseExchange | None:
     return LseExchange(plan.placement, parallel.attn_tp_rank, device, gather)
 
 
-def _side_bytes(plan: ServingPlan, layout: SlabLayout, configurator: Any) -> int:
+def _side_bytes(plan: ServingPlan, rank: int, layout: SlabLayout, configurator: Any) -> int:
     """Bytes per request row beside the tail: what the scorer keeps, and overlays."""
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
     queries = _query_dtype(configurator)
     scored = side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, queries)
-    return scored + plan.overlay_bytes(configurator.kv_cache_dtype.itemsize, queries.itemsize)
+    return scored + plan.overlay_bytes(rank, configurator.kv_cache_dtype.itemsize, queries.itemsize)
 
 
 def _query_dtype(configurator: Any) -> torch.dtype:
