@@ -19,6 +19,9 @@ from benchmarks.quality.texts import Text
 ROUNDS = 3
 """How often decoding is timed on each server, after the round that returns hidden states."""
 
+TIMED = 64
+"""Decode steps that are timed, at most."""
+
 _COUNTERS = ("pivot_questions", "pivot_answers", "retrieved_rows")
 _PREFIX, _ENDING = "sglang:ragged_", "_total"
 
@@ -66,7 +69,7 @@ def step_times_ms(clients: Mapping[str, ServerClient], texts: Sequence[Text], pr
     What comes before the first decoded token is taken off: the same requests for one token, timed just before.
     """
     found: dict[str, list[float]] = {name: [] for name in clients}
-    steps = len(texts[0].ids) - prompt - 1
+    steps = min(len(texts[0].ids) - prompt - 1, TIMED)
     for _ in range(ROUNDS):
         for name, client in clients.items():
             first = _seconds(client, texts, prompt, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from benchmarks.recall.questions import interviews
 from sgl_ragged.budgets import profile_kept
+from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.retrieval import DELAY, WINDOW, Retrieval
 from sgl_ragged.roles import head_roles, with_pivots
@@ -82,6 +85,28 @@ def test_server_agrees_with_the_oracle(server, oracle, behind):
     assert other[: len(prompt) - WINDOW - 1].max() < 1e-4
     assert other[len(prompt) - WINDOW : len(prompt) - 1].max() > 0.02
     assert other[len(prompt) + SETTINGS.interval + DELAY :].max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["permute", pytest.param("none", marks=pytest.mark.thorough)])
+def test_two_ranks_agree_with_the_oracle(folder, flags, nursery, oracle, mode):
+    """Each has one of the pivots, and satellites of both. A second turn comes from the cache and is computed anew."""
+    heads = plan_placement(oracle.kept, 2, mode).heads
+    assert {int(np.argwhere(heads[layer] == head)[0, 0]) for layer, head in PIVOTS} == {0, 1}
+    cores = sorted(os.sched_getaffinity(0))
+    env = STRICT | {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    more = ["--tp", "2", "--ragged-fairkv", mode]
+    with nursery.serve(MODEL, *flags, *more, log=folder / f"{mode}.log", env=env) as server:
+        prompt = document(100, 5 * SEGMENT + 20)
+        answer = generate(server, prompt, 60, logprobs_from=0)
+        found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
+        np.testing.assert_allclose(found, oracle.logprobs_behind(prompt, answer.tokens), atol=1e-4)
+        assert oracle.fetches
+        turn = prompt + answer.tokens + document(101, 40)
+        warm = generate(server, turn, 20)
+        flush(server)
+        cold = generate(server, turn, 20)
+        assert (warm.cached, cold.cached) == ((len(prompt) - WINDOW) // SEGMENT * SEGMENT, 0)
+        np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
 
 
 def test_a_hit_equals_a_miss(server):
