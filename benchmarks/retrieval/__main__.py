@@ -120,6 +120,8 @@ def run(options: argparse.Namespace) -> None:
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     common = ["--enable-return-hidden-states", "--enable-custom-logit-processor", "--disable-overlap-schedule"]
+    # Servers that wait for their turn would take a core each.
+    common += ["--sleep-on-idle"]
     ragged = ["--ragged-profile", str(options.profile), "--ragged-segment", str(options.segment)]
     log = options.output.with_suffix(".log")
     if groups:

@@ -62,6 +62,11 @@ class Reservoir:
     def nbytes(self) -> int:
         return self._data.nbytes + self._numbers.nbytes
 
+    @property
+    def bytes_in_use(self) -> int:
+        """Of the entries, those of pages among them that were freed since the last segment was sealed."""
+        return len(self._entries) * (self.nbytes // self.capacity)
+
     def forget(self, pages: torch.Tensor) -> None:
         """These pages, integers, were freed: their entries, if there are any, take new segments. Does not wait."""
         self._freed.append(pages)

@@ -7,7 +7,7 @@ decode; ours are written at the same moments, from numbers that the host has any
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
@@ -15,6 +15,9 @@ from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.plugin.window_pool import slab_allocator, slab_pool
+
+if TYPE_CHECKING:
+    from sgl_ragged.attention.retrieval import Retriever
 
 _METRICS = "_sgl_ragged_metrics"
 """Attribute of SGLang's collector that holds ours."""
@@ -37,6 +40,9 @@ _HISTORY_COUNTERS = {
     "dropped_segments": "Segments that have left the views of requests with bounded histories.",
 }
 
+_RETRIEVAL_GAUGES = {
+    "reservoir_bytes_in_use": "Host bytes on this rank of what heads dropped of segments that are cached or in use.",
+}
 _RETRIEVAL_COUNTERS = {
     "pivot_questions": "Times that a pivot was asked in decode what it attends to.",
     "pivot_answers": "Those after which something was fetched, since its attention had moved.",
@@ -74,9 +80,10 @@ class RaggedMetrics:
         from prometheus_client import Counter, Gauge
 
         self._pool, self._allocator, self._requests = pool, slab_allocator(allocator), requests
+        gauges = _GAUGES | (_RETRIEVAL_GAUGES if pool.retriever is not None else {})
         self._gauges = {
             name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
-            for name, text in _GAUGES.items()
+            for name, text in gauges.items()
         }
         families = {name: Counter(PREFIX + name, text, labels.keys()) for name, text in _COUNTERS.items()}
         if pool.histories is not None:
@@ -100,6 +107,8 @@ class RaggedMetrics:
         rows = self._requests.size - self._requests.available_size()
         self._gauges["slab_bytes_in_use"].set(pages * sizes.slab_bytes)
         self._gauges["tail_bytes_in_use"].set(rows * sizes.row_bytes)
+        if self._pool.retriever is not None:
+            self._gauges["reservoir_bytes_in_use"].set(self._pool.retriever.reservoir.bytes_in_use)
         for key, total in self._totals.items():
             self._counters[key].inc(total - self._counted[key])
             self._counted[key] = total
@@ -164,6 +173,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "tier": None
         if pool.tier is None or plan.tier is None
         else {"restore": plan.tier.restore} | pool.tier.settings(),
+        "retrieval": None if pool.retriever is None else _retrieval_settings(plan, pool.retriever),
         "kernel": plan.kernel,
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * plan.segment,
@@ -176,6 +186,17 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "slab_bytes": size.slab_bytes,
         "tails_bytes": size.tails_bytes,
         "total_bytes": size.total_bytes,
+    }
+
+
+def _retrieval_settings(plan: ServingPlan, retriever: Retriever) -> dict[str, Any]:
+    assert plan.roles is not None, "the launcher has decided both"
+    return {
+        "overlay": plan.retrieval and plan.retrieval.overlay,
+        "pivots": [list(pivot) for pivot in plan.roles.pivots],
+        "segments": retriever.reservoir.capacity,
+        "reservoir_bytes": retriever.reservoir.nbytes,
+        "overlay_bytes": retriever.device_bytes,
     }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,19 @@ def generate_all(server: Server, prompts: Sequence[Sequence[int]], new: int, **o
 def flush(server: Server) -> None:
     """Empty the radix cache; raises when the server does not become idle: the last answer is out before its end."""
     httpx.post(f"{server.url}/flush_cache?timeout=30", timeout=60).raise_for_status()
+
+
+def server_settings(server: Server) -> dict[str, Any]:
+    """What /server_info says under `ragged`."""
+    return httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """SGLang writes gauges once more when the last request has ended, soon after it was answered."""
+    deadline = time.monotonic() + 10
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert holds()
 
 
 def ragged_metrics(server: Server) -> dict[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import httpx
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ragged.budgets import profile_kept
 from tests.models import make_profile
-from tests.server.client import flush, generate, ragged_metrics
+from tests.server.client import flush, generate, ragged_metrics, wait_until
 
 pytestmark = pytest.mark.server
 
@@ -62,11 +61,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def wait_for(server, name: str, value: float) -> None:
-    """SGLang writes gauges once more when the last request has ended, soon after it was answered."""
-    deadline = time.monotonic() + 10
-    while ragged_metrics(server)[name] != value and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert ragged_metrics(server)[name] == value
+    wait_until(lambda: ragged_metrics(server)[name] == value)
 
 
 def test_settings_are_in_server_info(server, profile):

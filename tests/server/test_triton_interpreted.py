@@ -7,9 +7,13 @@ import pytest
 
 from benchmarks.harness.warm_start import Nursery
 from sgl_ragged.budgets import profile_kept
+from sgl_ragged.plugin.seams import installed_release
+from sgl_ragged.retrieval import Retrieval
+from sgl_ragged.roles import head_roles, with_pivots
 from tests.architectures import WINDOWED
 from tests.models import make_llama, make_profile
 from tests.oracle import Oracle
+from tests.retrieval_oracle import RetrievalOracle
 from tests.server.client import generate, generate_all, ragged_metrics
 
 pytestmark = [pytest.mark.server, pytest.mark.thorough]
@@ -22,18 +26,21 @@ def make_two_layers(folder):
     return make_llama(folder, num_hidden_layers=2)
 
 
+def flags_with(profile):
+    return [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
+        *("--kv-pool", "ragged", "--ragged-kernel", "triton", "--ragged-ratio", str(RATIO), "--kv-bytes", "32MiB"),
+        *("--ragged-segment", str(SEGMENT), "--ragged-profile", str(profile)),
+        *("--enable-metrics", "--max-running-requests", "6", "--chunked-prefill-size", str(3 * SEGMENT)),
+    ]
+
+
 @pytest.mark.parametrize("make", [make_two_layers, pytest.param(WINDOWED["gpt_oss"].make, id="gpt_oss")])
 def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make):
     """Of a model with sliding windows and sinks, too: its windowed layers are on SGLang's own Triton kernels."""
     model, scorer = make(tmp_path / "model"), "keydiff"
     profile = make_profile(model, tmp_path / "profile.safetensors", scorer=scorer, segment=SEGMENT)
-    flags = [
-        *("--dtype", "float32", "--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"),
-        *("--kv-pool", "ragged", "--ragged-kernel", "triton", "--ragged-ratio", str(RATIO), "--kv-bytes", "32MiB"),
-        *("--ragged-segment", str(SEGMENT), "--ragged-profile", str(tmp_path / "profile.safetensors")),
-        *("--enable-metrics", "--max-running-requests", "6", "--chunked-prefill-size", str(3 * SEGMENT)),
-        *("--moe-runner-backend", "triton"),
-    ]
+    flags = [*flags_with(tmp_path / "profile.safetensors"), "--moe-runner-backend", "triton"]
     kept = profile_kept(profile, RATIO, SEGMENT)
     assert kept.min() < SEGMENT, "nothing would be compressed"
     oracle = Oracle(str(model), kept, SEGMENT, scorer)
@@ -55,3 +62,26 @@ def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make)
     assert again.cached == 4 * SEGMENT
     assert again.tokens == cold[-1].tokens
     np.testing.assert_allclose(again.output_logprobs, cold[-1].output_logprobs, atol=1e-4)
+
+
+@pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23")
+def test_what_was_fetched_is_seen_beside_slabs_and_tails(tmp_path):
+    """At every position of a prompt and of what is decoded behind it, over the end of a segment."""
+    model = make_two_layers(tmp_path / "model")
+    settings = Retrieval(reservoir_bytes=16 << 20, overlay=6, pivots=2, interval=4, drift=0.9)
+    profile = make_profile(model, tmp_path / "profile.safetensors", segment=SEGMENT, pivots=((0, 2), (1, 0)))
+    roles = head_roles(profile, settings.pivots)
+    kept = with_pivots(lambda ratio: profile_kept(profile, ratio, SEGMENT), roles, RATIO, SEGMENT)
+    given = dict(pivots=roles.pivots, watched_by=roles.watched_by, settings=settings)
+    oracle = RetrievalOracle(str(model), kept, SEGMENT, "keydiff", **given)
+    more = ["--ragged-reservoir", str(settings.reservoir_bytes), "--ragged-overlay", str(settings.overlay)]
+    more += ["--ragged-watch-interval", str(settings.interval), "--ragged-drift", str(settings.drift)]
+    prompt = np.random.default_rng(1).integers(10, 500, 4 * SEGMENT - 4).tolist()
+    nursery = Nursery({"TRITON_INTERPRET": "1"})
+    flags = [*flags_with(tmp_path / "profile.safetensors"), *more]
+    with nursery, nursery.serve(model, *flags, log=tmp_path / "server.log") as server:
+        assert "ragged attention kernels: triton" in server.log_text()
+        answer = generate(server, prompt, 16, logprobs_from=0)
+    found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
+    np.testing.assert_allclose(found, oracle.logprobs_behind(prompt, answer.tokens), atol=1e-4)
+    assert oracle.fetches
