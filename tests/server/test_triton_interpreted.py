@@ -71,13 +71,17 @@ def test_what_was_fetched_is_seen_beside_slabs_and_tails(tmp_path):
     settings = Retrieval(reservoir_bytes=16 << 20, overlay=6, pivots=2, interval=4, drift=0.9)
     profile = make_profile(model, tmp_path / "profile.safetensors", segment=SEGMENT, pivots=((0, 2), (1, 0)))
     roles = head_roles(profile, settings.pivots)
-    kept = with_pivots(lambda ratio: profile_kept(profile, ratio, SEGMENT), roles, RATIO, SEGMENT)
+    ratio = 0.7
+    kept = with_pivots(lambda share: profile_kept(profile, share, SEGMENT), roles, ratio, SEGMENT)
+    assert (kept < SEGMENT).sum() >= 3
     given = dict(pivots=roles.pivots, watched_by=roles.watched_by, settings=settings)
     oracle = RetrievalOracle(str(model), kept, SEGMENT, "keydiff", **given)
     more = ["--ragged-reservoir", str(settings.reservoir_bytes), "--ragged-overlay", str(settings.overlay)]
     more += ["--ragged-watch-interval", str(settings.interval), "--ragged-drift", str(settings.drift)]
     prompt = np.random.default_rng(1).integers(10, 500, 4 * SEGMENT - 4).tolist()
     nursery = Nursery({"TRITON_INTERPRET": "1"})
+    # In one chunk: tokens before a chunk that ends within the prompt's last ones see nothing.
+    more += ["--ragged-ratio", str(ratio), "--chunked-prefill-size", str(8 * SEGMENT)]
     flags = [*flags_with(tmp_path / "profile.safetensors"), *more]
     with nursery, nursery.serve(model, *flags, log=tmp_path / "server.log") as server:
         assert "ragged attention kernels: triton" in server.log_text()
