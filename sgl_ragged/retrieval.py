@@ -58,7 +58,7 @@ class Retrieval:
         return overlays + self.pivots * self.interval * q_per_kv * (head_dim * query_itemsize + _COUNT_BYTES)
 
     def entries(self, rank_entry_bytes: Sequence[int]) -> int:
-        """How many segments the reservoir holds on each rank: on all of them the same ones, as far as it reaches.
+        """How many segments the reservoir holds on each rank: on all of them equally many.
 
         Args:
             rank_entry_bytes: of one segment on each rank, as `entry_bytes` counts them.
