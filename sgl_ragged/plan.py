@@ -296,10 +296,14 @@ def make_plan(
 def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:
     """The first `count` pivots, and kept tokens like `BudgetChoice.kept` with room for them.
 
-    Raises RaggedConfigError: there is no profile, or as `head_roles` and `with_pivots` do.
+    Raises RaggedConfigError: there is no profile, nobody to watch for, or as `head_roles` and `with_pivots` do.
     """
     found = _profile_with_roles(chosen)
     roles = head_roles(found, count)
+    if not any(roles.satellites):
+        raise RaggedConfigError(
+            f"the {count} pivots of {found.model_id!r} foresee nothing that other heads drop: ask for more of them"
+        )
     return roles, with_pivots(lambda share: profile_kept(found, share, segment), roles, ratio, segment)
 
 

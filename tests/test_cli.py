@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from sgl_ragged import cli
 from sgl_ragged.budgets import profile_kept
+from sgl_ragged.head_statistics import WATCHED
+from sgl_ragged.profile import load_profile
 from tests.models import make_config, make_profile
 
 
@@ -84,6 +88,11 @@ def test_layout_of_retrieval(model, monkeypatch, capsys):
     assert "2 pivots watch for 10 heads; each request's overlays take " in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--overlay is about what --reservoir holds"):
         run(monkeypatch, *flags[:-2], "--overlay", "32")
+    blind = load_profile(model / "roles.safetensors")
+    statistics = dict(blind.statistics) | {WATCHED: np.zeros_like(blind.statistics[WATCHED])}
+    replace(blind, statistics=MappingProxyType(statistics)).save(model / "blind.safetensors")
+    with pytest.raises(SystemExit, match=r"2 pivots of .* foresee nothing"):
+        run(monkeypatch, *flags, "--profile", str(model / "blind.safetensors"))
     with pytest.raises(SystemExit, match="equal budgets come without"):
         run(monkeypatch, *flags, "--profile", "uniform")
 

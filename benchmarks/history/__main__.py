@@ -18,9 +18,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.pool_results import TOKEN
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.history.measured import measure
-from benchmarks.history.results import TOKEN, Results, draw, table
+from benchmarks.history.results import Results, draw, table
 from benchmarks.quality.facts import KINDS, interviews
 from benchmarks.quality.texts import pieces
 

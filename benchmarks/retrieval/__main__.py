@@ -24,11 +24,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.pool_results import TOKEN
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.quality.head import load_head
 from benchmarks.quality.texts import Text, pieces
 from benchmarks.retrieval.measured import Measured, measure, states_of, step_times_ms
-from benchmarks.retrieval.results import TOKEN, Results, draw, key, table
+from benchmarks.retrieval.results import Results, draw, key, table
 
 RATIOS, OVERLAYS = (0.1, 0.15, 0.2, 0.3), (128,)
 ITEM_BYTES = 4
@@ -86,7 +87,10 @@ def _measure_group(
     Raises ServerLost, ServerFailed and PointFailed.
     """
     with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(servers.client(pool, len(texts), log)) for name, pool in group.items()}
+        clients = {
+            name: stack.enter_context(servers.client(pool, len(texts), log.with_stem(f"{log.stem}-{number}")))
+            for number, (name, pool) in enumerate(group.items())
+        }
         found = {name: measure(client, texts, prompt, head, reference) for name, client in clients.items()}
         times = step_times_ms(clients, texts, prompt)
     measured = {name: dataclasses.replace(one, step_ms=times[name]) for name, (one, _) in found.items()}
@@ -124,6 +128,7 @@ def run(options: argparse.Namespace) -> None:
     common += ["--sleep-on-idle"]
     ragged = ["--ragged-profile", str(options.profile), "--ragged-segment", str(options.segment)]
     log = options.output.with_suffix(".log")
+    logs = log.with_stem(f"{log.stem}-*")
     if groups:
         with (
             Started(options.model, options.kv_bytes, common, ragged) as servers,
@@ -138,15 +143,16 @@ def run(options: argparse.Namespace) -> None:
                 try:
                     found, states = _measure_group(servers, group, texts, options.prompt, head, reference, log)
                 except ServerLost as error:
-                    raise ServerLost(f"a server of {', '.join(group)} is gone ({error}); its log is {log}") from None
+                    raise ServerLost(f"a server of {', '.join(group)} is gone ({error}); the logs are {logs}") from None
                 except (PointFailed, ServerFailed) as error:
                     reason = error.reason if isinstance(error, ServerFailed) else error
-                    raise SettingsError(f"{', '.join(group)}: {reason}; the log of the servers is {log}") from None
+                    raise SettingsError(f"{', '.join(group)}: {reason}; the logs are {logs}") from None
                 reference = reference or states
                 results.pools |= found
                 results.write()
                 progress.advance(task, len(group))
-            log.unlink(missing_ok=True)
+            for written in (log, *log.parent.glob(logs.name)):
+                written.unlink(missing_ok=True)
     draw(results, options.output.with_suffix(".png"))
     if options.json:
         print(results.text(), end="")

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.result_file import ResultFile
+from benchmarks.harness.pool_results import TOKEN, PoolResults
 from benchmarks.harness.rows import Rows
 from benchmarks.retrieval.measured import Measured
 
-TOKEN = "token"
 
-
-class Results(ResultFile):
+class Results(PoolResults[Measured]):
     """`pools`: what was measured, by ratio and overlay as `key` writes them."""
 
-    benchmark = "benchmarks.retrieval"
-
-    def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-        super().__init__(path, settings, about)
-        self.pools: dict[str, Measured] = {}
-
-    def read_entries(self, document: dict[str, Any]) -> None:
-        self.pools = {name: Measured(**found) for name, found in document["pools"].items()}
-
-    def entries(self) -> dict[str, Any]:
-        return {"pools": {name: asdict(found) for name, found in self.pools.items()}}
-
-    @property
-    def known(self) -> set[str]:
-        return set(self.pools)
+    benchmark, kind = "benchmarks.retrieval", Measured
 
     def fetched_bytes_per_token(self, name: str) -> float:
         """Of each request's decoded tokens, what its prompt's last tokens asked for among it."""

@@ -23,8 +23,8 @@ from sgl_ragged.roles import HeadRoles
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokens of a batch that end a prompt: `row` of their request, `tokens` in the batch, positions of the first and
-    behind the last, and int64 [segments] slots that a pivot looks at. named: by pivot, once its layer has been.
+    """Tokens of a batch that end a prompt: `row` of their request, `tokens` in the batch, position of the first, and
+    int64 [segments] slots that a pivot looks at. named: by pivot, once its layer has been.
 
     `slots_after`, `named_after`: the same for what is decoded behind them, before which segments may have ended that
     they saw as a whole.
@@ -33,7 +33,6 @@ class _Window:
     row: int
     tokens: slice
     start: int
-    end: int
     slots: torch.Tensor
     slots_after: torch.Tensor
     named: dict[int, Named]
@@ -144,7 +143,7 @@ class Retriever:
                 tokens = slice(at - (end - start), at)
                 before, after = (self._slots(row, position // segment) for position in (start, end))
                 self._seen_from.setdefault(row, start)
-                self._windows.append(_Window(row, tokens, start, end, before, after, {}, {}))
+                self._windows.append(_Window(row, tokens, start, before, after, {}, {}))
 
     def see_chunks(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
         """After a layer's attention: its pivots watch, its satellites see what was named for them. In place.
