@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from sgl_ragged.geometry import ModelGeometry
@@ -95,3 +97,21 @@ def make_profile(
     )
     profile.save(path)
     return profile
+
+
+def make_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """A random LoRA adapter of rank 4 on keys, values and queries of a Llama, large enough to change every answer."""
+    config = AutoConfig.from_pretrained(model)
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads["v_proj"] = heads["k_proj"]
+    for layer in range(config.num_hidden_layers):
+        for name, count in heads.items():
+            start = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            for part, shape in (("A", (4, config.hidden_size)), ("B", (count * config.head_dim, 4))):
+                tensors[f"{start}.lora_{part}.weight"] = 0.1 * torch.randn(shape, generator=generator)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(heads)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -371,10 +372,25 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
     # copytree keeps times: the same weights elsewhere.
     assert served(copy) == own
     assert served(llama, "--max-running-requests", "3", "--hicache-size", "7") == own
+    for name, content in (("tokenizer_config.json", "{}"), ("generation_config.json", "{}")):
+        (copy / name).write_text(content)
+    assert served(copy) == own, "which tokens a text becomes is not what slabs of tokens hold"
+    assert served(llama, "--context-length", "4096") == own
+    others = []
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    others = [
-        served(copy),
+    # Another config; code and a quantisation config that come with the model; weights of another time.
+    for name, content in (("config.json", json.dumps(config | {"rms_norm_eps": 1e-3})), ("modeling_own.py", "pass")):
+        (copy / name).write_text(content)
+        others.append(served(copy))
+    (copy / "hf_quant_config.json").write_text("{}")
+    others.append(served(copy))
+    os.utime(copy / "model.safetensors", (0, 0))
+    others.append(served(copy))
+    rope = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}
+    others += [
+        served(llama, "--json-model-override-args", json.dumps(rope)),
+        served(llama, "--model-impl", "transformers"),
+        served(llama, "--model-loader-extra-config", '{"enable_multithread_load": false}'),
         served(llama, "--ragged-ratio", "0.3"),
         served(llama, "--ragged-segment", "128"),
         served(llama, "--ragged-scorer", "snapkv"),

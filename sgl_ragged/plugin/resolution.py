@@ -27,12 +27,14 @@ from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
 from sgl_ragged.plugin.retrieval_plan import plan_retrieval, refuse_shape
 from sgl_ragged.plugin.seams import (
+    ADAPTER_ID,
     BACKEND,
     BOUNDED_CACHE,
     DEAD_WORKER,
     RETRIEVAL_CACHE,
     TIER_SEAMS,
     WINDOW_SEAMS,
+    Seam,
     check_seams,
     resolve,
     seams_for,
@@ -66,6 +68,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     refuse_environment()
     refuse_flags(server_args, options)
     _hook_launcher()
+    if server_args.enable_hierarchical_cache:
+        _hook_adapter_ids(options.from_command_line)
     bound, retrieval = plan_history(server_args, options), plan_retrieval(server_args, options)
     tree = RETRIEVAL_CACHE if retrieval is not None else BOUNDED_CACHE if bound is not None else None
     sized = bool(server_args.hicache_ratio or server_args.hicache_size)
@@ -194,17 +198,31 @@ def _decide(
 def _hook_launcher() -> None:
     """Check the model before SGLang does, and report workers that died at start; once per process."""
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sgl_ragged.plugin.refusal import answer_dead_worker
 
     # The step in which SGLang asks models for attention backends by name; it has read the config before.
     register_resolution_hook("handle_model_specific_adjustments")(_refuse_model_first)
-    before = resolve(DEAD_WORKER.target)
-    HookRegistry.register(DEAD_WORKER.target, answer_dead_worker, HookType.AROUND)
+    _hook(DEAD_WORKER, answer_dead_worker)
+
+
+@functools.cache
+def _hook_adapter_ids(from_command_line: bool) -> None:
+    """Let what is in an adapter be part of its id; SGLang asks for it after this resolution."""
+    from sgl_ragged.plugin.adapters import adapter_id
+
+    _hook(ADAPTER_ID, functools.partial(adapter_id, from_command_line))
+
+
+def _hook(seam: Seam, hook: Callable) -> None:
+    """Wrap a function that the launcher calls."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    before = resolve(seam.target)
+    HookRegistry.register(seam.target, hook, HookType.AROUND)
     HookRegistry.apply_hooks()
-    if resolve(DEAD_WORKER.target) is before:
-        raise RaggedConfigError(f"hooks did not take effect: {DEAD_WORKER.target}")
+    if resolve(seam.target) is before:
+        raise RaggedConfigError(f"hooks did not take effect: {seam.target}")
 
 
 def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> None:

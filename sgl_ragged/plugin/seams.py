@@ -93,7 +93,10 @@ RAGGED_SEAMS = (
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
 
+ADAPTER_ID = Seam("sglang.srt.lora.lora_registry.LoRARef.deterministic_id", ("lora_name", "lora_path"))
+
 TIER_SEAMS = (
+    ADAPTER_ID,
     Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.register_stack_strategy", ("strategy",)),
     Seam(f"{_CONTROLLER}.start_writing", ("self",)),
     Seam(f"{_CONTROLLER}.start_loading", ("self",)),

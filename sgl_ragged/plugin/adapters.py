@@ -1,0 +1,61 @@
+"""Names of LoRA adapters that change with what is in them.
+
+SGLang puts an adapter's id into the radix key, and so into the keys of pages on disk. Adapters that are loaded while a
+server runs get a random id; those of --lora-paths one that is made from their name and path alone, so that a server
+would read what another adapter, once in the same folder, has left on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from uuid import NAMESPACE_URL, uuid5
+
+from sgl_ragged.errors import RaggedConfigError
+
+READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
+"""Files of an adapter that SGLang reads some of: configuration, added tokens, weights."""
+
+
+def adapter_digest(path: str) -> str:
+    """64 hex digits over names and contents of an adapter's files; an id of a hub is downloaded, as SGLang does.
+
+    Contents, not times and sizes as for models: adapters are small, and two that were trained alike have equal sizes.
+
+    Raises:
+        RaggedConfigError: it cannot be read.
+    """
+    folder = Path(path)
+    try:
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(path, allow_patterns=list(READ)))
+        contents = []
+        for file in sorted({file for pattern in READ for file in folder.glob(pattern)}):
+            with file.open("rb") as opened:
+                contents.append([file.name, hashlib.file_digest(opened, "sha256").hexdigest()])
+    except (OSError, ValueError) as error:
+        # Those of the hub's client have many lines.
+        raise RaggedConfigError(
+            f"LoRA adapter {path} is no folder that can be read, nor found on a hub "
+            f"({str(error).strip().splitlines()[0]}): correct --lora-paths"
+        ) from None
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+
+
+def adapter_id(from_command_line: bool, original: Callable[[str, str], str], lora_name: str, lora_path: str) -> str:
+    """SGLang's id of an adapter of --lora-paths, and what is in the adapter; as long as SGLang's, 32 hex digits.
+
+    Raises:
+        RaggedConfigError: the adapter cannot be read; from the command line SystemExit with the same line.
+    """
+    try:
+        digest = adapter_digest(lora_path)
+    except RaggedConfigError as error:
+        if from_command_line:
+            raise SystemExit(f"sgl_ragged: {error}") from None
+        raise
+    return uuid5(NAMESPACE_URL, f"{original(lora_name, lora_path)}\0{digest}").hex
