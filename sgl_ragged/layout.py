@@ -1,7 +1,7 @@
 """Slab layout: where each head's kept rows lie inside the storage of one sealed segment.
 
 Budgets are static, so all sealed segments of a model have the same inner layout: one table of offsets
-addresses every one of them. Offsets are in elements of the KV dtype.
+addresses every one of them. Offsets are in elements: numbers of the KV dtype, or bytes where rows are quantised.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import numpy as np
 
 from sgl_ragged.budgets import UNIT, check_segment
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 
 @dataclass(frozen=True)
 class Band:
     """Heads of one layer that store equally much and lie side by side in the slab.
 
-    The band's storage is [len(heads), 2 (K, V), kept, head_dim] elements from `offset`, relative to the
-    layer's start. Attention and sealing treat a band as one strided view. Of the `total` tokens that each head
-    keeps, in position order, the band stores those from `first` on.
+    The band's storage starts at element `offset`, relative to the layer's start: for each of its heads what the format
+    says (`SlabFormat`), [len(heads), 2 (K, V), kept, head_dim] if that is wide. Attention and sealing treat a band as
+    one strided view. Of the `total` tokens that each head keeps, in position order, the band stores those from `first`
+    on.
     """
 
     heads: tuple[int, ...]
@@ -52,6 +54,7 @@ class SlabLayout:
         total: like `kept`, what the head keeps on all ranks together, or None where that is all stored here.
         first: like `kept`, how many of those are stored on lower ranks; with `total`.
         full_heads: heads that an uncompressed cache would store here, or None for all of these.
+        form: how kept rows lie in the slab.
     """
 
     kept: np.ndarray
@@ -60,9 +63,11 @@ class SlabLayout:
     total: np.ndarray | None = None
     first: np.ndarray | None = None
     full_heads: int | None = None
+    form: SlabFormat = WIDE
 
     def __post_init__(self) -> None:
         check_segment(self.segment)
+        self.form.check_head_dim(self.head_dim)
         kept = np.ascontiguousarray(self.kept, dtype=np.int64)
         if kept.ndim != 2 or kept.size == 0:
             raise RaggedConfigError(f"kept counts must be [layers, heads], got shape {kept.shape}")
@@ -114,14 +119,19 @@ class SlabLayout:
                 heads = tuple(head for head, row in enumerate(rows) if tuple(row) == share)
                 kept, total, first = share
                 bands.append(Band(heads=heads, kept=kept, offset=offset, total=total, first=first))
-                offset += len(heads) * 2 * kept * self.head_dim
+                offset += len(heads) * kept * self.row_elems
             layers.append(tuple(bands))
         return tuple(layers)
+
+    @property
+    def row_elems(self) -> int:
+        """Elements that a kept token takes in one head."""
+        return self.form.row_elems(self.head_dim)
 
     @cached_property
     def layer_elems(self) -> np.ndarray:
         """int64 [num_layers]: elements of each layer's part of the slab."""
-        return 2 * self.head_dim * self.kept.sum(axis=1)
+        return self.row_elems * self.kept.sum(axis=1)
 
     @cached_property
     def layer_start(self) -> np.ndarray:
@@ -139,17 +149,17 @@ class SlabLayout:
         for layer, bands in enumerate(self.bands):
             for band in bands:
                 for place, head in enumerate(band.heads):
-                    offsets[layer, head] = self.layer_start[layer] + band.offset + place * 2 * band.kept * self.head_dim
+                    offsets[layer, head] = self.layer_start[layer] + band.offset + place * band.kept * self.row_elems
         return offsets
 
     @cached_property
     def value_offset(self) -> np.ndarray:
         """int64 [num_layers, num_heads]: first element of each head's values [kept, head_dim] in the slab."""
-        return self.key_offset + self.kept * self.head_dim
+        return self.key_offset + self.kept * self.form.key_elems(self.head_dim)
 
     def slab_bytes(self, itemsize: int) -> int:
-        """Bytes of one slab for a KV dtype of `itemsize` bytes."""
-        return self.slab_elems * itemsize
+        """Bytes of one slab beside a KV dtype of `itemsize` bytes."""
+        return self.slab_elems * self.form.itemsize(itemsize)
 
     def tail_bytes(self, itemsize: int) -> int:
         """Bytes of one request's tail: an uncompressed segment of all layers and heads."""
@@ -161,5 +171,9 @@ class SlabLayout:
 
     @property
     def mean_kept_share(self) -> float:
-        """Kept / full bytes of a sealed segment: the mean of n / S."""
+        """Kept / all tokens of a sealed segment, over all heads: the mean of n / S."""
         return float(self.kept.sum()) / (self.num_layers * (self.full_heads or self.num_heads)) / self.segment
+
+    def byte_share(self, itemsize: int) -> float:
+        """Kept / full bytes of a sealed segment, beside a KV dtype of `itemsize` bytes."""
+        return self.slab_bytes(itemsize) / self.full_bytes_per_token(itemsize) / self.segment

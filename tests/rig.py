@@ -21,8 +21,10 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.slab_format import WIDE, SlabFormat
 from tests.bounded_oracle import views
 from tests.oracle import Tokens, visible
+from tests.quantised_oracle import restored_pair
 
 SEGMENT = 64
 # 16 is the guard alone and 64 all tokens; between them scores decide.
@@ -73,13 +75,16 @@ class Sequence:
         seen: Seen | None = None,
         sinks: torch.Tensor | None = None,
         fetched: Mapping[tuple[int, int], list[int]] = MappingProxyType({}),
+        form: str = "wide",
     ) -> torch.Tensor:
         """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone.
+
+        Tokens of earlier segments are as slabs of the format `form` give them back.
 
         sinks: [layers, heads, q_per_kv], a logit more in each softmax, which has no value.
         fetched: tokens that the last query of a layer and head sees, too.
         """
-        output = torch.empty(self.q.shape, dtype=torch.float64)
+        output = torch.zeros(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
             keys, values = self.k[:, layer, head].double(), self.v[:, layer, head].double()
             queries = self.q[:, layer, head].double()
@@ -96,14 +101,23 @@ class Sequence:
                 for other in set(range(number)) - set(seen(number)):
                     mask[number * SEGMENT : (number + 1) * SEGMENT, other * SEGMENT : (other + 1) * SEGMENT] = False
             mask[-1, fetched.get((layer, head), [])] = True
-            logits = torch.einsum("tgd,sd->gts", self.q[:, layer, head].double(), keys) * 0.5
+            places = torch.arange(len(mask)) // SEGMENT
+            own = places[:, None] == places
+            past_keys, past_values = restored_pair(keys, values, form)
+            logits = torch.where(own, queries_by(queries, keys), queries_by(queries, past_keys)) * 0.5
             logits.masked_fill_(torch.from_numpy(~mask), -torch.inf)
             if sinks is not None:
                 sink = sinks[layer, head].double()[:, None, None].expand(-1, len(mask), 1)
                 logits = torch.cat([logits, sink], dim=-1)
             weights = logits.softmax(-1)[..., : len(mask)]
-            output[:, layer, head] = torch.einsum("gts,sd->tgd", weights, values)
+            for entries, part in ((values, own), (past_values, ~own)):
+                output[:, layer, head] += torch.einsum("gts,sd->tgd", weights * part, entries)
         return output
+
+
+def queries_by(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """[q_per_kv, T, T] of queries [T, q_per_kv, d] and keys [T, d]."""
+    return torch.einsum("tgd,sd->gts", queries, keys)
 
 
 def statistics(heads: int, per_head: int, dim: int) -> list[tuple[np.ndarray, ...]]:
@@ -136,9 +150,10 @@ class Rig:
         scales: KvScales = SCALES,
         bound: HistoryBound | None = None,
         gives_lse: bool = False,
+        form: SlabFormat = WIDE,
     ) -> None:
-        """`scales` are those of FP8 caches, whose queries are float32. `sinks` as in `Sequence.expected`. With a
-        `bound`, histories are bounded.
+        """`form`: of the slabs. `scales` are those of FP8 caches, whose queries are float32. `sinks` as in
+        `Sequence.expected`. With a `bound`, histories are bounded.
 
         With a placement, one rank's places. With it, with sinks or where `gives_lse`, `lse` holds the last batch's
         log-sum-exps [layers, tokens, ..].
@@ -147,10 +162,11 @@ class Rig:
         self.gives_lse = gives_lse or placement is not None or sinks is not None
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
         self.heads = torch.tensor(heads)
-        layout = SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT)
+        layout = SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT, form=form)
         if placement is not None:
             total = np.take_along_axis(kept, heads, axis=1)
-            layout = SlabLayout(placement.kept[:, rank], dim, SEGMENT, total=total, first=placement.first[:, rank])
+            shares = dict(total=total, first=placement.first[:, rank])
+            layout = SlabLayout(placement.kept[:, rank], dim, SEGMENT, **shares, form=form)
         mean, covariance, frequencies, order = (
             torch.tensor(np.stack(x)).float() for x in zip(*statistics(kept.shape[1], per_head, dim), strict=True)
         )
@@ -172,7 +188,7 @@ class Rig:
         self.store.kv_scales = [scales] * len(kept)
         self.operations = make_operations(self.store, segments)
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
-        self.store.slabs[1:] = min(1e4, torch.finfo(dtype).max)
+        self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
         self.store.sides[:] = 1e4
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)

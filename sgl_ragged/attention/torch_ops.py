@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
+from sgl_ragged.attention.torch_past import Past, past_of
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
 from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.kv_dtype import movable
@@ -51,7 +52,7 @@ class TorchOps(Operations):
         self.store = store
         layout = store.layout
         widest = max(len(band.heads) * band.kept for bands in layout.bands for band in bands)
-        self._segment_bytes = 2 * widest * layout.head_dim * store.slabs.element_size()
+        self._segment_bytes = widest * layout.row_elems * store.slabs.element_size()
 
     def reserve(self, max_batch: int) -> None:
         """Nothing to do: batches are described in tensors of their own."""
@@ -156,7 +157,7 @@ def _attend_pieces(
         if band.kept == 0:
             continue
         # [segments, heads, 2, kept, d] -> [2, heads, segments * kept, d]
-        history = store.band_view(layer, band)[slots].to(queries.dtype).permute(2, 1, 0, 3, 4).flatten(2, 3)
+        history = store.kept_rows(layer, band, slots, queries.dtype).permute(2, 1, 0, 3, 4).flatten(2, 3)
         own = [x[first:last].index_select(1, heads).transpose(0, 1) for x in (keys, values)]
         asking = queries[first:last].index_select(1, heads).permute(1, 2, 0, 3)
         for piece in pieces:
@@ -218,7 +219,7 @@ def _attend_part_of_batch(
             output[:, heads] = 0
             continue
         band_tails = tails.index_select(2, heads)
-        history = store.gather(layer, band, view.slots.flatten()).float()
+        history = past_of(store.gather(layer, band, view.slots.flatten()))
         band_queries = queries.index_select(1, heads).float() * store.logit_scale(layer)
         mask = part.mask(band.kept)
         if not band.attends_open:
@@ -232,7 +233,7 @@ def _attend_part_of_batch(
 
 
 def _attend_band(
-    queries: torch.Tensor, history: torch.Tensor, tails: torch.Tensor, mask: torch.Tensor, log_sums: bool
+    queries: torch.Tensor, history: Past, tails: torch.Tensor, mask: torch.Tensor, log_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Decode attention of one band in float32.
 
@@ -241,7 +242,7 @@ def _attend_band(
 
     Args:
         queries: [batch, heads, q_per_kv, d], scaled.
-        history: [batch * segments, heads, 2 (K, V), kept, d].
+        history: of [batch * segments, heads, kept] rows.
         tails: [batch, 2 (K, V), heads, tokens, d].
         mask: bool [batch, 1, 1, segments * kept + tokens].
         log_sums: whether log-sum-exps are wanted; queries may see nothing then.
@@ -250,11 +251,11 @@ def _attend_band(
         Like `queries`, and the log-sum-exps of the logits [batch, heads, q_per_kv], if they are wanted.
     """
     size, heads, per_head, dim = queries.shape
-    kept, segments = history.shape[3], history.shape[0] // size
+    kept, segments = history.kept, history.entries // size
     seen = segments * kept
-    keys, values = (history[:, :, part].flatten(0, 1) for part in (0, 1))
-    repeated = queries[:, None].expand(size, segments, heads, per_head, dim).reshape(-1, per_head, dim)
-    past = torch.bmm(repeated, keys.transpose(1, 2)).view(size, segments, heads, per_head, kept)
+    asking = history.asking(queries)[:, None]
+    repeated = asking.expand(size, segments, heads, per_head, dim).reshape(-1, per_head, dim)
+    past = history.logits(repeated).view(size, segments, heads, per_head, kept)
     past = past.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, seen)
     logits = torch.cat([past, queries @ tails[:, 0].transpose(2, 3)], dim=-1)
     logits.masked_fill_(~mask, -torch.inf)
@@ -263,7 +264,7 @@ def _attend_band(
     output = weights[..., seen:] @ tails[:, 1]
     if segments:
         past = weights[..., :seen].unflatten(3, (segments, kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, kept)
-        output += torch.bmm(past, values).view(size, segments, heads, per_head, dim).sum(dim=1)
+        output += history.answer(history.sums(past).view(size, segments, heads, per_head, dim).sum(dim=1))
     return output, lse
 
 

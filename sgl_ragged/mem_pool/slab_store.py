@@ -11,6 +11,7 @@ import torch
 
 from sgl_ragged.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
+from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
@@ -30,8 +31,9 @@ def side_bytes(scorer: Scorer, layout: SlabLayout, q_per_kv: int, dtype: torch.d
 class SlabStore:
     """Sealed segments in slabs, open segments in tails.
 
-    `slabs` is [num_slots, layout.slab_elems], one slab per SGLang page. `tails` is
-    [num_rows, layers, 2 (K, V), heads, tail_capacity, head_dim], one row per row of SGLang's request table; row 0 is
+    `slabs` is [num_slots, layout.slab_elems], one slab per SGLang page, of the cache's dtype, or uint8 where the
+    layout's format is quantised: keys and values are rounded once, when they are sealed. `tails` is [num_rows, layers,
+    2 (K, V), heads, tail_capacity, head_dim], one row per row of SGLang's request table; row 0 is
     its padding row. A slab is written once, when its segment is sealed, and is immutable until SGLang reuses its page.
 
     A row's tail beyond the open segment's length holds zeros or older tokens of the same request, never
@@ -45,7 +47,7 @@ class SlabStore:
     see them multiplied again (`from_cache`).
 
     Args:
-        dtype: of slabs and tails, one of `kv_dtype.KV_DTYPES`.
+        dtype: of the cache, one of `kv_dtype.KV_DTYPES`: of tails, and of slabs that are not quantised.
         q_per_kv: query heads per head.
         statistics: per layer, the scorer's tensors [heads, ...].
         tail_capacity: tokens that a tail has room for, at least a segment, which is the default.
@@ -73,14 +75,18 @@ class SlabStore:
     ) -> None:
         self.query_dtype = query_dtype or dtype
         assert not is_fp8(self.query_dtype), "queries are never FP8"
+        self.dtype = dtype
         self.fp8 = is_fp8(dtype)
+        assert not (self.fp8 and layout.form.quantised), "the launcher refuses FP8 tails beside quantised slabs"
         self.layout = layout
         self.scorer = scorer
         self.q_per_kv = q_per_kv
         self.statistics = statistics or [{}] * layout.num_layers
         self.scales = [layout.head_dim**-0.5] * layout.num_layers
         self.kv_scales = [KvScales()] * layout.num_layers
-        self.slabs = torch.zeros((num_slots, layout.slab_elems), dtype=dtype, device=device)
+        self.slabs = torch.zeros(
+            (num_slots, layout.slab_elems), dtype=torch.uint8 if layout.form.quantised else dtype, device=device
+        )
         self.tails = torch.zeros(
             (num_rows, layout.num_layers, 2, layout.num_heads, tail_capacity or layout.segment, layout.head_dim),
             dtype=dtype,
@@ -99,7 +105,7 @@ class SlabStore:
         self.sealer: Callable[[SlabStore, int | None, Finished], None] = seal_in_torch
         self.watchers: list[Callable[[SlabStore, int | None, Finished], None]] = []
         self._pending: list[InTails] = []
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -107,9 +113,10 @@ class SlabStore:
 
     @property
     def stored_as(self) -> str:
-        """Names the dtype and, of FP8, the scales: what decides which numbers the bytes of a slab stand for."""
+        """Names the dtype, of FP8 the scales, and the format: what decides which numbers a slab's bytes stand for."""
         scales = [(one.keys, one.values) for one in self.kv_scales]
-        return f"{self.slabs.dtype} {scales}" if self.fp8 else str(self.slabs.dtype)
+        form = f" in {self.layout.form.name}" if self.layout.form.quantised else ""
+        return f"{self.dtype} {scales}" if self.fp8 else f"{self.dtype}{form}"
 
     def logit_scale(self, layer: int) -> float:
         """What products of queries and stored keys are multiplied by to give logits."""
@@ -121,7 +128,7 @@ class SlabStore:
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of any shape as the cache holds them; those in its dtype already are."""
-        dtype, scales = self.slabs.dtype, self.kv_scales[layer]
+        dtype, scales = self.dtype, self.kv_scales[layer]
         if not self.fp8 or keys.dtype == dtype:
             return keys.to(dtype), values.to(dtype)
         return narrowed(keys, scales.keys, dtype), narrowed(values, scales.values, dtype)
@@ -142,26 +149,53 @@ class SlabStore:
         """int64 [heads of band]: head numbers of the layer's band `index`, on the device."""
         return self._heads[layer][index]
 
-    def band_view(self, layer: int, band: Band) -> torch.Tensor:
-        """View [num_slots, heads of band, 2 (K, V), kept, head_dim] of the band's storage."""
+    def band_elems(self, layer: int, band: Band) -> torch.Tensor:
+        """View [num_slots, heads of band, elements] of the band's storage."""
         start = int(self.layout.layer_start[layer]) + band.offset
-        width = len(band.heads) * 2 * band.kept * self.layout.head_dim
-        return self.slabs[:, start : start + width].unflatten(1, (len(band.heads), 2, band.kept, self.layout.head_dim))
+        width = len(band.heads) * band.kept * self.layout.row_elems
+        return self.slabs[:, start : start + width].unflatten(1, (len(band.heads), -1))
 
-    def gather(self, layer: int, band: Band, slots: torch.Tensor) -> torch.Tensor:
-        """What a band kept in these slots: [slots, heads of band, 2 (K, V), kept, head_dim].
+    def band_view(self, layer: int, band: Band) -> torch.Tensor:
+        """View [num_slots, heads of band, 2 (K, V), kept, head_dim] of the band's storage, which is wide."""
+        assert not self.layout.form.quantised, "codes are no numbers of the cache"
+        return self.band_elems(layer, band).unflatten(2, (2, band.kept, self.layout.head_dim))
+
+    def gather(self, layer: int, band: Band, slots: torch.Tensor) -> torch.Tensor | QuantisedRows:
+        """What a band kept in these slots: [slots, heads of band, 2 (K, V), kept, head_dim], or its quantised rows
+        [slots, heads of band, ...].
 
         The result is scratch memory, valid until the next call: on CPUs, fresh pages for every layer of every
         step cost more than the copy.
         """
-        width = len(band.heads) * 2 * band.kept * self.layout.head_dim
-        needed = slots.shape[0] * width
+        own, count = self.band_elems(layer, band), slots.shape[0]
+        heads, elems = own.shape[1:]
+        needed = count * heads * elems
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=self.slabs.dtype, device=self.slabs.device)
-        start = int(self.layout.layer_start[layer]) + band.offset
-        gathered = self._scratch[:needed].view(slots.shape[0], width)
-        torch.index_select(movable(self.slabs[:, start : start + width]), 0, slots, out=movable(gathered))
-        return gathered.view(slots.shape[0], len(band.heads), 2, band.kept, self.layout.head_dim)
+        gathered = self._scratch[:needed].view(count, heads * elems)
+        torch.index_select(movable(own.flatten(1)), 0, slots, out=movable(gathered))
+        layout, gathered = self.layout, gathered.view(count, heads, elems)
+        if layout.form.quantised:
+            return QuantisedRows.of(gathered, band.kept, layout.head_dim, layout.form)
+        return gathered.unflatten(2, (2, band.kept, layout.head_dim))
+
+    def kept_rows(self, layer: int, band: Band, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What a band kept in these slots, as numbers: [slots, heads of band, 2 (K, V), kept, head_dim]; a copy."""
+        layout = self.layout
+        if not layout.form.quantised:
+            return self.band_view(layer, band)[slots].to(dtype)
+        rows = QuantisedRows.of(self.band_elems(layer, band)[slots], band.kept, layout.head_dim, layout.form)
+        return torch.stack(rows.restored(), dim=2).to(dtype)
+
+    def write_band(self, layer: int, band: Band, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what a band keeps of segments: keys and values [slots, heads of band, kept, head_dim], as the cache
+        holds them, FP8 as bytes."""
+        form = self.layout.form
+        if form.quantised:
+            self.band_elems(layer, band)[slots] = stored_rows(keys, values, form)
+            return
+        view = movable(self.band_view(layer, band))
+        view[slots] = torch.stack([keys, values], dim=2).to(view.dtype)
 
     def segment_rows(self, layer: int, segments: Finished) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [segments, heads, S, head_dim] of a layer's finished segments, as the cache holds them."""

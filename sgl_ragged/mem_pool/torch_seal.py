@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.scorers import keep_positions, rank_positions
@@ -27,7 +25,6 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
         if band.kept == 0:
             continue
         heads = store.band_heads(layer, index)
-        view = movable(store.band_view(layer, band))
         keys, values = every_key.index_select(1, heads), every_value.index_select(1, heads)
         stored = slice(band.first, band.first + band.kept)
         if band.total < store.layout.segment:
@@ -39,4 +36,4 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
             keys, values = keys.gather(2, places), values.gather(2, places)
         else:
             keys, values = keys[:, :, stored], values[:, :, stored]
-        view[segments.slots.long()] = torch.stack([keys, values], dim=2).to(view.dtype)
+        store.write_band(layer, band, segments.slots.long(), keys, values)

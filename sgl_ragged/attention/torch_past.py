@@ -1,0 +1,88 @@
+"""What decode in torch reads of sealed segments, in numbers or in codes: logits with its keys, sums of its values.
+
+Codes are multiplied as they are: scales go into logits and weights, which are head_dim times fewer, queries are rotated
+once, and the rotation of the values is undone once, in the output.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from sgl_ragged.mem_pool.quantise import QuantisedRows, rotation_matrix
+
+
+class Past(ABC):
+    """Kept rows of `entries` segments of a band; each segment's heads are one row of a batched product.
+
+    kept: rows of each head and segment.
+    """
+
+    entries: int
+    kept: int
+
+    @abstractmethod
+    def asking(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [..., d] as `logits` takes them."""
+
+    @abstractmethod
+    def logits(self, queries: torch.Tensor) -> torch.Tensor:
+        """[entries * heads, q_per_kv, kept] of queries [entries * heads, q_per_kv, d]."""
+
+    @abstractmethod
+    def sums(self, weights: torch.Tensor) -> torch.Tensor:
+        """[entries * heads, q_per_kv, d]: values times weights [entries * heads, q_per_kv, kept]. May change these."""
+
+    @abstractmethod
+    def answer(self, sums: torch.Tensor) -> torch.Tensor:
+        """What sums [..., d], added up over segments, mean as outputs."""
+
+
+class WidePast(Past):
+    """Rows in numbers: [entries, heads, 2 (K, V), kept, d]."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        rows = rows.float()
+        self.entries, self.kept = rows.shape[0], rows.shape[3]
+        self._keys, self._values = (rows[:, :, part].flatten(0, 1) for part in (0, 1))
+
+    def asking(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries
+
+    def logits(self, queries: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(queries, self._keys.transpose(1, 2))
+
+    def sums(self, weights: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(weights, self._values)
+
+    def answer(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums
+
+
+class QuantisedPast(Past):
+    """Rows in codes."""
+
+    def __init__(self, rows: QuantisedRows) -> None:
+        self.entries, self.kept = rows.keys.shape[0], rows.keys.shape[2]
+        (self._keys, self._key_scales), (self._values, self._value_scales) = (
+            (codes.flatten(0, 1), scales.flatten(0, 1)[:, None])
+            for codes, scales in (rows.rotated_keys(), rows.rotated_values())
+        )
+
+    def asking(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries @ rotation_matrix(queries.shape[-1], queries.device)
+
+    def logits(self, queries: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(queries, self._keys.transpose(1, 2)).mul_(self._key_scales)
+
+    def sums(self, weights: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(weights.mul_(self._value_scales), self._values)
+
+    def answer(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums @ rotation_matrix(sums.shape[-1], sums.device)
+
+
+def past_of(rows: torch.Tensor | QuantisedRows) -> Past:
+    """What `SlabStore.gather` found."""
+    return QuantisedPast(rows) if isinstance(rows, QuantisedRows) else WidePast(rows)

@@ -1,0 +1,127 @@
+"""Keys and values in few bits: codes and scales, a pure function of each row. Torch: the oracle, and what runs on CPUs.
+
+Sources: rotation by Hadamard matrices against outliers, QuaRot (2404.00456); one scale per token and head, KIVI
+(2402.02750) for values. Here both, for segments that never change again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from sgl_ragged.slab_format import SlabFormat
+
+LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
+"""The smallest and largest positive numbers of float16. A row of zeros has the smallest."""
+
+
+def rotation_block(head_dim: int) -> int:
+    """The largest power of two that divides a head dimension: rotations mix dimensions in blocks of it."""
+    return head_dim & -head_dim
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """x [..., d] in float32, times a Hadamard matrix in each block of `rotation_block(d)` dimensions.
+
+    The matrix is its own inverse. By sums and differences in a fixed order, so that a row's bits depend on nothing but
+    the row: a product of matrices may round otherwise for other shapes.
+    """
+    head_dim = x.shape[-1]
+    block, width = rotation_block(head_dim), 1
+    x = x.float()
+    while width < block:
+        pairs = x.unflatten(-1, (head_dim // (2 * width), 2, width))
+        one, other = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([one + other, one - other], dim=-2).flatten(-3)
+        width *= 2
+    return x * block**-0.5
+
+
+@functools.cache
+def rotation_matrix(head_dim: int, device: torch.device) -> torch.Tensor:
+    """float32 [d, d]: what `rotated` multiplies by, for queries and outputs, whose last bits nothing is named by."""
+    return rotated(torch.eye(head_dim, device=device))
+
+
+def largest_code(bits: int) -> int:
+    """Codes lie in [-this, this]."""
+    return 2 ** (bits - 1) - 1
+
+
+def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 like x [..., d], rotated, and scales float16 [...]: a number is its code times its row's scale.
+
+    The scale is rounded before it is used, so what is stored is the nearest that its own scale allows: an error of half
+    a scale at most. A row with NaN has NaN as its scale, and stays NaN; what is too large for the scale saturates.
+    """
+    rows, most = rotated(x), largest_code(bits)
+    scale = (rows.abs().amax(dim=-1) / most).clamp(LEAST_SCALE, MOST_SCALE).half()
+    codes = (rows / scale.float()[..., None]).round().clamp(-most, most).nan_to_num(0.0)
+    return codes.to(torch.int8), scale
+
+
+def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 [..., d * bits / 8]: codes int8 [..., d] as bytes; of four bits, plus 8, dimension i below i + d / 2."""
+    if bits == 8:
+        return codes.view(torch.uint8)
+    low, high = (codes + 8).view(torch.uint8).chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 [..., d]: the codes of bytes that `packed` made."""
+    if bits == 8:
+        return stored.view(torch.int8)
+    return torch.cat([stored & 15, stored >> 4], dim=-1).view(torch.int8) - 8
+
+
+def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
+    """uint8 [..., kept * row bytes]: what heads of a slab hold of keys and values [..., kept, d]."""
+    key_codes, key_scales = quantised(keys, form.key_bits)
+    value_codes, value_scales = quantised(values, form.value_bits)
+    scales = torch.stack([key_scales, value_scales], dim=-1).contiguous().view(torch.uint8)
+    parts = packed(key_codes, form.key_bits), packed(value_codes, form.value_bits), scales
+    return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Views of what heads of slabs hold.
+
+    keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)].
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+    form: SlabFormat
+
+    @classmethod
+    def of(cls, stored: torch.Tensor, kept: int, head_dim: int, form: SlabFormat) -> QuantisedRows:
+        """Of the bytes that `stored_rows` made, uint8 [..., kept * row bytes]."""
+        key_end = kept * form.key_elems(head_dim)
+        value_end = key_end + kept * form.value_elems(head_dim)
+        keys, values = stored[..., :key_end], stored[..., key_end:value_end]
+        return cls(
+            keys.unflatten(-1, (kept, -1)),
+            values.unflatten(-1, (kept, -1)),
+            stored[..., value_end:].view(torch.float16).unflatten(-1, (kept, 2)),
+            form,
+        )
+
+    def rotated_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 codes [..., kept, d] and scales [..., kept]; their products are keys, rotated."""
+        return unpacked(self.keys, self.form.key_bits).float(), self.scales[..., 0].float()
+
+    def rotated_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rotated_keys`, of values."""
+        return unpacked(self.values, self.form.value_bits).float(), self.scales[..., 1].float()
+
+    def restored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 keys and values [..., kept, d] that the codes stand for."""
+        pairs = (self.rotated_keys(), self.rotated_values())
+        keys, values = ((codes * scale[..., None]) for codes, scale in pairs)
+        matrix = rotation_matrix(keys.shape[-1], keys.device)
+        return keys @ matrix, values @ matrix

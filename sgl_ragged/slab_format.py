@@ -1,0 +1,82 @@
+"""Slab formats: what a kept key and value take in a slab, and how many tokens that leaves for a share of the bytes.
+
+A sealed segment is immutable, so it can be stored in few bits once, when it is sealed. Keys and values are then
+rotated by a Hadamard matrix over the head dimension, which spreads outliers, and each row is rounded to symmetric codes
+with one scale of 16 bits (`mem_pool.quantise`). What lies in tails stays as wide as it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sgl_ragged.errors import RaggedConfigError
+
+SCALE_BYTES = 2
+"""Of the scale of one key or one value, float16."""
+
+
+@dataclass(frozen=True)
+class SlabFormat:
+    """How kept rows lie in a slab. `key_bits`, `value_bits`: of each code, 8 or 4; 0 for numbers of the cache's dtype.
+
+    A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Byte i
+    of a row of four-bit codes holds dimensions i (low half) and i + d / 2.
+    """
+
+    name: str
+    key_bits: int
+    value_bits: int
+
+    @property
+    def quantised(self) -> bool:
+        return self.key_bits > 0
+
+    def elems(self, bits: int, head_dim: int) -> int:
+        """Elements of a slab that one key or value takes: bytes if the format has codes, else numbers."""
+        return head_dim * bits // 8 if self.quantised else head_dim
+
+    def key_elems(self, head_dim: int) -> int:
+        return self.elems(self.key_bits, head_dim)
+
+    def value_elems(self, head_dim: int) -> int:
+        return self.elems(self.value_bits, head_dim)
+
+    def row_elems(self, head_dim: int) -> int:
+        """Elements of a slab that a kept token takes in one head: key, value and their scales."""
+        scales = 2 * SCALE_BYTES if self.quantised else 0
+        return self.key_elems(head_dim) + self.value_elems(head_dim) + scales
+
+    def itemsize(self, cache_itemsize: int) -> int:
+        """Bytes of an element of a slab, beside a cache whose numbers take `cache_itemsize` bytes."""
+        return 1 if self.quantised else cache_itemsize
+
+    def row_bytes(self, head_dim: int, cache_itemsize: int) -> int:
+        """Bytes that a kept token takes in one head."""
+        return self.row_elems(head_dim) * self.itemsize(cache_itemsize)
+
+    def token_share(self, ratio: float, head_dim: int, cache_itemsize: int) -> float:
+        """Share of the tokens that can be kept in a share of an uncompressed cache's bytes; at most 1."""
+        full = 2 * head_dim * cache_itemsize
+        return min(1.0, ratio * full / self.row_bytes(head_dim, cache_itemsize))
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise RaggedConfigError for heads whose rows this format cannot lay out in whole bytes."""
+        if self.quantised and head_dim % 2:
+            raise RaggedConfigError(
+                f"--ragged-slab-dtype {self.name} needs an even head dimension, not {head_dim}; use wide"
+            )
+
+
+WIDE = SlabFormat("wide", 0, 0)
+INT8 = SlabFormat("int8", 8, 8)
+K8V4 = SlabFormat("k8v4", 8, 4)
+
+FORMATS = {one.name: one for one in (WIDE, INT8, K8V4)}
+"""By name, the values of --ragged-slab-dtype."""
+
+
+def slab_format(name: str) -> SlabFormat:
+    """The format of a name; RaggedConfigError if there is none."""
+    if name not in FORMATS:
+        raise RaggedConfigError(f"unknown --ragged-slab-dtype {name!r}; known: {', '.join(FORMATS)}")
+    return FORMATS[name]

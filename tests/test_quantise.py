@@ -1,0 +1,205 @@
+"""Codes of few bits: what they stand for, at the edges, and attention to them against a dense mask in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.linalg import hadamard
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.quantise import (
+    QuantisedRows,
+    packed,
+    quantised,
+    rotated,
+    rotation_matrix,
+    stored_rows,
+    unpacked,
+)
+from sgl_ragged.slab_format import FORMATS, INT8, K8V4, WIDE, slab_format
+from tests.examples import examples
+from tests.quantised_oracle import restored, rotation
+from tests.rig import KEPT, SEGMENT, Rig, Sequence
+from tests.test_torch_ops import BOUNDS
+
+QUANTISED = [INT8, K8V4]
+
+
+@pytest.mark.parametrize("dim", [2, 16, 64, 80, 96, 128, 256])
+def test_rotations_are_hadamard_matrices_and_their_own_inverses(dim):
+    x = torch.randn(5, dim, generator=torch.Generator().manual_seed(dim))
+    np.testing.assert_allclose(rotated(x).double(), x.double().numpy() @ rotation(dim), atol=1e-5)
+    torch.testing.assert_close(rotated(rotated(x)), x, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(rotation_matrix(dim, torch.device("cpu")), rotation(dim), atol=1e-6)
+    if dim & (dim - 1) == 0:
+        # The halves of dimensions stay apart but for one sum and one difference.
+        half = hadamard(dim // 2) if dim > 2 else np.ones((1, 1))
+        np.testing.assert_array_equal(hadamard(dim), np.block([[half, half], [half, -half]]))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_codes_stand_for_what_the_definition_says(bits, dim):
+    x = (
+        torch.randn(300, dim, generator=torch.Generator().manual_seed(bits + dim))
+        * 10 ** torch.linspace(-3, 3, 300)[:, None]
+    )
+    codes, scales = quantised(x, bits)
+    assert codes.abs().max() == 2 ** (bits - 1) - 1
+    found = (codes.double() * scales.double()[:, None]).numpy() @ rotation(dim)
+    difference = (torch.from_numpy(found) - restored(x, bits)).abs().amax(dim=-1) / scales.double()
+    # A number in the middle between two codes goes to either, by its last bit.
+    assert (difference < 1e-3).float().mean() > 0.99
+    assert difference.max() < 1.01 * dim**-0.5 + 1e-3
+    np.testing.assert_array_equal(unpacked(packed(codes, bits), bits), codes)
+
+
+@examples(50)
+@given(st.data())
+def test_codes_of_a_row_depend_on_the_row_alone(data):
+    """Bit for bit, whatever lies beside it, and in whatever order of strides."""
+    rows, dim = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([16, 64, 96]))
+    x = torch.randn(rows, dim, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    row, bits = data.draw(st.integers(0, rows - 1)), data.draw(st.sampled_from([4, 8]))
+    every, alone = quantised(x, bits), quantised(x[row].clone(), bits)
+    strided = quantised(x.T.contiguous().T, bits)
+    for part, own, other in zip(every, alone, strided, strict=True):
+        torch.testing.assert_close(part[row], own, atol=0, rtol=0)
+        torch.testing.assert_close(part, other, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_edges_are_bounded(bits):
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
+    x[1, 3] = 1e4
+    x[2] = 0
+    x[3, 5] = torch.nan
+    x[4, 0] = 3e38
+    x[5] *= 1e-9
+    codes, scales = quantised(x, bits)
+    found = (codes.float() * scales.float()[:, None]) @ rotation_matrix(64, x.device)
+    # Half a scale in each rotated dimension, at most.
+    for row in (0, 1, 2, 5):
+        assert (found[row] - x[row]).norm() <= 0.51 * 8 * scales[row].float() + 1e-6
+    assert (found[2] == 0).all()
+    assert found[3].isnan().all()
+    assert not codes[3].any()
+    assert found[4].isfinite().all()
+    assert found[[0, 1, 2, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
+@pytest.mark.parametrize("dim", [16, 80])
+def test_rows_lie_as_the_format_says(form, dim):
+    keys, values = torch.randn(2, 3, 2, 32, dim, generator=torch.Generator().manual_seed(4)).unbind(0)
+    stored = stored_rows(keys, values, form)
+    assert stored.shape == (3, 2, 32 * form.row_elems(dim))
+    assert form.row_elems(dim) % 4 == 0
+    found = QuantisedRows.of(stored, 32, dim, form).restored()
+    for got, x, bits in zip(found, (keys, values), (form.key_bits, form.value_bits), strict=True):
+        torch.testing.assert_close(got.double(), restored(x, bits), atol=0.02, rtol=0.02)
+
+
+def test_layouts_of_codes_are_counted_in_bytes():
+    for form, row in ((WIDE, 256), (INT8, 132), (K8V4, 100)):
+        layout = SlabLayout(KEPT, 64, SEGMENT, form=form)
+        assert layout.slab_bytes(2) == KEPT.sum() * row
+        assert layout.byte_share(2) == pytest.approx(KEPT.sum() * row / (KEPT.size * SEGMENT * 256))
+        ends = layout.key_offset + KEPT * layout.row_elems
+        assert sorted([*layout.key_offset.ravel(), layout.slab_elems]) == sorted([0, *ends.ravel()])
+        assert not (layout.key_offset % 16).any()
+        assert not (layout.value_offset % 16).any()
+    # Twice as many numbers of 16 bits as bytes, and what scales take.
+    assert K8V4.token_share(0.2, 128, 2) == pytest.approx(0.2 * 512 / 196)
+    assert INT8.token_share(0.5, 64, 2) == pytest.approx(0.5 * 256 / 132)
+    assert K8V4.token_share(0.5, 64, 2) == 1
+    assert WIDE.token_share(0.3, 64, 2) == 0.3
+    with pytest.raises(RaggedConfigError, match="even head dimension"):
+        SlabLayout(KEPT, 7, SEGMENT, form=INT8)
+    with pytest.raises(RaggedConfigError, match="unknown --ragged-slab-dtype 'int3'; known: wide, int8, k8v4"):
+        slab_format("int3")
+    assert list(FORMATS) == ["wide", "int8", "k8v4"]
+
+
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    ("scorer", "per_head", "dim"),
+    [("keydiff", 1, 64), ("keydiff", 4, 128), ("snapkv", 2, 80), ("fastkvzip", 3, 96), ("key_norm", 2, 256)],
+)
+def test_attention_reads_what_was_stored(form, scorer, per_head, dim):
+    """Lengths at ragged edges in one batch, then decode over a segment border together."""
+    lengths, steps = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7], 3
+    sequences = [Sequence(n + steps, *KEPT.shape, per_head, dim, scorer, seed) for seed, n in enumerate(lengths)]
+    rig = Rig(KEPT, dim, scorer, len(lengths), 6, per_head, form=form)
+    expected = [sequence.expected(KEPT, form=form.name) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    for step in range(steps):
+        outputs.append(rig.decode(sequences, [length + step for length in lengths], padding=1))
+    want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
+    want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
+    compare(outputs, want)
+
+
+def compare(outputs, want) -> None:
+    """Where two ways of rounding differ by a code, one output differs by a code's share of it."""
+    for output, right in zip(outputs, want, strict=True):
+        difference = (output.double() - right).abs()
+        assert (difference < 1e-4).double().mean() >= 0.99
+        assert difference.max() < 0.05
+
+
+@examples(20)
+@given(
+    cuts=st.lists(st.integers(1, 4 * SEGMENT + 9), max_size=6),
+    mix=st.integers(0, 3),
+    scorer=st.sampled_from(["keydiff", "snapkv", "fastkvzip"]),
+    form=st.sampled_from(QUANTISED),
+)
+def test_chunks_of_any_length_give_the_same_slabs(cuts, mix, scorer, form):
+    """From tails and from chunks, bit for bit: the rows are the same numbers."""
+    total = 4 * SEGMENT + 10
+    sequence = Sequence(total, *KEPT.shape, 2, 16, scorer, seed=3)
+    rig, whole = (Rig(KEPT, 16, scorer, 1, 5, form=form) for _ in range(2))
+    borders = [0, *sorted(set(cuts)), total]
+    outputs = []
+    for begin, end in itertools.pairwise(borders):
+        for step in range(min(mix, end - begin)):
+            outputs.append(rig.decode([sequence], [begin + step]))
+        outputs += rig.extend([sequence], [begin + min(mix, end - begin)], [end])
+    at_once = whole.extend([sequence], [0], [total])[0]
+    rig.store.settle()
+    torch.testing.assert_close(rig.store.slabs, whole.store.slabs, atol=0, rtol=0)
+    torch.testing.assert_close(torch.cat(outputs), at_once, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
+def test_a_foreign_nan_does_not_spread(form):
+    rig = Rig(KEPT, 16, "keydiff", 2, 4, form=form)
+    poisoned = Sequence(3 * SEGMENT - 1, *KEPT.shape, 2, 16, "keydiff", seed=5)
+    for tensor in (poisoned.q, poisoned.k, poisoned.v):
+        tensor.fill_(torch.nan)
+    rig.extend([poisoned, poisoned], [0, 0], [3 * SEGMENT - 1] * 2)
+    lengths = [5, 2 * SEGMENT + 3]
+    sequences = [Sequence(length + 1, *KEPT.shape, 2, 16, "keydiff", seed=6 + length) for length in lengths]
+    rig.extend(sequences, [0, 0], lengths)
+    output = rig.decode(sequences, lengths)
+    compare(
+        [output], [torch.stack([s.expected(KEPT, form=form.name)[n] for s, n in zip(sequences, lengths, strict=True)])]
+    )
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=str)
+def test_bounded_histories_of_codes(bound):
+    length = 6 * SEGMENT + 7
+    sequence = Sequence(length, *KEPT.shape, 2, 16, "keydiff", seed=0)
+    rig = Rig(KEPT, 16, "keydiff", 1, 8, bound=bound, form=K8V4)
+    expected = sequence.expected(KEPT, sequence.seen(bound), form="k8v4")
+    for begin in range(0, length, SEGMENT):
+        end = min(begin + SEGMENT, length)
+        compare(rig.extend([sequence], [begin], [end]), [expected[begin:end]])
