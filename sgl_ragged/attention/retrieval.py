@@ -65,7 +65,8 @@ class Retriever:
         roles: of the store's heads. entries: of the reservoir. req_to_token: int32 [rows, context], SGLang's table.
         share: how ranks tell each other what their pivots name; None with one rank.
 
-    A row's state changes in `begin` and `forget`, and as its request runs.
+    A row's state changes in `begin` and `forget`, and as its request runs. `running`: rows of the requests of the batch
+    that is being run, in its order; none where SGLang runs made-up requests, to tune kernels or to capture graphs.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Retriever:
         shape = (num_rows, settings.pivots, settings.interval, store.q_per_kv)
         self._queries = torch.zeros((*shape, layout.head_dim), dtype=store.query_dtype, device=device)
         self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
-        self._rows: dict[str, int] = {}
+        self.running: tuple[int, ...] = ()
         self._prompts: dict[int, int] = {}
         self._bases: dict[int, dict[int, torch.Tensor]] = {}
         self._asked: dict[int, _Asked] = {}
@@ -109,16 +110,14 @@ class Retriever:
         """Whether a layer has pivots or satellites."""
         return bool(self.pivots.at(layer)) or len(self._heads[layer]) > 0
 
-    def begin(self, name: str, row: int, length: int) -> None:
-        """A request of so many tokens, called by this name, is about to be prefilled in a row, or goes on with it."""
+    def begin(self, row: int, length: int) -> None:
+        """A request of so many tokens is about to be prefilled in a row, or goes on with it."""
         self.forget(row)
-        self._rows[name] = row
         self._prompts[row] = length
 
     def forget(self, row: int) -> None:
         """The row's request has ended or was retracted."""
-        if self._prompts.pop(row, None) is not None:
-            self._rows = {name: other for name, other in self._rows.items() if other != row}
+        self._prompts.pop(row, None)
         self._bases.pop(row, None)
         self._asked.pop(row, None)
         if self._seen_from.pop(row, None) is not None:
@@ -187,10 +186,9 @@ class Retriever:
         seen = output[window.tokens], lse[window.tokens]
         add_overlay(*seen, heads, attended_to, sums, self.store.value_scale(layer))
 
-    def describe_decode(self, names: Sequence[str], lengths: Sequence[int]) -> None:
+    def describe_decode(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Before the layers of a decode step: use what was asked for, and ask. Lengths count the new token."""
-        for name, length in zip(names, lengths, strict=True):
-            row = self._rows[name]
+        for row, length in zip(rows, lengths, strict=True):
             position, asked = length - 1, self._asked.get(row)
             if asked is not None and position >= asked.position + DELAY:
                 self._use(row, self._asked.pop(row), position)

@@ -137,7 +137,8 @@ class RaggedAttnBackend(AttentionBackend):
         prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
         rows = forward_batch.req_pool_indices
         seen = None
-        if self.histories is not None:
+        # Batches that SGLang makes up to tune kernels name no requests: all of their tokens lie in row 0.
+        if self.histories is not None and forward_batch.rids is not None:
             seen = self.histories.seen(forward_batch.req_pool_indices_cpu.tolist(), prefixes, lengths)
         self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths, seen)
         if self.observer is not None:

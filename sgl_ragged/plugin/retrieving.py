@@ -27,16 +27,20 @@ class RetrievingBackend(RaggedAttnBackend):
         self._tokens: tuple[torch.Tensor, torch.Tensor] | None = None
         if mode.is_decode() or mode.is_idle():
             return
-        rows = forward_batch.req_pool_indices_cpu.tolist()
-        prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
+        rows = self.retriever.running
+        # A padded batch has more prefixes and lengths than requests.
+        prefixes, lengths = (
+            list(of_all)[: len(rows)]
+            for of_all in (forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu)
+        )
         self.retriever.describe_extend(rows, prefixes, lengths)
 
     def _describe_decode(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         super()._describe_decode(forward_batch, in_capture)
         if not in_capture:
-            names = forward_batch.rids
-            # The table's rows are on the device alone here, and a padded batch has further lengths.
-            self.retriever.describe_decode(names, forward_batch.seq_lens_cpu[: len(names)].tolist())
+            # The batch itself says rows on the device alone, and what SGLang makes of it to replay a graph no names.
+            rows = self.retriever.running
+            self.retriever.describe_decode(rows, forward_batch.seq_lens_cpu[: len(rows)].tolist())
 
     def _attend(
         self,

@@ -94,6 +94,13 @@ _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridC
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
 
 ADAPTER_ID = Seam("sglang.srt.lora.lora_registry.LoRARef.deterministic_id", ("lora_name", "lora_path"))
+_RUN_BATCH = (
+    "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
+    (
+        *("self", "batch", "forward_batch", "pp_proxy_tensors", "is_verify", "skip_attn_backend_init"),
+        *("capture_hidden_mode", "return_kv_loc_plan"),
+    ),
+)
 
 TIER_SEAMS = (
     ADAPTER_ID,
@@ -110,14 +117,7 @@ TIER_SEAMS = (
         ),
     ),
     Seam(f"{_HOST_POOL}._allocate_host_buffer", ("self",)),
-    Seam(
-        "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
-        (
-            *("self", "batch", "forward_batch", "pp_proxy_tensors", "is_verify", "skip_attn_backend_init"),
-            *("capture_hidden_mode", "return_kv_loc_plan"),
-        ),
-        "recompute_segments",
-    ),
+    Seam(*_RUN_BATCH, "recompute_segments"),
 )
 """What a host tier needs beside the rest; 0.5.22 lacks some of it."""
 
@@ -181,6 +181,7 @@ _PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 
 RETRIEVAL_SEAMS = (
     Seam(f"{_BATCH}.prepare_for_extend", ("self",), "begin_prefill"),
+    Seam(*_RUN_BATCH, "name_requests"),
     Seam(f"{_PAGED}._release_page_ids", ("self", "page_ids"), "forget_pages"),
     Seam(f"{_PAGED}.clear", ("self",), "forget_all_pages"),
     Seam("sglang.srt.mem_cache.registry.register_radix_cache_backend", ("name", "factory")),

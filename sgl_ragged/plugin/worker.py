@@ -112,8 +112,20 @@ def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any
     prepared = original(batch)
     retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).retriever
     for req in batch.reqs:
-        retriever.begin(req.rid, req.kv.req_pool_idx, len(req.full_untruncated_fill_ids))
+        retriever.begin(req.kv.req_pool_idx, len(req.full_untruncated_fill_ids))
     return prepared
+
+
+def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any) -> Any:
+    """Tells the retriever whose batch runs: what the attention backend is given in place of it may not say."""
+    from sgl_ragged.plugin.window_pool import slab_pool
+
+    retriever = slab_pool(worker.model_runner.token_to_kv_pool).retriever
+    retriever.running = tuple(batch.req_pool_indices_cpu.tolist())
+    try:
+        return original(worker, batch, *args, **more)
+    finally:
+        retriever.running = ()
 
 
 def forget_pages(options: RaggedOptions, original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
