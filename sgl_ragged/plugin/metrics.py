@@ -1,7 +1,8 @@
 """The ragged pool for operators: Prometheus metrics, and the settings in /server_info.
 
-Both hooks run in the scheduler. SGLang writes its metrics once per prefill and every --decode-log-interval steps of
-decode; ours are written at the same moments, from numbers that the host has anyway.
+The hooks run in the scheduler, but for one in the process that starts the replicas of --dp-size. SGLang writes its
+metrics once per prefill and every --decode-log-interval steps of decode; ours are written at the same moments and when
+the cache was flushed, from numbers that the host has anyway.
 """
 
 from __future__ import annotations
@@ -209,6 +210,20 @@ def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) 
         metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, imbalance(layouts))
         setattr(collector, _METRICS, metrics)
     return {**original(scheduler), "ragged": settings(options, pool)}
+
+
+def controller_ready(options: RaggedOptions, original: Callable, controller: Any) -> dict[str, Any]:
+    """Hands on what the scheduler that was ready first said of its pool; SGLang's controller of replicas drops it."""
+    return {**original(controller), "ragged": controller._scheduler_init_infos[0]["ragged"]}
+
+
+def flush_cache(options: RaggedOptions, original: Callable, scheduler: Any, *args: Any, **more: Any) -> bool:
+    """Writes our metrics once the cache is empty: SGLang writes none until the next batch, or half a minute later."""
+    flushed = original(scheduler, *args, **more)
+    metrics = getattr(getattr(scheduler, "metrics_collector", None), _METRICS, None)
+    if metrics is not None:
+        metrics.update()
+    return flushed
 
 
 def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:

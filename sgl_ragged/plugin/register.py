@@ -109,11 +109,11 @@ def _resolve_once(original: Callable, server_args: Any) -> None:
 
 def _install_in_worker(server_args: Any, *, role: str, **_: Any) -> None:
     options = getattr(server_args, ATTRIBUTE, None)
-    if options is not None and role == "scheduler":
+    if options is not None and role in ("scheduler", "dp_controller"):
         from sgl_ragged.plugin.refusal import end_worker
-        from sgl_ragged.plugin.seams import install
+        from sgl_ragged.plugin.seams import install, install_in_controller
 
         try:
-            install(options)
+            (install if role == "scheduler" else install_in_controller)(options)
         except RaggedConfigError as error:
             end_worker(error, options, rank=0)

@@ -83,6 +83,7 @@ RAGGED_SEAMS = (
         ("self", "stats"),
         "log_stats",
     ),
+    Seam("sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self", "empty_cache"), "flush_cache"),
     Seam(f"{_BACKEND}.init_forward_metadata", ("self", "forward_batch")),
     Seam(f"{_BACKEND}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
     Seam(f"{_BACKEND}.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
@@ -94,6 +95,16 @@ _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridC
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
 
 ADAPTER_ID = Seam("sglang.srt.lora.lora_registry.LoRARef.deterministic_id", ("lora_name", "lora_path"))
+CONTROLLER_SEAMS = (
+    Seam(
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
+        ("self",),
+        "controller_ready",
+    ),
+)
+"""What the process needs that starts the replicas of --dp-size. 0.5.22 lacks it: there nothing can be added to what
+that process says, and /server_info has no word of the pool."""
+
 _RUN_BATCH = (
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
     (
@@ -258,25 +269,9 @@ def install(options: RaggedOptions) -> None:
     Raises:
         RaggedConfigError: a seam has other parameters than listed, or was not wrapped.
     """
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
-
     from sgl_ragged.plugin import worker
 
-    seams = seams_for(options)
-    check_seams(seams)
-    wrapped = [(seam.target, seam.hook, resolve(seam.target)) for seam in seams if seam.hook is not None]
-    for target, name, _ in wrapped:
-        hook: Callable = getattr(worker, name)
-        HookRegistry.register(
-            target,
-            worker.bind(hook, options),
-            HookType.AROUND,
-            source=HookSource(plugin_name="sgl_ragged", dist_name="sgl-ragged"),
-        )
-    HookRegistry.apply_hooks()
-    lost = [target for target, _, original in wrapped if resolve(target) is original]
-    if lost:
-        raise RaggedConfigError(f"hooks did not take effect: {', '.join(lost)}")
+    _wrap(seams_for(options), options)
     if options.ragged:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -293,3 +288,30 @@ def install(options: RaggedOptions) -> None:
         from sgl_ragged.plugin.retrieval_cache import retrieval_cache
 
         register_radix_cache_backend(RETRIEVAL_CACHE, retrieval_cache)
+
+
+def install_in_controller(options: RaggedOptions) -> None:
+    """The same in the process that starts the replicas of --dp-size, which needs less."""
+    if options.ragged and not installed_release().startswith(SERVED[0]):
+        _wrap(CONTROLLER_SEAMS, options)
+
+
+def _wrap(seams: tuple[Seam, ...], options: RaggedOptions) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    from sgl_ragged.plugin import worker
+
+    check_seams(seams)
+    wrapped = [(seam.target, seam.hook, resolve(seam.target)) for seam in seams if seam.hook is not None]
+    for target, name, _ in wrapped:
+        hook: Callable = getattr(worker, name)
+        HookRegistry.register(
+            target,
+            worker.bind(hook, options),
+            HookType.AROUND,
+            source=HookSource(plugin_name="sgl_ragged", dist_name="sgl-ragged"),
+        )
+    HookRegistry.apply_hooks()
+    lost = [target for target, _, original in wrapped if resolve(target) is original]
+    if lost:
+        raise RaggedConfigError(f"hooks did not take effect: {', '.join(lost)}")

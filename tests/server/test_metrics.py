@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sgl_ragged.budgets import profile_kept
+from sgl_ragged.plugin.seams import installed_release
 from tests.models import make_profile
 from tests.server.client import flush, generate, ragged_metrics, wait_until
 
@@ -64,6 +65,12 @@ def wait_for(server, name: str, value: float) -> None:
     wait_until(lambda: ragged_metrics(server)[name] == value)
 
 
+def two_cores() -> dict[str, str]:
+    """SGLang wants to be told the cores of every rank and replica."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+
+
 def test_settings_are_in_server_info(server, profile):
     kept = profile_kept(profile, RATIO, SEGMENT)
     assert kept.min() < kept.max()
@@ -106,6 +113,14 @@ def test_metrics_follow_the_requests(server, profile):
     assert ragged_metrics(server)["sealed_segments_total"] - before["sealed_segments_total"] == 3 + 2
 
 
+def test_a_flushed_cache_is_said_to_be_empty(server):
+    """At once: who reads metrics between two requests would take what was freed for a leak."""
+    generate(server, prompt(5, 200), 2)
+    wait_until(lambda: ragged_metrics(server)["slab_bytes_in_use"] > 0)
+    flush(server)
+    assert ragged_metrics(server)["slab_bytes_in_use"] == 0
+
+
 def test_running_requests_hold_tails(server, profile):
     flush(server)
     body = {"input_ids": prompt(2, 20), "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
@@ -135,10 +150,7 @@ def test_ranks_have_series_of_their_own(character_model, folder, profile, nurser
     flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--tp", "2"]
     flags += ["--ragged-profile", str(folder / "profile.safetensors"), "--ragged-fairkv", "none"]
     flags += ["--max-running-requests", "2", "--enable-metrics-for-all-schedulers"]
-    cores = sorted(os.sched_getaffinity(0))
-    # SGLang wants to be told the cores of every rank.
-    env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    with nursery.serve(character_model, *COMMON, *flags, log=folder / "ranks.log", env=env) as server:
+    with nursery.serve(character_model, *COMMON, *flags, log=folder / "ranks.log", env=two_cores()) as server:
         generate(server, prompt(0, 200), 2)
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
         found = {
@@ -155,6 +167,32 @@ def test_ranks_have_series_of_their_own(character_model, folder, profile, nurser
         assert found["sglang:ragged_kept_ratio", str(rank)] == pytest.approx(share / SEGMENT)
         assert found["sglang:ragged_rank_imbalance", str(rank)] == pytest.approx(imbalance)
         assert found["sglang:ragged_sealed_segments_total", str(rank)] == 3
+
+
+@pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="the controller of replicas has no seam there")
+def test_replicas(character_model, folder, nursery):
+    """What /server_info says of one replica, and the metrics of each."""
+    flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--dp-size", "2"]
+    flags += ["--max-running-requests", "2", "--load-balance-method", "round_robin", "--decode-log-interval", "1"]
+
+    def in_use(server) -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        return {
+            sample.labels["dp_rank"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "sglang:ragged_slab_bytes_in_use"
+        }
+
+    with nursery.serve(character_model, *COMMON, *flags, log=folder / "replicas.log", env=two_cores()) as server:
+        info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+        assert info["ragged"]["ratio"] == RATIO
+        assert info["ragged"]["virtual_tokens"] == info["max_total_num_tokens"]
+        for seed in range(4):
+            generate(server, prompt(seed, 200), 2)
+        wait_until(lambda: in_use(server) == dict.fromkeys("01", 6 * info["ragged"]["slab_bytes"]))
+        flush(server)
+        wait_until(lambda: in_use(server) == {"0": 0, "1": 0})
 
 
 def test_the_dashboard_shows_every_metric_and_no_other(server):
