@@ -1,13 +1,17 @@
-"""What SGLang's scheduler reserves and counts for requests with bounded histories: what they can come to hold."""
+"""What SGLang's scheduler reserves, counts and checks for requests with bounded histories: what they come to hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.plugin.options import RaggedOptions
 
 if TYPE_CHECKING:
+    import torch
+
+    from sgl_ragged.mem_pool.histories import Histories
     from sgl_ragged.plugin.bounded_cache import BoundedRadixCache
 
 
@@ -63,3 +67,33 @@ def uncached_tokens(options: RaggedOptions, original: Callable, checker: Any) ->
     held = [cache.histories.get(req.kv.req_pool_idx) for req in checker._requests_owning_rows()]
     returned = sum(len(history.returned) for history in held if history is not None)
     return full - returned * cache.page_size, windows
+
+
+class _HeldPages:
+    """Rows of SGLang's request table as its checks read them, with what a request has given back under the page 0.
+
+    The table itself still names those pages, which may be others' by now: a batch that has not run yet may read it.
+    """
+
+    def __init__(self, table: torch.Tensor, histories: Histories, segment: int) -> None:
+        self.shape, self.device = table.shape, table.device
+        self._table, self._histories, self._segment = table, histories, segment
+
+    def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
+        found = self._table[rows].clone()
+        for line, row in zip(found, rows.tolist(), strict=True):
+            history = self._histories.get(row)
+            for number in history.returned if history is not None else ():
+                line[number * self._segment : (number + 1) * self._segment] = 0
+        return found
+
+
+def check_held_pages(options: RaggedOptions, original: Callable, checker: Any) -> None:
+    """SGLang's check that no request's page is free at the same time, of the pages that requests still hold."""
+    table, cache = checker.req_to_token_pool, checker.tree_cache
+    held = _HeldPages(table.req_to_token, cache.histories, cache.page_size)
+    checker.req_to_token_pool = SimpleNamespace(req_to_token=held)
+    try:
+        original(checker)
+    finally:
+        checker.req_to_token_pool = table

@@ -178,6 +178,7 @@ HISTORY_SEAMS = (
         "reserve_admitted",
     ),
     Seam(f"{_CHECKER}._get_total_uncached_sizes", ("self",), "uncached_tokens"),
+    Seam(f"{_CHECKER}._check_kv_page_invariants", ("self",), "check_held_pages"),
     Seam("sglang.srt.mem_cache.registry.register_radix_cache_backend", ("name", "factory")),
     Seam("sglang.srt.mem_cache.registry.create_unified_radix_cache", ("ctx", "cache_class")),
     Seam(f"{_TREE}.checkpoint", ("self", "req", "up_to", "kwargs")),

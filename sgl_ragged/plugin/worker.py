@@ -14,6 +14,7 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
 from sgl_ragged.mem_pool.window_sizes import WindowNeeds
 from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.admission import check_held_pages as check_held_pages
 from sgl_ragged.plugin.admission import fits as fits
 from sgl_ragged.plugin.admission import make_room as make_room
 from sgl_ragged.plugin.admission import reserve_admitted as reserve_admitted
