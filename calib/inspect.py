@@ -16,7 +16,7 @@ from rich.table import Table
 from calib.reclaimed import ORDERS, Reclaimed, measure_reclaimed
 from calib.role_report import RoleReport, measure_roles
 from calib.stability import STEADY, Stability, measure_stability
-from sgl_ragged.budgets import check_ratio, check_segment, profile_kept
+from sgl_ragged.budgets import check_budgets, profile_kept
 from sgl_ragged.head_statistics import ROLES
 from sgl_ragged.profile import HELD_OUT, Profile, load_profile
 
@@ -105,8 +105,7 @@ def make_report(profile: Profile, ratio: float | None = None, segment: int | Non
     """
     ratio = profile.ratio if ratio is None else ratio
     segment = profile.segment if segment is None else segment
-    check_ratio(ratio)
-    check_segment(segment)
+    check_budgets(ratio, segment)
     kept = profile_kept(profile, ratio, segment)
     return Report(
         profile=_describe(profile),

@@ -20,7 +20,7 @@ from calib.measure import Settings, calibrated_statistics, measure, passes, valu
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
-from sgl_ragged.budgets import check_ratio, check_segment, profile_kept, uniform_kept
+from sgl_ragged.budgets import check_budgets, profile_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
@@ -180,8 +180,7 @@ def _alpha(options: argparse.Namespace) -> float:
 
 
 def _check(options: argparse.Namespace) -> None:
-    check_ratio(options.ratio)
-    check_segment(options.segment)
+    check_budgets(options.ratio, options.segment)
     if options.samples < 2:
         raise RaggedConfigError(f"--samples {options.samples}: at least 2 are needed for a standard deviation")
     if options.method != "implied" and (options.alpha is not None or options.fit == "paper"):

@@ -7,6 +7,7 @@ is what is stored.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +41,19 @@ def check_segment(segment: int) -> None:
     """Raise RaggedConfigError unless the segment length is a positive multiple of UNIT."""
     if segment < 2 * UNIT or segment % UNIT:
         raise RaggedConfigError(f"segment length {segment} must be a multiple of {UNIT} and at least {2 * UNIT} tokens")
+
+
+def check_budgets(ratio: float, segment: int) -> None:
+    """Raise RaggedConfigError unless heads can keep this share of segments of this length: each keeps its guard."""
+    check_ratio(ratio)
+    check_segment(segment)
+    least = GUARD / segment
+    if ratio < least:
+        enough = 2 ** math.ceil(math.log2(GUARD) - math.log2(ratio))
+        raise RaggedConfigError(
+            f"ratio {ratio} cannot be met with segments of {segment} tokens: every head keeps {GUARD} of them or more, "
+            f"a ratio of {math.ceil(least * 1e4) / 1e4:g}; ask for that, or for segments of {enough} tokens"
+        )
 
 
 def uniform_kept(num_layers: int, num_heads: int, ratio: float, segment: int) -> np.ndarray:

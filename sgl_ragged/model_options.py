@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgl_ragged.budgets import check_ratio, check_segment
+from sgl_ragged.budgets import check_budgets
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import text_config
 from sgl_ragged.geometry import ModelGeometry
@@ -37,8 +37,7 @@ def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoic
     from sgl_ragged.plugin.model_support import load_model_config, model_geometry, refuse_model
     from sgl_ragged.plugin.multimodal import refuse_positions
 
-    check_ratio(options.ratio)
-    check_segment(options.segment)
+    check_budgets(options.ratio, options.segment)
     model_config = load_model_config(options.model)
     refuse_model(model_config)
     refuse_positions(model_config.hf_text_config, options.scorer)

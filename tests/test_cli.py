@@ -129,6 +129,7 @@ def test_a_config_without_architecture_is_refused(model, monkeypatch):
         (("--model", "/nowhere", "--kv-bytes", "1GiB"), "cannot read /nowhere/config.json"),
         (("--model", "MODEL", "--kv-bytes", "1KiB"), "too small"),
         (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "2"), "outside (0, 1]"),
+        (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "0.05"), "a ratio of 0.0625; ask for that"),
         (("--model", "MODEL", "--kv-bytes", "1e999"), "cannot read '1e999' as a number of bytes"),
         (
             ("--model", "MODEL", "--kv-bytes", "1GiB", "--max-running-requests", "0"),

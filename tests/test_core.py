@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.optimize import isotonic_regression
 
-from sgl_ragged.budgets import GUARD, UNIT, _never_rising, coverage_kept, fit_kept, profile_kept, uniform_kept
+from sgl_ragged.budgets import (
+    GUARD,
+    UNIT,
+    _never_rising,
+    check_budgets,
+    coverage_kept,
+    fit_kept,
+    profile_kept,
+    uniform_kept,
+)
 from sgl_ragged.bundled import FOLDER as BUNDLED
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import config_fingerprint
@@ -95,6 +104,24 @@ def test_fitted_budgets_meet_the_ratio(weights, ratio, units):
     assert (kept <= segment).all()
     target = max(ratio * segment * weights.size, GUARD * weights.size)
     assert abs(int(kept.sum()) - target) <= UNIT
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.floats(0.001, 1.0), st.integers(2, 64))
+def test_what_is_accepted_is_served_and_what_is_refused_cannot_be(layers, heads, ratio, units):
+    """To within a unit; and the advice of a refusal is accepted."""
+    segment = units * UNIT
+    try:
+        check_budgets(ratio, segment)
+    except RaggedConfigError as error:
+        served = uniform_kept(layers, heads, ratio, segment).mean() / segment
+        assert served > ratio
+        least, enough = map(float, re.findall(r"ratio of ([\d.]+);.* of (\d+) tokens", str(error))[0])
+        assert least >= served
+        check_budgets(least, segment)
+        check_budgets(ratio, int(enough))
+    else:
+        served = uniform_kept(layers, heads, ratio, segment).sum()
+        assert abs(served - ratio * segment * layers * heads) <= UNIT
 
 
 @given(st.integers(1, 80), st.integers(1, 16), st.floats(0.07, 1.0))

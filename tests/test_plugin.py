@@ -116,6 +116,8 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-ratio", "1.01"), "outside (0, 1]"),
         (("--ragged-ratio", "nan"), "outside (0, 1]"),
         (("--ragged-segment", "250"), "multiple of 16"),
+        (("--ragged-ratio", "0.001"), "a ratio of 0.0625; ask for that, or for segments of 16384 tokens"),
+        (("--ragged-ratio", "0.3", "--ragged-segment", "32"), "a ratio of 0.5; ask for that, or for segments of 64"),
         (("--ragged-scorer", "best"), "known: expected_attention, fastkvzip, gate, h2o, key_norm, keydiff"),
         (("--ragged-scorer", "fastkvzip"), "pass --ragged-scorer-weights FILE"),
         (("--ragged-scorer", "expected_attention"), "python -m calib run --scorer expected_attention"),

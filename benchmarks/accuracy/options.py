@@ -11,7 +11,7 @@ from benchmarks.accuracy.cell import TOKEN, Key
 from benchmarks.accuracy.prompts import MODES, PromptFormat
 from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
-from sgl_ragged.budgets import check_ratio, check_segment
+from sgl_ragged.budgets import check_budgets, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.scorers import get_scorer
@@ -189,7 +189,7 @@ def _check_ragged(options: argparse.Namespace) -> None:
         options.calibrate_at = OF_RECALL["calibrate_at"]
     try:
         for ratio in (*options.ratio, options.calibrate_at):
-            check_ratio(ratio)
+            check_budgets(ratio, options.segment)
         for scorer in options.scorer:
             get_scorer(scorer)
     except RaggedConfigError as error:

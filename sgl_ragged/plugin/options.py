@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from sgl_ragged.attention.kernel_choice import KERNELS
-from sgl_ragged.budgets import check_ratio, check_segment
+from sgl_ragged.budgets import check_budgets, check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.bounded_history import check_score
 from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
@@ -59,7 +59,7 @@ class RaggedOptions:
         type=lambda text: parse_bytes(str(text)),
         metavar="N",
     )
-    ratio: float = _flag(0.5, "Kept / full KV bytes, in (0, 1].", type=float, check=check_ratio)
+    ratio: float = _flag(0.5, "Kept / full KV bytes, from 16 / segment to 1.", type=float, check=check_ratio)
     segment: int = _flag(
         256,
         "Tokens per segment, a multiple of 16, on CUDA a power of two; becomes the page size.",
@@ -120,8 +120,8 @@ class RaggedOptions:
     )
     reservoir: int | None = _flag(
         None,
-        "Host memory per rank, such as 8GiB, for what heads drop of segments: what attention comes back to is fetched "
-        "from there.",
+        "Host memory of all ranks together, such as 8GiB, for what heads drop of segments: what attention comes back "
+        "to is fetched from there.",
         shown="none, nothing is fetched",
         type=lambda text: parse_bytes(str(text)),
         metavar="N",
@@ -200,7 +200,9 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
         if "kv_bytes" not in given:
             return None
     values = {FLAGS[keyword].name: _read(keyword, value) for keyword, value in given.items()}
-    return RaggedOptions(**values, from_command_line=from_command_line, observer=observer)
+    options = RaggedOptions(**values, from_command_line=from_command_line, observer=observer)
+    check_budgets(options.ratio, options.segment)
+    return options
 
 
 def _read(keyword: str, value: Any) -> Any:
