@@ -273,7 +273,12 @@ def make_plan(
     if retrieval is not None:
         roles, kept = choose_pivots(chosen, retrieval.pivots, ratio, segment)
     statistics = scorer_statistics(
-        get_scorer(scorer), chosen.profile, scorer_weights, geometry.num_layers, geometry.num_heads
+        get_scorer(scorer),
+        chosen.profile,
+        scorer_weights,
+        geometry.num_layers,
+        geometry.num_heads,
+        {"head_dim": geometry.head_dim, "q_per_kv": geometry.q_per_kv},
     )
     return ServingPlan(
         geometry=geometry,

@@ -20,21 +20,15 @@ from safetensors.numpy import save
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.head_statistics import ROLE, STABILITY
+from sgl_ragged.profile_checks import FITS as FITS
+from sgl_ragged.profile_checks import HELD_OUT as HELD_OUT
+from sgl_ragged.profile_checks import METHODS as METHODS
+from sgl_ragged.profile_checks import SCOPES as SCOPES
+from sgl_ragged.profile_checks import VALUE_MEAN as VALUE_MEAN
+from sgl_ragged.profile_checks import check_profile
 
 FORMAT = "sgl_ragged.profile"
 FORMAT_VERSION = 2
-
-METHODS = ("implied", "coverage", "roles")
-SCOPES = ("layer", "model")
-FITS = ("exact", "paper")
-
-HELD_OUT = ("loss, trained on", "loss, held out", "coverage", "coverage of keydiff", "best coverage")
-"""Columns of `Profile.held_out`: the training's error in variances of its target, and the share of peak attention that
-the best `ratio` of each segment's tokens cover on held-out samples, by the scorer, by keydiff, at best."""
-
-VALUE_MEAN = "value_mean"
-"""The statistic that profiles of every scorer have: the mean value of each head, float32 [L, H, head_dim]."""
 
 STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""
@@ -53,6 +47,8 @@ class Profile:
 
     `ratio` is the kept share that mu was measured at; `scope` says whether it holds in each layer or over the model.
     `fit` and `alpha` say how mu and sigma become budgets (see `budgets.profile_kept`).
+
+    Raises RaggedConfigError for what no calibration gives (`profile_checks`).
     """
 
     mu: np.ndarray
@@ -79,35 +75,7 @@ class Profile:
     statistics: MappingProxyType[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
-        if self.mu.ndim != 2 or self.mu.shape != self.sigma.shape:
-            raise RaggedConfigError(f"profile: mu {self.mu.shape} and sigma {self.sigma.shape} must be [layers, heads]")
-        for name, array in self._tensors().items():
-            if not np.isfinite(array).all():
-                raise RaggedConfigError(f"profile: {name} has non-finite entries")
-            if not name.startswith(STATISTIC) and (array < 0).any():
-                raise RaggedConfigError(f"profile: {name} has negative entries")
-        if (self.mu > 1).any():
-            raise RaggedConfigError("profile: mu has entries above 1; it is a share of a segment")
-        for name, value, known in (
-            ("method", self.method, METHODS),
-            ("scope", self.scope, SCOPES),
-            ("fit", self.fit, FITS),
-        ):
-            if value not in known:
-                raise RaggedConfigError(f"profile: unknown {name} {value!r}; known: {', '.join(known)}")
-        if (self.coverage is not None) != (self.method == "coverage"):
-            raise RaggedConfigError(f"profile: method {self.method!r} and coverage curves do not go together")
-        if self.coverage is not None and (self.coverage.shape[:2] != self.mu.shape or self.coverage.ndim != 3):
-            raise RaggedConfigError(f"profile: coverage {self.coverage.shape} must be [layers, heads, units]")
-        if self.shares is not None and self.shares.shape != (len(self.tasks), *self.mu.shape):
-            raise RaggedConfigError(f"profile: shares {self.shares.shape} do not fit {len(self.tasks)} tasks")
-        if self.held_out is not None and self.held_out.shape != (self.num_layers, len(HELD_OUT)):
-            raise RaggedConfigError(f"profile: held_out {self.held_out.shape} must be [layers, {len(HELD_OUT)}]")
-        if self.method == "roles" and not {STABILITY, ROLE} <= set(self.statistics):
-            raise RaggedConfigError(f"profile: method 'roles' needs the statistics {STABILITY} and {ROLE}")
-        for name, array in self.statistics.items():
-            if array.shape[:2] not in (self.mu.shape, (self.num_layers, 1)):
-                raise RaggedConfigError(f"profile: statistic {name} {array.shape} must be [layers, heads or 1, ...]")
+        check_profile(self)
 
     @property
     def num_layers(self) -> int:
@@ -200,7 +168,7 @@ def load_profile(path: str | Path) -> Profile:
             statistics=MappingProxyType(statistics),
             **{name: _READERS[kind](metadata[name]) for name, kind in _METADATA.items()},
         )
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise RaggedConfigError(f"profile {path} is incomplete or damaged: {error}") from None
     if metadata.get("digest") != profile.digest():
         raise RaggedConfigError(

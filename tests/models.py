@@ -89,7 +89,7 @@ def make_profile(
         scope="model",
         ratio=0.3,
         segment=segment,
-        samples=0,
+        samples=1,
         statistics=MappingProxyType(
             {VALUE_MEAN: 0.1 * rng.normal(size=(*shape, geometry.head_dim)).astype(np.float32)}
             | ({PIVOT_ORDER: order, WATCHED: watched} if pivots else {})

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -55,6 +56,10 @@ class Scorer(ABC):
     shared_statistics: tuple[str, ...] = ()
     """Those of `statistics` that all heads of a layer share, [layers, 1, ...]."""
 
+    axes: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """By name of a statistic, its dimensions behind [layers, heads]: equal names are equally long. `head_dim` and
+    `q_per_kv` are the model's. Statistics that are not named here are taken as they are."""
+
     trained: bool = False
     """Whether calibration trains the statistics."""
 
@@ -83,6 +88,10 @@ class Scorer(ABC):
             float32 [tokens, heads].
         """
         raise TypeError(f"scorer {self.name!r} does not read hidden states")
+
+    def refuse_statistics(self, statistics: Mapping[str, torch.Tensor]) -> str | None:
+        """Why these tensors, [layers, heads, ...] in the shapes of `axes` and finite, cannot be; None if they can."""
+        return None
 
     def side_shape(self, segment: int, q_per_kv: int, head_dim: int) -> tuple[int, int]:
         """What is stored beside the tail for each head: (places, elements per place), (0, 0) for nothing."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from sgl_ragged.budgets import SINKS
@@ -26,7 +29,23 @@ class ExpectedAttention(Scorer):
     name = "expected_attention"
     statistics = ("query_mean", "query_covariance", "rope_frequencies", "rope_order")
     shared_statistics = ("rope_frequencies", "rope_order")
+    axes = MappingProxyType(
+        {
+            "query_mean": ("q_per_kv", "head_dim"),
+            "query_covariance": ("q_per_kv", "head_dim", "head_dim"),
+            "rope_frequencies": ("rotated pairs",),
+            "rope_order": ("head_dim",),
+        }
+    )
     counts_positions = True
+
+    def refuse_statistics(self, statistics: Mapping[str, torch.Tensor]) -> str | None:
+        order, pairs = statistics["rope_order"].float(), statistics["rope_frequencies"].shape[-1]
+        if (order.sort(dim=-1).values != torch.arange(order.shape[-1])).any():
+            return "rope_order must hold every dimension of a head once"
+        if 2 * pairs > order.shape[-1]:
+            return f"rope_frequencies turns {pairs} pairs of {order.shape[-1]} dimensions"
+        return None
 
     def score(self, segment: SegmentData) -> torch.Tensor:
         assert segment.numbers is not None, "the position of the segment is known where it is sealed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -23,6 +24,17 @@ class FastKVzip(Scorer):
 
     name = "fastkvzip"
     statistics = ("q_proj", "q_bias", "k_proj", "q_norm", "k_norm", "sink_keys", "bias")
+    axes = MappingProxyType(
+        {
+            "q_proj": ("q_per_kv", "rank", "hidden size"),
+            "q_bias": ("q_per_kv", "rank"),
+            "k_proj": ("rank", "hidden size"),
+            "q_norm": ("rank",),
+            "k_norm": ("rank",),
+            "sink_keys": ("sinks", "rank"),
+            "bias": ("q_per_kv",),
+        }
+    )
     reads_hidden_states = True
 
     def token_scores(self, hidden_states: torch.Tensor, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch.nn.functional import gelu
@@ -21,6 +22,16 @@ class Gate(Scorer):
     name = "gate"
     statistics = ("input_mean", "input_scale", "hidden", "hidden_bias", "skip", "output")
     shared_statistics = ("input_mean", "input_scale", "hidden", "hidden_bias")
+    axes = MappingProxyType(
+        {
+            "input_mean": ("hidden size",),
+            "input_scale": ("hidden size",),
+            "hidden": ("features", "hidden size"),
+            "hidden_bias": ("features",),
+            "skip": ("hidden size",),
+            "output": ("features",),
+        }
+    )
     reads_hidden_states = True
     trained = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -15,13 +16,19 @@ from sgl_ragged.scorers.base import Scorer
 
 
 def scorer_statistics(
-    scorer: Scorer, profile: Profile | None, weights: str | Path | None, num_layers: int, num_heads: int
+    scorer: Scorer,
+    profile: Profile | None,
+    weights: str | Path | None,
+    num_layers: int,
+    num_heads: int,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[dict[str, torch.Tensor]]:
     """Per layer, the tensors [heads, ...] in `scorer.statistics`, of the whole model; [1, ...] those that heads share.
 
     Args:
         weights: safetensors file with one tensor [num_layers, num_heads, ...] for each name, which may be another
             profile, or None to take them from `profile`.
+        sizes: of the model, by the names of `Scorer.axes`.
 
     Raises:
         RaggedConfigError: something is missing, of the wrong shape or not finite, or a file is given for nothing.
@@ -52,7 +59,23 @@ def scorer_statistics(
             )
         if not np.isfinite(tensors[name].float().numpy()).all():
             raise RaggedConfigError(f"{source}: {name} has non-finite entries")
+    _check_axes(scorer, tensors, sizes, source)
+    reason = scorer.refuse_statistics(tensors)
+    if reason is not None:
+        raise RaggedConfigError(f"{source}: {reason}")
     return [{name: tensors[name][layer].float() for name in scorer.statistics} for layer in range(num_layers)]
+
+
+def _check_axes(scorer: Scorer, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int], source: str) -> None:
+    known = dict(sizes)
+    for name, axes in scorer.axes.items():
+        shape = tuple(tensors[name].shape[2:])
+        wanted = tuple(known.get(axis, length) for axis, length in zip(axes, shape, strict=False))
+        if len(shape) != len(axes) or shape != wanted or 0 in shape:
+            expected = ", ".join(f"{known[axis]} ({axis})" if axis in known else axis for axis in axes)
+            found = tuple(tensors[name].shape)
+            raise RaggedConfigError(f"{source}: {name} {found} must be [layers, heads, {expected}]")
+        known |= zip(axes, shape, strict=True)
 
 
 def check_weights(scorer: Scorer, weights: str | Path | None) -> None:
