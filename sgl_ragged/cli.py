@@ -13,6 +13,7 @@ from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
 from sgl_ragged.model_options import add_model_options, choose_kept
 from sgl_ragged.plan import choose_pivots
 from sgl_ragged.retrieval import Retrieval
+from sgl_ragged.slab_format import FORMATS, WIDE, slab_format
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -28,6 +29,9 @@ def main() -> None:
     add_model_options(layout)
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16", help="of the KV cache [bfloat16]")
+    layout.add_argument(
+        "--slab-dtype", choices=FORMATS, default=WIDE.name, help=f"how finished segments are stored [{WIDE.name}]"
+    )
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--max-total-tokens", type=int)
     layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
@@ -63,17 +67,21 @@ def show_layout(options: argparse.Namespace) -> None:
     if options.swa_full_tokens_ratio is not None and not 0 < options.swa_full_tokens_ratio <= 1:
         raise RaggedConfigError(f"--swa-full-tokens-ratio {options.swa_full_tokens_ratio} is outside (0, 1]")
     bound = history_bound(options.history, AUTO, options.segment)
-    geometry, chosen = choose_kept(options)
+    form, itemsize = slab_format(options.slab_dtype), DTYPE_BYTES[options.dtype]
+    if form.quantised and (itemsize == 1 or options.reservoir is not None):
+        raise RaggedConfigError(
+            f"--slab-dtype {form.name} does not go with an FP8 cache, nor with --reservoir; use wide"
+        )
+    geometry, chosen = choose_kept(options, form, itemsize)
     if bound is not None:
         bound = with_lag(bound, geometry, options.segment)
     kept, roles, retrieval = chosen.kept, None, _retrieval(options)
     if retrieval is not None:
         roles, kept = choose_pivots(chosen, retrieval.pivots, options.ratio, options.segment)
-    layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment)
+    layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment, form=form)
     # Queries beside an FP8 cache have the model's dtype.
     queries = torch.bfloat16 if options.dtype.startswith("fp8") else getattr(torch, options.dtype)
     side = side_bytes(get_scorer(options.scorer), layout, geometry.q_per_kv, queries)
-    itemsize = DTYPE_BYTES[options.dtype]
     overlay_bytes = 0
     if retrieval is not None and roles is not None:
         watched = sum(map(len, roles.satellites))
@@ -102,7 +110,8 @@ def show_layout(options: argparse.Namespace) -> None:
         return
     names = ["slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests"]
     names += ["window_pages", "windows_bytes", "total_bytes", "full_tokens"]
-    shown = {name: getattr(plan, name) for name in names} | {"kept": kept.tolist()}
+    shown = {name: getattr(plan, name) for name in names} | {"kept": kept.tolist(), "slab_dtype": form.name}
+    shown |= {"kept_ratio": layout.mean_kept_share, "kept_bytes_ratio": layout.byte_share(itemsize)}
     if bound is not None:
         shown["most_request_bytes"] = plan.most_request_bytes(bound)
     if retrieval is not None and roles is not None:

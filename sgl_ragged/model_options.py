@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgl_ragged.budgets import check_budgets
+from sgl_ragged.budgets import check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fingerprint import text_config
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.plan import BudgetChoice, choose_budgets
+from sgl_ragged.plan import BudgetChoice, choose_budgets, kept_share
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 T = TypeVar("T")
 
@@ -26,8 +27,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
 
 
-def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoice]:
-    """The model and the choice of budgets.
+def choose_kept(
+    options: argparse.Namespace, form: SlabFormat = WIDE, itemsize: int = 2
+) -> tuple[ModelGeometry, BudgetChoice]:
+    """The model and the choice of budgets, for slabs of a format beside a cache of `itemsize` bytes per element.
 
     The model is read as the server reads it, with SGLang's own code, which takes seconds to import.
 
@@ -37,13 +40,15 @@ def choose_kept(options: argparse.Namespace) -> tuple[ModelGeometry, BudgetChoic
     from sgl_ragged.plugin.model_support import load_model_config, model_geometry, refuse_model
     from sgl_ragged.plugin.multimodal import refuse_positions
 
-    check_budgets(options.ratio, options.segment)
+    check_ratio(options.ratio)
+    check_segment(options.segment)
     model_config = load_model_config(options.model)
     refuse_model(model_config)
     refuse_positions(model_config.hf_text_config, options.scorer)
     geometry = model_geometry(model_config)
+    share = kept_share(geometry, options.ratio, options.segment, form, itemsize)
     chosen = choose_budgets(
-        geometry, profile=options.profile, scorer=options.scorer, ratio=options.ratio, segment=options.segment
+        geometry, profile=options.profile, scorer=options.scorer, ratio=share, segment=options.segment
     )
     return geometry, chosen
 

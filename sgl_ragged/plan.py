@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_ragged.budgets import profile_kept, uniform_kept
+from sgl_ragged.budgets import check_budgets, profile_kept, uniform_kept
 from sgl_ragged.bundled import find_bundled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
@@ -21,6 +21,7 @@ from sgl_ragged.mem_pool.bounded_history import HistoryBound
 from sgl_ragged.profile import VALUE_MEAN, Profile, load_profile
 from sgl_ragged.retrieval import Retrieval, entry_bytes
 from sgl_ragged.roles import ELSEWHERE, HeadRoles, head_roles, with_pivots
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
@@ -60,7 +61,7 @@ class ServingPlan:
     """Pickled along to the workers, which open no file of their own.
 
     geometry: the model as its checkpoint has it. ranks: tensor-parallel ranks.
-    ratio, segment: the flags. scorer: its name. profile: "uniform" or a path.
+    ratio, segment: the flags. form: how kept rows lie in slabs. scorer: its name. profile: "uniform" or a path.
     kernel: which operations serve, as `attention.kernel_choice.choose_kernel` names them.
     kept: int64 [layers, heads], tokens of each segment that the model's heads keep. source: where they are from, for
         the log.
@@ -91,11 +92,14 @@ class ServingPlan:
     value_mean: np.ndarray | None = None
     retrieval: Retrieval | None = None
     roles: HeadRoles | None = None
+    form: SlabFormat = WIDE
 
     @functools.cached_property
     def digest(self) -> str:
         """15 hex digits: workers with equal digests lay slabs out, place heads and score alike, and see alike."""
         settings = [self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv]
+        if self.form.quantised:
+            settings.append(self.form.name)
         if self.history is not None:
             settings += [self.history.limit, self.history.score, self.history.lag]
         if self.retrieval is not None:
@@ -133,7 +137,7 @@ class ServingPlan:
         """The slab layout of a rank."""
         kept = np.take_along_axis(self.kept, self.heads(rank), axis=1)
         if self.placement is None or not self.placement.splits_heads:
-            return SlabLayout(kept=kept, head_dim=self.geometry.head_dim, segment=self.segment)
+            return SlabLayout(kept=kept, head_dim=self.geometry.head_dim, segment=self.segment, form=self.form)
         return SlabLayout(
             self.placement.kept[:, rank],
             self.geometry.head_dim,
@@ -141,6 +145,7 @@ class ServingPlan:
             total=kept,
             first=self.placement.first[:, rank],
             full_heads=self.geometry.num_heads // self.ranks,
+            form=self.form,
         )
 
     @property
@@ -258,8 +263,13 @@ def make_plan(
     profile: str,
     kernel: str,
     retrieval: Retrieval | None = None,
+    form: SlabFormat = WIDE,
+    itemsize: int = 2,
 ) -> ServingPlan:
     """Read the files that are named, and fit the budgets; heads are not placed yet.
+
+    Args:
+        ratio: kept / full KV bytes. itemsize: bytes per element of an uncompressed cache.
 
     Raises:
         RaggedConfigError: as `choose_budgets`, `scorers.statistics.scorer_statistics`, `head_roles` and `with_pivots`
@@ -268,10 +278,11 @@ def make_plan(
     from sgl_ragged.scorers import get_scorer
     from sgl_ragged.scorers.statistics import scorer_statistics
 
-    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=ratio, segment=segment)
+    share = kept_share(geometry, ratio, segment, form, itemsize)
+    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=share, segment=segment)
     kept, roles = chosen.kept, None
     if retrieval is not None:
-        roles, kept = choose_pivots(chosen, retrieval.pivots, ratio, segment)
+        roles, kept = choose_pivots(chosen, retrieval.pivots, share, segment)
     statistics = scorer_statistics(
         get_scorer(scorer),
         chosen.profile,
@@ -295,7 +306,19 @@ def make_plan(
         value_mean=None if chosen.profile is None else chosen.profile.statistics.get(VALUE_MEAN),
         retrieval=retrieval,
         roles=roles,
+        form=form,
     )
+
+
+def kept_share(geometry: ModelGeometry, ratio: float, segment: int, form: SlabFormat, itemsize: int) -> float:
+    """Share of the tokens that heads keep on average for a ratio of bytes.
+
+    Raises:
+        RaggedConfigError: the guards alone take more, or the format cannot hold heads of this dimension.
+    """
+    form.check_head_dim(geometry.head_dim)
+    check_budgets(ratio, segment, form.byte_ratio(1.0, geometry.head_dim, itemsize))
+    return form.token_share(ratio, geometry.head_dim, itemsize)
 
 
 def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:

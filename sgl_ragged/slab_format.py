@@ -59,6 +59,10 @@ class SlabFormat:
         full = 2 * head_dim * cache_itemsize
         return min(1.0, ratio * full / self.row_bytes(head_dim, cache_itemsize))
 
+    def byte_ratio(self, token_share: float, head_dim: int, cache_itemsize: int) -> float:
+        """Share of an uncompressed cache's bytes that a share of the tokens takes: what `token_share` undoes."""
+        return token_share * self.row_bytes(head_dim, cache_itemsize) / (2 * head_dim * cache_itemsize)
+
     def check_head_dim(self, head_dim: int) -> None:
         """Raise RaggedConfigError for heads whose rows this format cannot lay out in whole bytes."""
         if self.quantised and head_dim % 2:

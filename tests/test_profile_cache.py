@@ -181,6 +181,6 @@ def test_bundled_profiles_come_first():
     profile = load_profile(next(FOLDER.glob("*keydiff*")))
     options = make_options({"kv_pool": "ragged"}, from_command_line=True)
     geometry = SimpleNamespace(fingerprint=profile.model_fingerprint)
-    scorer, path = calibrating.settle_profile(options, SimpleNamespace(load_format="auto"), geometry)
+    scorer, path = calibrating.settle_profile(options, SimpleNamespace(load_format="auto"), geometry, 0.5)
     assert scorer == "keydiff"
     assert Path(path).parent == FOLDER

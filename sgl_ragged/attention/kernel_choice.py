@@ -82,7 +82,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     """
     max_batch = store.tails.shape[0]
     if store.fp8:
-        check_cache(kernel, store.slabs.dtype, device_capability(str(store.slabs.device)))
+        check_cache(kernel, store.dtype, device_capability(str(store.slabs.device)))
     if kernel == "torch":
         from sgl_ragged.attention.torch_ops import TorchOps
 
@@ -137,7 +137,7 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
     # A padded row of length 0, and a chunk of one token: there is nothing to read from slabs and tails.
     batch = trial.describe_decode(table, row, row, row.cpu())
     decode = trial.attend_parts(0, queries, batch.view, batch.work[0])
-    keys = queries[:, :, 0].to(store.slabs.dtype).contiguous()
+    keys = queries[:, :, 0].to(store.dtype).contiguous()
     chunk = trial.describe_extend(table, row, [0], [1])
     extend = trial.attend_chunks(0, queries, keys, keys, chunk, torch.empty_like(queries))
     return resident_ctas(decode, device), resident_ctas(extend, device)

@@ -30,7 +30,7 @@ class CostModel:
         batch: requests decoded at once.
         context: tokens of each of them before compression.
         other_bytes: weights of the whole model that are no head's, read once per step: every rank has an equal part.
-        weight_itemsize, kv_itemsize: bytes per element.
+        weight_itemsize, kv_itemsize: bytes per element; of codes of few bits a fraction, with their scales.
     """
 
     hidden: int
@@ -41,11 +41,11 @@ class CostModel:
     context: int = 16384
     other_bytes: int = 0
     weight_itemsize: int = 2
-    kv_itemsize: int = 2
+    kv_itemsize: float = 2
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            least = 0 if name == "other_bytes" else 1
+            least = {"other_bytes": 0, "kv_itemsize": 1 / 4}.get(name, 1)
             if getattr(self, name) < least:
                 raise RaggedConfigError(f"cost model: {name} must be at least {least}, not {getattr(self, name)}")
 

@@ -16,12 +16,19 @@ CODECS: dict[str, type[SlabCodec]] = {codec.name: codec for codec in (ExactCodec
 
 
 def make_codec(name: str, layout: SlabLayout, dtype: torch.dtype) -> SlabCodec:
-    """The codec of a name, for slabs of a dtype.
+    """The codec of a name, for slabs beside a cache of a dtype.
 
     Raises:
-        RaggedConfigError: it does not go with the layout, or with slabs that are FP8: to round them again saves
-            nothing, and no layer can be restored from another's, whose scales differ.
+        RaggedConfigError: it does not go with the layout, or with slabs that are FP8 or quantised: to round them again
+            saves nothing, and no layer can be restored from another's, whose scales differ.
     """
+    if layout.form.quantised:
+        if not CODECS[name].exact:
+            raise RaggedConfigError(
+                f"--ragged-host-codec {name} is for slabs of numbers, and those in {layout.form.name} are codes "
+                f"already; use exact, or --ragged-slab-dtype wide"
+            )
+        return CODECS[name](layout, torch.uint8)
     if is_fp8(dtype) and not CODECS[name].exact:
         raise RaggedConfigError(
             f"--ragged-host-codec {name} is for a KV cache that is wider than FP8; use exact, or --kv-cache-dtype "

@@ -98,7 +98,7 @@ class PoolSizes:
             f"the ragged KV pool holds {self.max_total_tokens} tokens, an uncompressed cache would hold "
             f"{self.full_tokens} in the same {self.total_bytes} bytes"
         )
-        if self.layout.mean_kept_share == 1:
+        if self.layout.byte_share(self.itemsize) >= 1:
             return f"{loss}: at ratio 1 nothing is compressed; lower --ragged-ratio"
         return (
             f"{loss}: the open segments of {self.max_requests} requests take {self.tails_bytes} of them; lower "
@@ -126,9 +126,14 @@ class PoolSizes:
         windows = ""
         if self.window_pages:
             windows = f"sliding-window layers {self.windows_bytes} bytes in {self.window_pages} pages, "
+        share = f"mean share {self.layout.mean_kept_share:.4f}"
+        if self.layout.form.quantised:
+            share += f" in {self.layout.form.name}, {self.layout.byte_share(self.itemsize):.4f} of the bytes"
+            if low == self.layout.segment:
+                share += ": every token is kept"
         return (
             f"kept per {self.layout.segment}-token segment min/median/max {low}/{middle:g}/{high} "
-            f"(mean share {self.layout.mean_kept_share:.4f}), slab {self.slab_bytes} bytes, {self.num_slots} slots, "
+            f"({share}), slab {self.slab_bytes} bytes, {self.num_slots} slots, "
             f"{self.max_total_tokens} virtual tokens, tails {self.tails_bytes} bytes for {self.max_requests} requests, "
             f"{windows}total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them "
             f"({gain:.2f}x)"
@@ -192,7 +197,7 @@ def fit_pool(
 
     if max_requests is not None:
         return with_requests(max_requests)
-    freed = 1 - layout.mean_kept_share
+    freed = 1 - layout.byte_share(itemsize)
     share = min(MAX_TAIL_SHARE, freed / 2) if freed > 0 else MAX_TAIL_SHARE
     alone = with_requests(1)
     requests = int(budget_bytes * share) // alone.row_bytes - 1

@@ -19,7 +19,7 @@ class SlabCodec(ABC):
 
     Args:
         layout: of the slabs.
-        dtype: of the slabs' elements.
+        dtype: of the slabs' elements; uint8 where these are codes.
     """
 
     name: str

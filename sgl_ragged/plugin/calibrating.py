@@ -33,11 +33,12 @@ NEEDED = ("matplotlib", "rich", "scipy")
 """Packages that only calibration needs: the extra `calibrate` of this package."""
 
 
-def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> tuple[str, str]:
+def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry, share: float) -> tuple[str, str]:
     """The scorer that serves, and its profile: "uniform" or a path, perhaps of a profile still to be calibrated.
 
     Args:
         view: SGLang's resolved settings.
+        share: of the tokens that are kept.
 
     Raises:
         RaggedConfigError: a profile cannot be read, or the scorer lacks weights that only a file can bring.
@@ -50,8 +51,8 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry) -
             "88 facts; calibrated budgets of the same size lost none (docs/quality.md); use --ragged-profile auto"
         )
         return options.scorer or OTHER_SCORER, "uniform"
-    if options.profile == "auto" and options.ratio == 1:
-        # Nothing is compressed.
+    if options.profile == "auto" and share == 1:
+        # Nothing is dropped.
         return options.scorer or OTHER_SCORER, "uniform"
     if options.profile != "auto":
         return options.scorer or load_profile(options.profile).scorer, options.profile

@@ -159,6 +159,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
     plan, size = serving_plan(options), pool.sizes
     layouts = plan.layouts
     share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
+    of_bytes = sum(layout.byte_share(size.itemsize) for layout in layouts) / len(layouts)
     return {
         "summary": summary(plan, size),
         "ratio": plan.ratio,
@@ -180,6 +181,8 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "kept_mean": share * plan.segment,
         "kept_max": max(int(layout.kept.max()) for layout in layouts),
         "kept_ratio": share,
+        "slab_dtype": plan.form.name,
+        "kept_bytes_ratio": of_bytes,
         "rank_imbalance": imbalance(layouts),
         "slots": size.num_slots,
         "virtual_tokens": size.max_total_tokens,

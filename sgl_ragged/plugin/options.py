@@ -14,6 +14,7 @@ from sgl_ragged.mem_pool.bounded_history import check_score
 from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan
+from sgl_ragged.slab_format import FORMATS, WIDE
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
@@ -79,6 +80,12 @@ class RaggedOptions:
         "Calibrated head budgets; auto: bundled, or calibrated once, before the server starts.",
         type=str,
         metavar="auto|uniform|FILE",
+    )
+    slab_dtype: str = _flag(
+        WIDE.name,
+        "How finished segments are stored. wide: as the cache's dtype; int8: keys and values in 8 bits; k8v4: keys in "
+        "8 bits, values in 4. The ratio stays one of bytes, so fewer bits keep more tokens.",
+        choices=tuple(FORMATS),
     )
     kernel: str = _flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
     fairkv: str | None = _flag(
@@ -201,7 +208,9 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
             return None
     values = {FLAGS[keyword].name: _read(keyword, value) for keyword, value in given.items()}
     options = RaggedOptions(**values, from_command_line=from_command_line, observer=observer)
-    check_budgets(options.ratio, options.segment)
+    if options.slab_dtype == WIDE.name:
+        # What others can keep depends on the model's heads.
+        check_budgets(options.ratio, options.segment)
     return options
 
 

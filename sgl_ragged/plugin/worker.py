@@ -242,7 +242,7 @@ def _retriever(plan: ServingPlan, settings: Retrieval, store: SlabStore, req_to_
     from sgl_ragged.attention.retrieval import Retriever
 
     parallel, owners = get_parallel(), plan.pivot_ranks
-    entries = plan.reservoir_entries(store.slabs.element_size())
+    entries = plan.reservoir_entries(store.dtype.itemsize)
     roles = plan.rank_roles(parallel.attn_tp_rank)
     if plan.ranks == 1:
         return Retriever(store, settings, roles, entries, req_to_token)
@@ -334,7 +334,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
         plan.kernel,
     )
     if backend.store.fp8:
-        logger.info("KV cache in %s, %s", backend.store.slabs.dtype, describe_scales(backend.store.kv_scales))
+        logger.info("KV cache in %s, %s", backend.store.dtype, describe_scales(backend.store.kv_scales))
     return backend
 
 

@@ -1,0 +1,111 @@
+"""Servers with slabs of few bits: what comes from the cache is what would be computed, and what the definition says."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.demo import MODEL
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.slab_format import slab_format
+from tests.models import make_profile
+from tests.oracle import Oracle, Tokens
+from tests.quantised_oracle import BITS, restored
+from tests.server.client import Answer, flush, generate, generate_all, server_settings
+from tests.server.test_host_tier import conversation
+
+pytestmark = pytest.mark.server
+
+SEGMENT, NEW, RATIO, ITEMSIZE, DIM = 64, 12, 0.1, 4, 32
+PROMPTS = [conversation(seed, length) for seed, length in enumerate((400, 700, 10 * SEGMENT - 5))]
+LATER = conversation(9, 90)
+
+
+class CodedOracle(Oracle):
+    """History as slabs of a format give it back; a query's own segment as it is."""
+
+    def __init__(self, form: str, *args, **more) -> None:
+        super().__init__(*args, **more)
+        self.bits = BITS[form]
+
+    def _attention(self, module, query, key, value, attention_mask, scaling, **_):
+        per_head = query.shape[1] // key.shape[1]
+        output = torch.empty_like(query)
+        past = [restored(x, bits).float() for x, bits in zip((key, value), self.bits, strict=True)]
+        places = torch.arange(query.shape[2]) // self.segment
+        own = places[:, None] == places
+        for head in range(key.shape[1]):
+            tokens = Tokens(key[0, head].double().numpy(), value[0, head].double().numpy())
+            blocked = torch.from_numpy(~self._visible(tokens, module.layer_idx, head))
+            for q in range(head * per_head, (head + 1) * per_head):
+                now, before = (query[0, q] @ keys[0, head].T * scaling for keys in (key, past[0]))
+                weights = torch.where(own, now, before).masked_fill(blocked, -torch.inf).softmax(-1)
+                output[0, q] = (weights * own) @ value[0, head] + (weights * ~own) @ past[1][0, head]
+        return output.transpose(1, 2).contiguous(), None
+
+
+def flags(form: str, *more: str) -> list[str]:
+    return [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "4"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--kv-bytes", "32MiB", "--chunked-prefill-size", "256", "--ragged-slab-dtype", form, *more),
+    ]
+
+
+def close(found: Answer, expected: Answer) -> None:
+    """Where chunks or batches move the last bit of a key, a code may move by one."""
+    assert found.tokens == expected.tokens
+    difference = np.abs(found.output_logprobs - expected.output_logprobs)
+    assert (difference < 1e-4).mean() >= 0.9
+    assert difference.max() < 1e-2
+
+
+@pytest.mark.parametrize("form", ["k8v4", pytest.param("int8", marks=pytest.mark.thorough)])
+def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
+    profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
+    given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))
+    with nursery.serve(MODEL, *given, log=tmp_path / "server.log") as server:
+        info, row = server_settings(server), slab_format(form).row_bytes(DIM, ITEMSIZE)
+        assert info["slab_dtype"] == form
+        assert info["kept_bytes_ratio"] == pytest.approx(RATIO, abs=0.005)
+        assert info["kept_ratio"] == pytest.approx(info["kept_bytes_ratio"] * 2 * DIM * ITEMSIZE / row, abs=1e-4)
+        firsts = []
+        for prompt in PROMPTS:
+            flush(server)
+            firsts.append(generate(server, prompt, NEW))
+        flush(server)
+        for together, first in zip(generate_all(server, PROMPTS, NEW), firsts, strict=True):
+            close(together, first)
+        seconds = [[*prompt, *first.tokens, *LATER] for prompt, first in zip(PROMPTS, firsts, strict=True)]
+        warm = [generate(server, prompt, NEW) for prompt in seconds]
+        for prompt, found in zip(PROMPTS, warm, strict=True):
+            assert found.cached >= len(prompt) // SEGMENT * SEGMENT
+        for prompt, found in zip(seconds, warm, strict=True):
+            flush(server)
+            close(found, generate(server, prompt, NEW))
+        flush(server)
+        every = generate(server, PROMPTS[1], 2, logprobs_from=0)
+    share = slab_format(form).token_share(RATIO, DIM, ITEMSIZE)
+    kept = profile_kept(profile, share, SEGMENT)
+    oracle = CodedOracle(form, str(MODEL), kept, SEGMENT, "keydiff")
+    expected = oracle.logprobs(PROMPTS[1])
+    difference = np.abs(every.input_logprobs - expected[-len(every.input_logprobs) :])
+    assert (difference < 1e-3).mean() > 0.99
+    assert difference.max() < 2e-2
+
+
+@pytest.mark.thorough
+def test_ranks_agree(nursery, tmp_path):
+    make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
+    given = flags("k8v4", "--ragged-profile", str(tmp_path / "profile.safetensors"))
+    answers = []
+    for ranks in (1, 2):
+        cores = sorted(os.sched_getaffinity(0))
+        env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if ranks > 1 else {}
+        with nursery.serve(MODEL, *given, "--tp", str(ranks), log=tmp_path / "server.log", env=env) as server:
+            answers.append([generate(server, prompt, NEW) for prompt in PROMPTS])
+    for one, other in zip(*answers, strict=True):
+        close(other, one)
