@@ -24,13 +24,17 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sgl_ragged import slab_format
 from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, seal, tiles
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 FP8 = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """Caches narrower than the queries, which are bf16 then; and the largest number of each. fp8e4nv is E4M3."""
+CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised}
+"""Formats of slabs in codes, beside tails and queries in bf16."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
+NO_CODES = {"KEY_BITS": 0, "VALUE_BITS": 0}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -82,6 +86,10 @@ def builds(architecture: int) -> Iterator[Build]:
         for dim in (64, 128, 256) if dtype == "fp8e5" or architecture >= 89 else ():
             yield from _attention_builds(dtype, dim, architecture)
             yield from _storage_builds(dtype, dim)
+    for dtype in CODES:
+        for dim in (64, 128, 256):
+            yield from _attention_builds(dtype, dim, architecture)
+            yield next(one for one in _storage_builds(dtype, dim) if one.kernel is seal.gather_kernel)
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
@@ -90,15 +98,16 @@ def builds(architecture: int) -> Iterator[Build]:
 
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
-    query_dtype = "bf16" if dtype in FP8 else dtype
-    query, element, itemsize = f"*{query_dtype}", f"*{dtype}", ITEMSIZE[query_dtype]
+    query_dtype = "bf16" if dtype in FP8 or dtype in CODES else dtype
+    query, itemsize = f"*{query_dtype}", ITEMSIZE[query_dtype]
+    element, slabs = (query, "*u8") if dtype in CODES else (f"*{dtype}", f"*{dtype}")
     common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "TAIL": SEGMENT, "HEAD_DIM": dim}
-    common["PARTIAL"] = False
+    common |= {"PARTIAL": False, "VALUE_BITS": CODES[dtype].value_bits if dtype in CODES else 0}
     kernels = (
         (
             decode.decode_kernel,
             tiles.decode_tile(dim, itemsize),
-            {"queries_ptr": query, "slabs_ptr": element, "tails_ptr": element, "slots_ptr": "*i32"}
+            {"queries_ptr": query, "slabs_ptr": slabs, "tails_ptr": element, "slots_ptr": "*i32"}
             | {
                 "rows_ptr": "*i64",
                 "seen_ptr": "*i32",
@@ -116,8 +125,8 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         ),
         (
             extend.extend_kernel,
-            tiles.extend_tile(dim, itemsize, architecture // 10, fp8=dtype in FP8),
-            {"queries_ptr": query, "keys_ptr": element, "values_ptr": element, "slabs_ptr": element}
+            tiles.extend_tile(dim, itemsize, architecture // 10, fp8=dtype in FP8, codes=dtype in CODES),
+            {"queries_ptr": query, "keys_ptr": element, "values_ptr": element, "slabs_ptr": slabs}
             | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
             | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": query}
             | {
@@ -147,7 +156,7 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
 
 
 def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
-    element, is_fp8 = f"*{dtype}", dtype in FP8
+    element, is_fp8, codes = f"*{dtype}" if dtype not in CODES else "*bf16", dtype in FP8, CODES.get(dtype)
     pointers: dict[Any, list[str]] = {
         append.append_kernel: ["tails_ptr"] if is_fp8 else ["keys_ptr", "values_ptr", "tails_ptr"],
         seal.score_kernel: ["keys_ptr", "values_ptr"],
@@ -165,13 +174,20 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
     for kernel, elements in pointers.items():
         types = {}
         for name in kernel.arg_names:
-            if name in elements:
+            if codes and name == "slabs_ptr":
+                types[name] = "*u8"
+            elif name in elements:
                 types[name] = element
             elif not name.isupper() and name not in plain:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
         constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "TAIL": SEGMENT, "HEAD_DIM": dim}
-        constants |= {"SCORER": "keydiff", "BLOCK_T": seal.score_block(dim), "BLOCK_R": seal.GATHER_ROWS}
+        constants |= {
+            "SCORER": "keydiff",
+            "BLOCK_T": seal.score_block(dim),
+            "BLOCK_R": seal.gather_rows(codes or slab_format.WIDE),
+        }
         constants |= {"LARGEST": FP8.get(dtype), "WIDTH": HEADS * dim, "BLOCK": narrow.MOST_BLOCK} | plain
+        constants |= {"KEY_BITS": codes.key_bits, "VALUE_BITS": codes.value_bits} if codes else NO_CODES
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)

@@ -15,7 +15,7 @@ import pytest
 import triton
 from _pytest.mark import ParameterSet
 
-from benchmarks.kernel_resources import ARCHITECTURES, FP8, Build, Resources, builds, compile_build, markdown
+from benchmarks.kernel_resources import ARCHITECTURES, CODES, FP8, Build, Resources, builds, compile_build, markdown
 from sgl_ragged.attention.kernels import decode, extend
 
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
@@ -36,6 +36,9 @@ def cells() -> Iterator[ParameterSet]:
         by_default = (architecture, dtype, head_dim) in ((80, "fp8e5", 128), (90, "fp8e4nv", 128))
         if architecture >= 89 or dtype == "fp8e5":
             yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
+    for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, CODES, HEAD_DIMS):
+        by_default = (architecture, dtype, head_dim) in ((80, "int8", 256), (90, "k8v4", 128))
+        yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(("architecture", "dtype", "head_dim"), cells())
@@ -51,8 +54,8 @@ def test_kernels_compile_without_spills_and_pipelined(architecture, dtype, head_
         assert found.spilled_bytes == 0, found
         assert found.shared_bytes <= SHARED_LIMIT[architecture], found
         if build.kernel in ATTENTION:
-            # A row of FP8 takes half the loads, beside as many loads of slots.
-            assert found.wide_loads > found.narrow_loads // (8 if dtype in FP8 else 1), found
+            # A row of FP8 or codes takes half the loads or fewer, beside as many loads of slots.
+            assert found.wide_loads > found.narrow_loads // (8 if dtype in FP8 or dtype in CODES else 1), found
             assert found.async_depth >= 2, found
             # The fp32 tile of 256 dimensions computes in plain float32.
             assert found.tensor_core or build.constants["PRECISION"] == "ieee", found

@@ -29,6 +29,7 @@ from benchmarks.quality.plot import draw
 from benchmarks.quality.store import Results
 from benchmarks.quality.table import show
 from benchmarks.quality.texts import pieces
+from sgl_ragged import slab_format
 
 CALIBRATION_S = 3600.0
 """A server that calibrates its model first takes minutes to start."""
@@ -46,6 +47,13 @@ def parser() -> argparse.ArgumentParser:
         default=[WIDE],
         choices=(WIDE, "fp8_e4m3", "fp8_e5m2"),
         help="of the ragged pool; ratio 0.6 in FP8 has the bytes of 0.3 in 16 bits [auto]",
+    )
+    made.add_argument(
+        "--slab-dtype",
+        nargs="+",
+        default=[slab_format.WIDE.name],
+        choices=tuple(slab_format.FORMATS),
+        help="how finished segments are stored; ratios are of a 16-bit cache's bytes [wide]",
     )
     made.add_argument("--segment", type=int, default=256)
     made.add_argument("--length", type=int, default=1280, help="tokens of a text [1280]")
@@ -77,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     )
     settings = {"model": model.resolve().name, **tasks.describe()}
     results = Results.open(options.output, settings, provenance("benchmarks.quality"))
-    wanted = configurations(options.scorer, options.budgets, options.ratio, options.kv_cache_dtype)
+    wanted = configurations(options.scorer, options.budgets, options.ratio, options.kv_cache_dtype, options.slab_dtype)
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     missing = [one for one in wanted if one not in results.known]
@@ -122,7 +130,7 @@ def _measured(
     log = options.output.with_suffix(".log")
     try:
         flags = one.flags(options.segment)
-        with servers.client(Pool(one.ratio), 4, log, flags, ready_within_s=CALIBRATION_S) as client:
+        with servers.client(Pool(one.served_ratio), 4, log, flags, ready_within_s=CALIBRATION_S) as client:
             found = measure(client, tasks, tokenizer, lambda: progress.advance(own))
     except ServerLost as error:
         raise ServerLost(f"the server of {one} is gone ({error}); its log is {log}") from None

@@ -1,10 +1,12 @@
-"""What is compared: a scorer, budgets, a ratio and the dtype of the cache."""
+"""What is compared: a scorer, budgets, a ratio, the dtype of the cache and the format of slabs."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from sgl_ragged import slab_format
 
 DEFAULT = "default"
 """The server's own choice of a scorer."""
@@ -17,17 +19,26 @@ WIDE = "auto"
 class Configuration:
     """A server on the ragged pool; `ratio` None for SGLang's token pool. `budgets`: auto, uniform or a file.
 
-    `cache`: --kv-cache-dtype. An FP8 cache has the bytes of a 16-bit one at half its ratio.
+    `cache`: --kv-cache-dtype. An FP8 cache has the bytes of a 16-bit one at half its ratio. `slabs`:
+    --ragged-slab-dtype; where they are quantised, the ratio is one of a 16-bit cache's bytes.
     """
 
     scorer: str
     budgets: str
     ratio: float | None
     cache: str = WIDE
+    slabs: str = slab_format.WIDE.name
 
     @classmethod
     def token(cls) -> Configuration:
         return cls("", "", None)
+
+    @property
+    def served_ratio(self) -> float | None:
+        """--ragged-ratio: servers of this benchmark compute in float32, and codes are no wider beside that."""
+        if self.ratio is None or self.slabs == slab_format.WIDE.name:
+            return self.ratio
+        return self.ratio * 2 / 4
 
     def flags(self, segment: int) -> list[str]:
         """Flags of the server, without that of the ratio."""
@@ -36,18 +47,24 @@ class Configuration:
         scorer = [] if self.scorer == DEFAULT else ["--ragged-scorer", self.scorer]
         profile = self.budgets.replace("{scorer}", self.scorer)
         cache = [] if self.cache == WIDE else ["--kv-cache-dtype", self.cache]
-        return [*scorer, "--ragged-profile", profile, "--ragged-segment", str(segment), *cache]
+        slabs = [] if self.slabs == slab_format.WIDE.name else ["--ragged-slab-dtype", self.slabs]
+        return [*scorer, "--ragged-profile", profile, "--ragged-segment", str(segment), *cache, *slabs]
 
     @property
     def name(self) -> str:
         """What it is, without the ratio."""
-        return ", ".join([self.scorer, self.budgets, *([] if self.cache == WIDE else [self.cache])])
+        narrow = [self.cache] * (self.cache != WIDE) + [self.slabs] * (self.slabs != slab_format.WIDE.name)
+        return ", ".join([self.scorer, self.budgets, *narrow])
 
     def __str__(self) -> str:
         return "token pool" if self.ratio is None else f"{self.name}, ratio {self.ratio:g}"
 
 
 def configurations(
-    scorers: Sequence[str], budgets: Sequence[str], ratios: Sequence[float], caches: Sequence[str] = (WIDE,)
+    scorers: Sequence[str],
+    budgets: Sequence[str],
+    ratios: Sequence[float],
+    caches: Sequence[str] = (WIDE,),
+    slabs: Sequence[str] = (slab_format.WIDE.name,),
 ) -> list[Configuration]:
-    return [Configuration(*one) for one in itertools.product(scorers, budgets, ratios, caches)]
+    return [Configuration(*one) for one in itertools.product(scorers, budgets, ratios, caches, slabs)]

@@ -75,7 +75,9 @@ class TritonOps(Operations):
         itemsize = store.query_dtype.itemsize
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8)
+        self.extend_tile = tiles.extend_tile(
+            layout.head_dim, itemsize, architecture, narrow=store.fp8 or layout.form.quantised
+        )
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)
         self._opens = [_opens(layer, device) for layer in layout.bands]
@@ -169,7 +171,7 @@ class TritonOps(Operations):
         store = self.store
         if not store.fp8:
             return super().to_cache(layer, keys, values)
-        return narrow.narrow(head_rows(keys), head_rows(values), store.kv_scales[layer], store.slabs.dtype)
+        return narrow.narrow(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
         tails = self.store.tails
@@ -209,6 +211,7 @@ class TritonOps(Operations):
             self.extend_tile,
             self._opens[layer],
             lse,
+            store.layout.form.value_bits,
         )
 
     def decode(
@@ -257,6 +260,7 @@ class TritonOps(Operations):
             self._lse,
             self.decode_tile,
             self._opens[layer],
+            store.layout.form.value_bits,
         )
 
 

@@ -79,4 +79,5 @@ class TritonSealer:
             heads.key_blocks,
             heads.most_kept,
             layout.head_dim,
+            layout.form,
         )

@@ -176,7 +176,6 @@ def refuse_format(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype) ->
         return
     reasons = (
         (kernel == "flashinfer", "FlashInfer reads numbers, no codes; use --ragged-kernel triton"),
-        (kernel == "triton", "the Triton kernels do not read it yet; use wide"),
         (is_fp8(kv_dtype), "what is FP8 in tails would be rounded twice; use wide, or --kv-cache-dtype auto"),
         (options.reservoir is not None, "pivots of --ragged-reservoir read keys as numbers; use wide"),
     )

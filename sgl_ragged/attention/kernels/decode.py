@@ -15,6 +15,7 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_history, walk_tail
+from sgl_ragged.attention.kernels.walk_codes import walk_codes
 from sgl_ragged.attention.view import DecodeView
 
 
@@ -49,6 +50,7 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
 ):
     request = tl.program_id(0)
     cta = tl.program_id(1)
@@ -83,25 +85,45 @@ def decode_kernel(
 
     history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
     tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
-    best, total, output = walk_history(
-        query,
-        best,
-        total,
-        output,
-        slabs_ptr,
-        slots_ptr + request * slots_stride,
-        key_blocks_ptr + head,
-        slab_elems,
-        kept,
-        history_first,
-        history_last,
-        scale2,
-        HEAD_DIM,
-        BLOCK_N,
-        STAGES,
-        PRECISION,
-        PARTIAL,
-    )
+    if VALUE_BITS == 0:
+        best, total, output = walk_history(
+            query,
+            best,
+            total,
+            output,
+            slabs_ptr,
+            slots_ptr + request * slots_stride,
+            key_blocks_ptr + head,
+            slab_elems,
+            kept,
+            history_first,
+            history_last,
+            scale2,
+            HEAD_DIM,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
+    else:
+        best, total, output = walk_codes(
+            query,
+            slabs_ptr,
+            slots_ptr + request * slots_stride,
+            key_blocks_ptr + head,
+            slab_elems,
+            kept,
+            history_first,
+            history_last,
+            scale2,
+            VALUE_BITS,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
     row = tl.load(rows_ptr + request).to(tl.int64)
     best, total, output = walk_tail(
         query,
@@ -169,13 +191,14 @@ def decode_parts(
     lse: torch.Tensor,
     tile: Tile,
     opens: torch.Tensor | None = None,
+    value_bits: int = 0,
 ) -> object:
     """Attention of each part of the CTA map.
 
     Args:
         queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
         slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, capacity, d]. Of any floating
-            dtype, in attention they have that of the queries.
+            dtype, in attention they have that of the queries; slabs may be bytes of a quantised format.
         view: what each query sees.
         ctas: int32 [CTAs, 4], `cta_map.cta_table` of this layer.
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
@@ -184,6 +207,7 @@ def decode_parts(
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
         opens: int32 [heads], 0 for heads that do not attend to the open segment, else 1; None where all do. `kept` may
             only be 0 with it.
+        value_bits: of the slabs' format; 0 where they are wide.
 
     Returns:
         The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
@@ -220,6 +244,7 @@ def decode_parts(
         STAGES=tile.stages,
         PRECISION=tile.precision,
         PARTIAL=opens is not None,
+        VALUE_BITS=value_bits,
         num_warps=tile.warps,
     )
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_history, walk_tail
+from sgl_ragged.attention.kernels.walk_codes import walk_codes
 from sgl_ragged.attention.view import TILE_COLUMNS
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
@@ -61,6 +62,7 @@ def extend_kernel(
     DIVIDED: tl.constexpr,
     PARTIAL: tl.constexpr,
     LSE: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -94,25 +96,45 @@ def extend_kernel(
     if DIVIDED:
         begin = history // 16 * part // parts * 16
         end = history // 16 * (part + 1) // parts * 16
-    best, total, output = walk_history(
-        query,
-        best,
-        total,
-        output,
-        slabs_ptr,
-        slots_ptr + listed * slots_stride,
-        key_blocks_ptr + head,
-        slab_elems,
-        kept,
-        begin,
-        end,
-        scale2,
-        HEAD_DIM,
-        BLOCK_N,
-        STAGES,
-        PRECISION,
-        PARTIAL,
-    )
+    if VALUE_BITS == 0:
+        best, total, output = walk_history(
+            query,
+            best,
+            total,
+            output,
+            slabs_ptr,
+            slots_ptr + listed * slots_stride,
+            key_blocks_ptr + head,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            HEAD_DIM,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
+    else:
+        best, total, output = walk_codes(
+            query,
+            slabs_ptr,
+            slots_ptr + listed * slots_stride,
+            key_blocks_ptr + head,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            VALUE_BITS,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
 
     # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
     seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)
@@ -231,13 +253,14 @@ def extend(
     tile: Tile,
     opens: torch.Tensor | None = None,
     head_lse: torch.Tensor | None = None,
+    value_bits: int = 0,
 ) -> object:
     """Attention of a chunk. Changes `output` and `head_lse` alone; every token of the batch must be in a tile.
 
     Args:
         queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d], as the cache holds them. Token strides
             may be any.
-        slabs, tails, kept, key_blocks, scale, value_scale: as in `decode.decode_parts`.
+        slabs, tails, kept, key_blocks, scale, value_scale, value_bits: as in `decode.decode_parts`.
         slots: int32 [lists, most], the lists of slots that tiles see.
         rows: integers [requests], rows of `tails`.
         tiles: int32 [tiles, len(TILE_COLUMNS)], `view.ExtendView.tiles`.
@@ -291,6 +314,7 @@ def extend(
         DIVIDED=scratch is not None,
         PARTIAL=opens is not None,
         LSE=head_lse is not None,
+        VALUE_BITS=value_bits,
         num_warps=tile.warps,
     )
     if scratch is not None:

@@ -12,13 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
 from sgl_ragged.budgets import GUARD, SINKS
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 SCORED = ("keydiff", "key_norm", "value_key_norm")
 """Scorers that `score` computes; the formulas and their sources are in `sgl_ragged.scorers`."""
 
 GATHER_ROWS = 32
 """Rows that one CTA of `gather` copies."""
+
+CODED_ROWS = 16
+"""Rows that one CTA of `gather` rounds to codes."""
 
 _GUARD = tl.constexpr(GUARD)
 _SINKS = tl.constexpr(SINKS)
@@ -192,6 +197,8 @@ def gather_kernel(
     SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
 ):
     segment = tl.program_id(0)
     head = tl.program_id(1)
@@ -206,11 +213,28 @@ def gather_kernel(
     values_at = values_ptr + first * value_first_stride + offset
     slot = tl.load(slots_ptr + segment).to(tl.int64)
     target = slabs_ptr + slot * slab_elems + tl.load(key_blocks_ptr + head) * 16
-    dims = tl.arange(0, HEAD_DIM)
-    rows_at = row[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(target + rows_at, _rows(keys_at, token, key_stride, inside, HEAD_DIM), mask=inside[:, None])
+    keys = _rows(keys_at, token, key_stride, inside, HEAD_DIM)
     values = _rows(values_at, token, value_stride, inside, HEAD_DIM)
-    tl.store(target + kept * HEAD_DIM + rows_at, values, mask=inside[:, None])
+    if KEY_BITS == 0:
+        dims = tl.arange(0, HEAD_DIM)
+        rows_at = row[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(target + rows_at, keys, mask=inside[:, None])
+        tl.store(target + kept * HEAD_DIM + rows_at, values, mask=inside[:, None])
+    else:
+        codes, key_scales = quantised(keys, KEY_BITS, BLOCK_R, HEAD_DIM)
+        store_row_codes(target, codes, row, inside, KEY_BITS, BLOCK_R, HEAD_DIM)
+        target += kept * (HEAD_DIM * KEY_BITS // 8)
+        codes, value_scales = quantised(values, VALUE_BITS, BLOCK_R, HEAD_DIM)
+        store_row_codes(target, codes, row, inside, VALUE_BITS, BLOCK_R, HEAD_DIM)
+        target += kept * (HEAD_DIM * VALUE_BITS // 8)
+        scales_at = (target + row * 4).to(tl.pointer_type(tl.float16))
+        tl.store(scales_at, key_scales, mask=inside)
+        tl.store(scales_at + 1, value_scales, mask=inside)
+
+
+def gather_rows(form: SlabFormat) -> int:
+    """Rows that one CTA of `gather` writes."""
+    return CODED_ROWS if form.quantised else GATHER_ROWS
 
 
 def score_block(head_dim: int) -> int:
@@ -279,17 +303,19 @@ def gather(
     key_blocks: torch.Tensor,
     most_kept: int,
     head_dim: int,
+    form: SlabFormat = WIDE,
 ) -> None:
-    """Copy the chosen rows of each segment to its slab. Changes `slabs` alone.
+    """Copy the chosen rows of each segment to its slab, or their codes. Changes `slabs` alone.
 
     Args:
-        slots: integers [segments].
+        slots: integers [segments]. form: of the slabs, bytes if it is quantised.
         positions: from `choose`.
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
         most_kept: the largest of `kept`, known to the host.
     """
     segments, heads, segment = positions.shape
-    gather_kernel[(segments, heads, triton.cdiv(most_kept, GATHER_ROWS))](
+    rows = gather_rows(form)
+    gather_kernel[(segments, heads, triton.cdiv(most_kept, rows))](
         source.keys,
         source.values,
         source.firsts,
@@ -308,6 +334,8 @@ def gather(
         HEADS=source.heads,
         SEGMENT=segment,
         HEAD_DIM=head_dim,
-        BLOCK_R=GATHER_ROWS,
+        BLOCK_R=rows,
+        KEY_BITS=form.key_bits,
+        VALUE_BITS=form.value_bits,
         num_warps=4,
     )

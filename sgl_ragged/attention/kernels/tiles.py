@@ -41,17 +41,19 @@ def decode_tile(head_dim: int, itemsize: int) -> Tile:
     return Tile(16, 64, 4) if head_dim <= 128 else Tile(16, 32, 8)
 
 
-def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = False) -> Tile:
+def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = False, codes: bool = False) -> Tile:
     """The tile of the extend kernel; query rows are (token, query head) pairs.
 
     Args:
         architecture: compute capability, major number: from 9 on the accumulators need fewer registers.
-        fp8: whether the cache is, which before 9 takes registers to convert.
+        fp8, codes: whether slabs are, which before 9 takes registers to convert.
     """
     if itemsize == 4:
         if head_dim <= 64:
             return Tile(32, 16, 4)
         return Tile(32, 16, 8) if head_dim <= 128 else Tile(16, 16, 4, precision="ieee")
+    if codes and architecture < 9 and head_dim > 64:
+        return Tile(32, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
     if fp8 and architecture < 9 and head_dim > 64:
         return Tile(64, 32 if head_dim <= 128 else 16, 8)
     if head_dim <= 128:

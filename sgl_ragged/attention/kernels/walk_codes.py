@@ -1,0 +1,104 @@
+"""The walk over kept rows in codes of few bits (`slab_format`): as `walk.walk_history`, of quantised slabs.
+
+Queries are rotated before it and outputs after it, once per CTA. Scales of keys go into logits, those of values into
+weights: codes are multiplied as they are.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sgl_ragged.attention.kernels.codes import joined, rotated
+from sgl_ragged.attention.kernels.walk import segment_of
+
+
+@triton.jit
+def _float16(bits):
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _nibbles(packed, dtype: tl.constexpr):
+    """Codes of the first and of the second half of the dimensions, as numbers."""
+    return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
+
+
+@triton.jit
+def walk_codes(
+    query,
+    slabs_ptr,
+    slots_at,
+    key_blocks_at,
+    slab_bytes,
+    kept,
+    begin,
+    end,
+    scale2,
+    VALUE_BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Attend to the kept rows [begin, end) of the segments whose slots are at `slots_at`: (best, total, output).
+
+    Keys have 8 bits. `slabs_ptr` points to bytes, `key_blocks_at` to where the head's keys start, in blocks of 16;
+    `scale2` is to base 2.
+    """
+    VALUE_BYTES: tl.constexpr = HEAD_DIM * VALUE_BITS // 8
+    dims = tl.arange(0, HEAD_DIM)
+    tile_rows = tl.arange(0, BLOCK_N)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    # Of four bits, the two halves of the dimensions apart.
+    output = tl.zeros([BLOCK_M, VALUE_BYTES], tl.float32)
+    other = tl.zeros([BLOCK_M, VALUE_BYTES], tl.float32)
+    turned = rotated(query, BLOCK_M, HEAD_DIM).to(query.dtype)
+    key_at = tl.load(key_blocks_at) * 16
+    value_at = key_at + kept * HEAD_DIM
+    scale_at = value_at + kept * VALUE_BYTES
+    divisor = kept
+    if PARTIAL:
+        # A head that only other ranks store has no rows here, and nothing to divide.
+        divisor = tl.maximum(kept, 1)
+    per_unit = 16.0 / divisor
+    number = begin + tile_rows
+    slot = tl.load(slots_at + segment_of(number, per_unit), mask=number < end, other=0)
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+        number = start + tile_rows
+        valid = number < end
+        slab = slabs_ptr + slot.to(tl.int64) * slab_bytes
+        row = number - segment_of(number, per_unit) * kept
+        scales_at = (slab + scale_at + row * 4).to(tl.pointer_type(tl.int32))
+        scales = tl.load(scales_at, mask=valid, other=0)
+        keys_at = (slab + key_at + row * HEAD_DIM).to(tl.pointer_type(tl.int8))
+        keys = tl.load(keys_at[:, None] + dims[None, :], mask=valid[:, None], other=0)
+        values_at = (slab + value_at + row * VALUE_BYTES)[:, None] + tl.arange(0, VALUE_BYTES)[None, :]
+        packed = tl.load(values_at, mask=valid[:, None], other=0)
+        following = number + BLOCK_N
+        slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
+
+        logits = tl.dot(turned, tl.trans(keys.to(query.dtype)), input_precision=PRECISION)
+        logits = tl.where(valid[None, :], logits * (_float16(scales & 0xFFFF) * scale2)[None, :], float("-inf"))
+        new_best = tl.maximum(best, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, axis=1)
+        weights = (weights * _float16(scales >> 16)[None, :]).to(query.dtype)
+        output = output * shrink[:, None]
+        if VALUE_BITS == 8:
+            codes = packed.to(tl.int8, bitcast=True).to(query.dtype)
+            output += tl.dot(weights, codes, input_precision=PRECISION)
+        else:
+            low, high = _nibbles(packed, query.dtype)
+            output += tl.dot(weights, low, input_precision=PRECISION)
+            other = other * shrink[:, None]
+            other += tl.dot(weights, high, input_precision=PRECISION)
+        best = new_best
+    if VALUE_BITS == 8:
+        return best, total, rotated(output, BLOCK_M, HEAD_DIM)
+    else:
+        return best, total, rotated(joined(output, other, BLOCK_M, HEAD_DIM), BLOCK_M, HEAD_DIM)

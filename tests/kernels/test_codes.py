@@ -1,0 +1,95 @@
+"""Slabs of few bits in Triton's interpreter: the bits that torch stores, and attention against a dense mask."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_ragged.attention.kernels import seal
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.quantise import stored_rows
+from sgl_ragged.slab_format import INT8, K8V4
+from tests.kernels.operations import triton_operations
+from tests.kernels.test_seal import generator
+from tests.rig import KEPT, SEGMENT, Rig, Sequence
+from tests.test_quantise import QUANTISED, compare
+
+MIXED = KEPT[:1]
+EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]
+LONG = [10 * SEGMENT + 7]
+thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
+@pytest.mark.parametrize("dim", [16, thorough(64), 128, thorough(256)])
+@pytest.mark.parametrize("source", ["tails", "chunk"])
+def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
+    """Of rows with an outlier, of zeros and of NaN, too."""
+    segment, kept = 48, np.array([[16, 48, 32]])
+    layout = SlabLayout(kept, dim, segment, form=form)
+    tails = torch.randn(3, 1, 2, 3, segment, dim, generator=generator(2))
+    tails[2, 0, :, 0, 5, 3], tails[2, 0, :, 1, 7], tails[2, 0, :, 2, 9, 1] = 1e4, 0.0, torch.nan
+    slabs = torch.full((6, layout.slab_elems), 7, dtype=torch.uint8)
+    rows, slots = torch.tensor([2, 1]), torch.tensor([4, 1])
+    counts = torch.tensor(kept.ravel(), dtype=torch.int32)
+    positions = seal.choose(torch.rand(2, 3, segment, generator=generator(3)), torch.ones(2, dtype=torch.int32), counts)
+    blocks = torch.tensor(layout.key_offset.ravel() // 16)
+    where = seal.Source.of_tails(tails, rows, None)
+    if source == "chunk":
+        keys, values = (tails[rows, 0, part].transpose(1, 2).flatten(0, 1).contiguous() for part in (0, 1))
+        where = seal.Source.of_chunk(keys, values, torch.tensor([0, segment]))
+    seal.gather(where, slabs, slots, positions, counts, blocks, 48, dim, form)
+    want = torch.full_like(slabs, 7)
+    for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        for head, count in enumerate(kept[0]):
+            chosen = positions[number, head, :count].long()
+            stored = stored_rows(tails[row, 0, 0, head, chosen], tails[row, 0, 1, head, chosen], form)
+            start = int(layout.key_offset[0, head])
+            want[slot, start : start + len(stored)] = stored
+    # A NaN may have any of its bits.
+    nan = want.view(torch.float16).isnan()
+    assert torch.equal(slabs.view(torch.float16).isnan(), nan)
+    assert torch.equal(slabs.view(torch.int16)[~nan], want.view(torch.int16)[~nan])
+
+
+@pytest.mark.parametrize(
+    ("form", "scorer", "per_head", "dim", "lengths"),
+    [
+        (K8V4, "keydiff", 4, 64, EDGES),
+        thorough(K8V4, "keydiff", 4, 64, LONG),
+        (K8V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
+        thorough(K8V4, "value_key_norm", 8, 256, [SEGMENT + 7]),
+        (K8V4, "fastkvzip", 2, 16, [SEGMENT + 7, 2 * SEGMENT]),
+        (INT8, "keydiff", 2, 16, LONG),
+        thorough(INT8, "snapkv", 2, 64, EDGES),
+        thorough(INT8, "keydiff", 2, 256, [SEGMENT + 7]),
+    ],
+)
+def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, dim, lengths):
+    steps = 2
+    sequences = [Sequence(n + steps, *MIXED.shape, per_head, dim, scorer, seed) for seed, n in enumerate(lengths)]
+    rig = Rig(MIXED, dim, scorer, len(lengths), 12, per_head, make_operations=triton_operations, form=form)
+    expected = [sequence.expected(MIXED, form=form.name) for sequence in sequences]
+    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    if scorer == "fastkvzip":
+        # Its scores are the same numbers in both.
+        in_torch = Rig(MIXED, dim, scorer, len(lengths), 12, per_head, form=form)
+        in_torch.extend(sequences, [0] * len(lengths), lengths)
+        assert torch.equal(rig.store.slabs[1:], in_torch.store.slabs[1:]), "the same codes, bit for bit"
+    for step in range(steps):
+        outputs.append(rig.decode(sequences, [length + step for length in lengths], padding=2))
+    want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
+    want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
+    compare(outputs, want)
+
+
+def test_sinks_and_divided_heads_of_codes():
+    sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
+    sequence = Sequence(LONG[0] + 1, *MIXED.shape, 2, 16, "keydiff", seed=1)
+    rig = Rig(MIXED, 16, "keydiff", 1, 12, make_operations=triton_operations, sinks=sinks, form=K8V4)
+    expected = sequence.expected(MIXED, sinks=sinks, form="k8v4")
+    compare(rig.extend([sequence], [0], LONG), [expected[: LONG[0]]])
+    compare([rig.decode([sequence], LONG, padding=1)], [expected[LONG[0] :]])
