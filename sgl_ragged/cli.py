@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
@@ -46,7 +47,10 @@ def main() -> None:
     check.set_defaults(run=check_installation)
     options = parser.parse_args()
     try:
-        options.run(options)
+        with warnings.catch_warnings():
+            # SGLang warns of what this machine's processor lacks when it is imported; it is not asked to serve here.
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+            options.run(options)
     except RaggedConfigError as error:
         sys.exit(f"sgl-ragged: {error}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from types import MappingProxyType
@@ -35,6 +36,15 @@ def test_layout_as_json(model, monkeypatch, capsys):
     assert plan["slab_bytes"] == int(kept.sum()) * 2 * 64 * 2
     assert plan["total_bytes"] == plan["num_slots"] * plan["slab_bytes"] + plan["tails_bytes"] <= 64 * 2**20
     assert plan["max_total_tokens"] == (plan["num_slots"] - 1) * 256 > 2.5 * plan["full_tokens"]
+
+
+def test_the_answer_is_all_that_it_says(model):
+    """As a program of its own: here SGLang has been imported, and what it warns of has been said."""
+    program = "import sys; from sgl_ragged.cli import main; main()"
+    command = [sys.executable, "-c", program, "layout", "--model", str(model), "--kv-bytes", "64MiB", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["num_slots"] > 1
 
 
 def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
