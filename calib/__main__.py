@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
+from safetensors import SafetensorError
+
 from calib import convert, inspect, run
+from calib.measure import KEPT
 from sgl_ragged.errors import RaggedConfigError
 
 COMMANDS = (run, inspect, convert)
@@ -25,6 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RaggedConfigError as error:
         # Messages of libraries that ours quote may run over several lines.
         sys.exit(f"calib: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit("calib: interrupted; what was recorded is kept, and the same command goes on from there")
+    except (OSError, SafetensorError) as error:
+        if not is_full(error):
+            raise
+        sys.exit(f"calib: {' '.join(str(error).split())}: {KEPT}")
+
+
+def is_full(error: Exception) -> bool:
+    """Whether a disk or a quota is full; safetensors hands the system's error on as text."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "errno", None) in full or any(
+        os.strerror(number) in str(error) or f"os error {number})" in str(error) for number in full
+    )
 
 
 if __name__ == "__main__":

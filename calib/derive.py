@@ -10,7 +10,7 @@ import torch
 
 from calib.coverage import coverage_curves
 from calib.implied import implied_counts
-from calib.measure import Settings
+from calib.recordings_folder import Settings
 from calib.roles import compare_heads
 from sgl_ragged.budgets import coverage_kept, roles_kept
 from sgl_ragged.head_statistics import ROLE, STABILITY

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.nn.functional import gelu
 
 from calib.coverage import coverage_curves
-from calib.measure import BASELINE, Settings, hidden_states_file
-from calib.recorder import HIDDEN_STATES
+from calib.measure import BASELINE
+from calib.recordings_folder import readable, save
 from sgl_ragged.scorers.gate import Gate
 
 FEATURES = 128
@@ -25,6 +25,9 @@ STEPS, BATCH, RATE, DECAY = 450, 512, 2e-3, 1e-2
 HELD_OUT = 8
 """Every eighth sample is held out from training, and the results on it are reported."""
 
+_LOSSES, _SCORES = "losses", "scores"
+"""What a trained layer's file holds beside the scorer's tensors."""
+
 FLOOR = 1e-6
 """Attention below this value counts as none: its logarithm is far from all others and has no meaning."""
 
@@ -35,32 +38,34 @@ class Trained:
 
     `losses`: float64 [layers, 2], weighted squared error on the samples trained on and held out, in variances of the
     target: 1 is what a constant would leave.
+    `scores`: per sample, what serving would give: float32 [segments, layers, heads, S].
     """
 
     statistics: dict[str, torch.Tensor]
     losses: np.ndarray
+    scores: list[torch.Tensor]
 
 
 def train_gates(
-    settings: Settings,
     recordings: Sequence[dict[str, torch.Tensor]],
+    hidden_states: Callable[[int], Sequence[torch.Tensor]],
+    segment: int,
     folder: Path,
     queries: str,
     ratio: float,
     advance: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-    """Train on the files that `measure` left in the folder, and add the gates' scores of each sample to its recording.
+    """Train on hidden states, and add the gates' scores of each sample to its recording. Arguments as for `train`.
 
     Returns:
         The scorer's tensors [layers, heads or 1, ...], and `Profile.held_out`.
     """
-    paths = [hidden_states_file(folder, number) for number in range(len(recordings))]
-    trained = train(recordings, paths, settings.segment, advance, queries=queries)
-    for recording, path in zip(recordings, paths, strict=True):
-        recording[f"{Gate.name}.scores"] = gate_scores(trained.statistics, path, settings.segment)
+    trained = train(recordings, hidden_states, segment, folder, advance, queries=queries)
+    for recording, scores in zip(recordings, trained.scores, strict=True):
+        recording[f"{Gate.name}.scores"] = scores
     # Few samples have nothing held out: then those trained on.
     held = recordings[HELD_OUT - 1 :: HELD_OUT] or recordings
-    covered = [_covered(held, queries, scores, ratio) for scores in (Gate.name, BASELINE, None)]
+    covered = [_covered(held, queries, scorer, ratio) for scorer in (Gate.name, BASELINE, None)]
     return trained.statistics, np.column_stack([np.nan_to_num(trained.losses), *covered]).astype(np.float32)
 
 
@@ -81,8 +86,9 @@ def _covered(
 
 def train(
     recordings: Sequence[Mapping[str, torch.Tensor]],
-    hidden_states: Sequence[Path],
+    hidden_states: Callable[[int], Sequence[torch.Tensor]],
     segment: int,
+    folder: Path,
     advance: Callable[[], None],
     *,
     queries: str = "all",
@@ -92,22 +98,40 @@ def train(
 
     Args:
         recordings: what `measure` returns, one per sample, with `peaks.<queries>`.
-        hidden_states: files with HIDDEN_STATES, one per sample.
+        hidden_states: those of one layer, [tokens, hidden size] per sample. Layers are asked for in ascending order,
+            each once.
+        folder: where trained layers are kept; those that it holds are not trained again.
         advance: called once per layer.
     """
-    layers = recordings[0][f"peaks.{queries}"].shape[0]
-    statistics: dict[str, list[torch.Tensor]] = {name: [] for name in Gate.statistics}
-    losses = []
+    layers, _, _ = recordings[0][f"peaks.{queries}"].shape
+    found = []
     for layer in range(layers):
-        inputs = [_layer(path, layer) for path in hidden_states]
-        goals = [target(recording[f"peaks.{queries}"][layer], segment) for recording in recordings]
-        weights = [weight(recording[f"peaks.{queries}"][layer]) for recording in recordings]
-        tensors, loss = train_layer(inputs, goals, weights, seed=seed + layer)
-        for name, tensor in tensors.items():
-            statistics[name].append(tensor)
-        losses.append(loss)
+        path = folder / f"gate-{queries}-{layer:05d}.safetensors"
+        if not readable(path):
+            peaks = [recording[f"peaks.{queries}"][layer] for recording in recordings]
+            save(_trained_layer(hidden_states(layer), peaks, segment, seed=seed + layer), path)
+        found.append(load_file(path))
         advance()
-    return Trained({name: torch.stack(tensors).half() for name, tensors in statistics.items()}, np.array(losses))
+    lengths = [recording[f"peaks.{queries}"].shape[-1] for recording in recordings]
+    # Per sample: layers side by side, cut into segments.
+    parts = zip(*(layer[_SCORES].split(lengths) for layer in found), strict=True)
+    scores = [torch.stack(part).unflatten(1, (-1, segment)).permute(1, 0, 3, 2).contiguous() for part in parts]
+    return Trained(
+        {name: torch.stack([layer[name] for layer in found]) for name in Gate.statistics},
+        np.array([layer[_LOSSES].tolist() for layer in found]),
+        scores,
+    )
+
+
+def _trained_layer(
+    inputs: Sequence[torch.Tensor], peaks: Sequence[torch.Tensor], segment: int, *, seed: int
+) -> dict[str, torch.Tensor]:
+    """One layer's tensors in float16, its losses, and the scores of all samples' tokens, float32 [tokens, heads]."""
+    goals = [target(part, segment) for part in peaks]
+    tensors, losses = train_layer(inputs, goals, [weight(part) for part in peaks], seed=seed)
+    halves = {name: tensor.half().contiguous() for name, tensor in tensors.items()}
+    scores = torch.cat([Gate().token_scores(part, halves) for part in inputs])
+    return halves | {_LOSSES: torch.tensor(losses, dtype=torch.float64), _SCORES: scores.float().contiguous()}
 
 
 def target(peaks: torch.Tensor, segment: int) -> torch.Tensor:
@@ -196,17 +220,3 @@ def _loss(found: torch.Tensor, wanted: torch.Tensor, weights: torch.Tensor) -> t
 def _rate(step: int) -> float:
     rise = STEPS / 10
     return min(1.0, (step + 1) / rise) * 0.5 * (1 + np.cos(np.pi * step / STEPS))
-
-
-def _layer(path: Path, layer: int) -> torch.Tensor:
-    with safe_open(str(path), framework="pt") as file:
-        return file.get_slice(HIDDEN_STATES)[layer]
-
-
-def gate_scores(statistics: Mapping[str, torch.Tensor], hidden_states: Path, segment: int) -> torch.Tensor:
-    """Scores that serving would give: float32 [segments, layers, heads, S]."""
-    scorer, layers = Gate(), []
-    for layer in range(len(statistics["skip"])):
-        scores = scorer.token_scores(_layer(hidden_states, layer), {n: t[layer] for n, t in statistics.items()})
-        layers.append(scores.unflatten(0, (-1, segment)).transpose(1, 2))
-    return torch.stack(layers, dim=1)

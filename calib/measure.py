@@ -6,27 +6,30 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from calib.attended import ANSWERING, STARTS, choose_windows
+from calib.hidden_states import keep_hidden_states
 from calib.query_moments import seen_from_the_end
 from calib.recorder import (
     ANSWERS,
-    HIDDEN_STATES,
+    LAYERS,
     MOMENTS,
     ROPE,
     STATISTICS,
     VALUES,
     WINDOWS,
     Recorder,
+    failure_file,
+    hidden_states_recording,
     recording_file,
 )
+from calib.recordings_folder import Settings, readable, save
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.scorers import get_scorer
@@ -35,76 +38,59 @@ BASELINE = "keydiff"
 """The untrained scorer that trained ones are compared with in reports."""
 
 STATISTICS_FILE = "statistics.safetensors"
-_SETTINGS_FILE = "settings.json"
+
+KEPT = (
+    "make room on that disk, or name a folder on another one (with --work, or SGLANG_RAGGED_CACHE where a server "
+    "calibrates); what was recorded is kept, and the same command goes on from there"
+)
+"""What a full disk asks for."""
 
 
-RECORDINGS = 4
-"""Version of what a recording holds."""
+def make_engine(settings: Settings, folder: Path, kv_bytes: int) -> Engine:
+    """The engine with a recorder for all scorers, which starts with its first sample.
 
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides what is recorded; recordings of other settings in the same folder are refused."""
-
-    model: str
-    model_fingerprint: str
-    scorers: tuple[str, ...]
-    segment: int
-    dataset_hash: str
-    dtype: str
-    scorer_weights: str | None
-    tp: int = 1
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    recordings: int = RECORDINGS
+    Args:
+        kv_bytes: KV budget that holds the longest sample uncompressed.
+    """
+    statistics = any(_calibrated_statistics(name) for name in settings.scorers)
+    recorder = Recorder(
+        str(folder),
+        recorded_scorers(settings.scorers),
+        str(folder / STATISTICS_FILE) if statistics else None,
+        reads_hidden_states=any(get_scorer(name).trained for name in settings.scorers),
+    )
+    return Engine(settings, recorder, kv_bytes)
 
 
 def measure(
-    settings: Settings,
-    samples: Sequence[TokenizedSample],
-    folder: Path,
-    kv_bytes: int,
-    advance: Callable[[], None],
+    engine: Engine, samples: Sequence[TokenizedSample], layers: range, advance: Callable[[], None]
 ) -> list[dict[str, torch.Tensor]]:
-    """Record all samples that `folder` does not hold yet; returns the recordings in sample order.
+    """Record all samples that the engine's folder does not hold yet; returns the recordings in sample order.
 
     Scorers that need statistics take a pass of their own over the samples first.
 
     Args:
-        kv_bytes: KV budget that holds the longest sample uncompressed.
+        layers: whose hidden states are kept beside the recordings (`HiddenStates`), if a scorer is trained on them.
         advance: called once per sample and pass.
 
     Raises:
-        RaggedConfigError: the folder holds recordings of other settings, or SGLang refuses the model.
+        RaggedConfigError: SGLang refuses the model, or the disk is full.
     """
-    _claim(folder, settings)
-    statistics = None
+    folder, settings = engine.folder, engine.settings
     if any(_calibrated_statistics(name) for name in settings.scorers):
-        statistics = folder / STATISTICS_FILE
-        _measure_statistics(settings, samples, statistics, kv_bytes, advance)
+        _measure_statistics(settings, samples, folder / STATISTICS_FILE, engine.kv_bytes, advance)
     names = [folder / f"sample-{number:05d}.safetensors" for number in range(len(samples))]
-    missing = [number for number, name in enumerate(names) if not _readable(name)]
+    missing = [number for number, name in enumerate(names) if not readable(name)]
     for _ in range(len(samples) - len(missing)):
         advance()
-    if missing:
-        recorder = Recorder(
-            str(folder),
-            recorded_scorers(settings.scorers),
-            str(statistics) if statistics else None,
-            reads_hidden_states=any(get_scorer(name).trained for name in settings.scorers),
-        )
-        with _Engine(settings, recorder, kv_bytes) as engine:
-            for number in missing:
-                recording = engine.record(samples[number])
-                if HIDDEN_STATES in recording:
-                    _save({HIDDEN_STATES: recording.pop(HIDDEN_STATES)}, hidden_states_file(folder, number))
-                _save(recording, names[number])
-                advance()
+    trained = any(get_scorer(name).trained for name in settings.scorers)
+    for number in missing:
+        recording = engine.record(samples[number], layers if trained else range(0))
+        if trained:
+            keep_hidden_states(folder, number, layers)
+        save(recording, names[number])
+        advance()
     return [load_file(name) for name in names]
-
-
-def hidden_states_file(folder: Path, number: int) -> Path:
-    """Where `measure` leaves HIDDEN_STATES of a sample, if a scorer is trained on them."""
-    return folder / f"sample-{number:05d}.hidden-states.safetensors"
 
 
 def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.Tensor]:
@@ -150,29 +136,34 @@ def _measure_statistics(
     Sums so far and how many samples they hold are kept.
     """
     sums_file = target.with_name("query-moments.safetensors")
-    sums = load_file(sums_file) if _readable(sums_file) else {}
+    sums = load_file(sums_file) if readable(sums_file) else {}
     done = int(sums["samples"]) if sums else 0
     for _ in range(done):
         advance()
     if done < len(samples):
-        with _Engine(settings, Recorder(str(target.parent), (), moments=True), kv_bytes) as engine:
+        with Engine(settings, Recorder(str(target.parent), (), moments=True), kv_bytes) as engine:
             for sample in samples[done:]:
                 moments = engine.record(sample) | {"samples": torch.tensor(1)}
                 sums = {n: v if n in ROPE or not sums else v + sums[n] for n, v in moments.items()}
-                _save(sums, sums_file)
+                save(sums, sums_file)
                 advance()
     mean = sums["query_mean"] / sums["count"]
     covariance = sums["query_covariance"] / sums["count"] - mean[..., :, None] * mean[..., None, :]
     averaged = seen_from_the_end(mean, covariance, sums["rope_frequencies"][0, 0])
     found = {name: moment.float().contiguous() for name, moment in zip(MOMENTS, averaged, strict=True)}
-    save_file(found | {name: sums[name] for name in ROPE}, str(target))
+    save(found | {name: sums[name] for name in ROPE}, target)
 
 
-class _Engine:
-    """SGLang's engine with the recorder: one request at a time, no radix cache, nothing compressed."""
+class Engine:
+    """SGLang's engine with the recorder: one request at a time, no radix cache, nothing compressed.
+
+    Context manager. It starts with the first sample and may be closed and used again.
+    """
 
     def __init__(self, settings: Settings, recorder: Recorder, kv_bytes: int) -> None:
+        self.settings, self.kv_bytes = settings, kv_bytes
         self.folder, self.tp, self.segment = Path(recorder.folder), settings.tp, settings.segment
+        self._engine: Any = None
         found = map(get_scorer, settings.scorers)
         gated = [scorer.name for scorer in found if scorer.reads_hidden_states and not scorer.trained]
         self.arguments: dict[str, Any] = dict(
@@ -192,73 +183,77 @@ class _Engine:
             ragged_observer=recorder,
             disable_radix_cache=True,
             max_running_requests=1,
+            # It waits while gates are trained.
+            sleep_on_idle=True,
             tp_size=settings.tp,
             **settings.engine_args,
         )
 
-    def __enter__(self) -> _Engine:
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End SGLang's processes, if there are any."""
+        if self._engine is None:
+            return
+        workers = psutil.Process().children(recursive=True)
+        self._engine.shutdown()
+        self._engine = None
+        # Else they stay as zombies for as long as this process computes.
+        psutil.wait_procs(workers, timeout=30)
+
+    def _start(self) -> None:
         # SGLang's workers inherit these: silent about optional packages, and idle threads do not take the cores.
         os.environ.setdefault("PYTHONWARNINGS", "ignore")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         import sglang
 
         logging.getLogger("sglang").setLevel(logging.ERROR)
-        self.engine = sglang.Engine(**self.arguments)
-        return self
+        self._engine = sglang.Engine(**self.arguments)
 
-    def __exit__(self, *_: object) -> None:
-        self.engine.shutdown()
+    def record(
+        self, sample: TokenizedSample, layers: range = range(0), *, alone: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Prefill one sample; returns what the recorders of all ranks wrote, heads side by side.
 
-    def record(self, sample: TokenizedSample) -> dict[str, torch.Tensor]:
-        """Prefill one sample; returns what the recorders of all ranks wrote, heads side by side."""
-        paths = [recording_file(self.folder, rank) for rank in range(self.tp)]
-        for path in paths:
+        Args:
+            layers: whose hidden states `hidden_states_recording` is to hold.
+            alone: nothing else is recorded, and nothing returned.
+
+        Raises:
+            RaggedConfigError: a recorder could not write.
+        """
+        if self._engine is None:
+            self._start()
+        paths = [] if alone else [recording_file(self.folder, rank) for rank in range(self.tp)]
+        wanted = [*paths, *([hidden_states_recording(self.folder)] if layers else [])]
+        for path in (*wanted, failure_file(self.folder)):
             path.unlink(missing_ok=True)
         (self.folder / ANSWERS).write_text(json.dumps(sample.answers))
         (self.folder / WINDOWS).write_text(
             json.dumps(choose_windows(len(sample.input_ids), self.segment, sample.answers))
         )
+        (self.folder / LAYERS).write_text(json.dumps([layers.start, layers.stop, alone]))
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        self.engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
-        if not all(path.is_file() for path in paths):
+        self._engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)
+        if failure_file(self.folder).is_file():
+            reason = failure_file(self.folder).read_text().strip() or "no space left"
+            raise RaggedConfigError(f"the recorder cannot write to {self.folder} ({reason}): {KEPT}")
+        if not all(path.is_file() for path in wanted):
             raise RuntimeError("the engine answered but recorded nothing")
-        return join_ranks([load_file(path) for path in paths])
+        return join_ranks([load_file(path) for path in paths]) if paths else {}
 
 
 def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """One recording of all heads from those of the tensor-parallel ranks, in rank order."""
     if len(recordings) == 1:
         return recordings[0]
-    whole = ("tokens", "count", STARTS, ANSWERING, HIDDEN_STATES, *ROPE)
+    whole = ("tokens", "count", STARTS, ANSWERING, *ROPE)
     axis = {name: 2 if name.endswith(".scores") else 1 for name in recordings[0]}
     return {
         name: tensor if name in whole else torch.cat([r[name] for r in recordings], dim=axis[name])
         for name, tensor in recordings[0].items()
     }
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file so that it exists as a whole or not at all."""
-    partial = path.with_suffix(".partial")
-    save_file(tensors, str(partial))
-    partial.replace(path)
-
-
-def _claim(folder: Path, settings: Settings) -> None:
-    """Mark the folder as that of this calibration; raise RaggedConfigError if it belongs to another."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _SETTINGS_FILE
-    wanted = json.dumps(asdict(settings), indent=2)
-    if path.is_file() and path.read_text() != wanted:
-        raise RaggedConfigError(
-            f"{folder} holds recordings made with other settings or data: delete it, or choose another --work folder"
-        )
-    path.write_text(wanted)
-
-
-def _readable(path: Path) -> bool:
-    try:
-        load_file(path)
-    except (OSError, SafetensorError):
-        return False
-    return True

@@ -6,11 +6,13 @@ can serve can be recorded, and scores are computed on the keys, values and queri
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW, most_attended
@@ -24,6 +26,10 @@ ANSWERS = "answers.json"
 
 WINDOWS = "windows.json"
 """Beside the recording: [start, ..], first queries of the windows of the current sample to record, ascending."""
+
+LAYERS = "layers.json"
+"""Beside the recording: [start, stop, alone], the layers whose hidden states are recorded, of the current sample, and
+whether nothing else is; without the file, those of all layers beside everything else."""
 
 MOMENTS = ("query_mean", "query_covariance")
 """Sums over queries before RoPE."""
@@ -51,13 +57,15 @@ class Recorder:
             token, over the group's query heads;
         peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any;
         what heads attend to in the windows of WINDOWS: ATTENDED of `calib.attended`.
-    With `reads_hidden_states` that of rank 0 also holds HIDDEN_STATES: float16 [layers, n * S, hidden size], what
-    entered the attention layers.
+    With `reads_hidden_states` rank 0 also writes `hidden_states_recording`, which holds HIDDEN_STATES: float16 [layers
+    of LAYERS, n * S, hidden size], what entered the attention layers.
     With `moments` it holds, instead of all that, sums over all queries before RoPE: query_mean [layers, heads,
     q_per_kv, d], query_covariance [.., d, d] (second moments, uncentred) and count; and ROPE [layers, 1, ..].
 
+    What cannot be written leaves `failure_file` behind, with the reason.
+
     Heads are those of one tensor-parallel rank. `statistics`: safetensors file with what the scorers need, of the
-    whole model, or None.
+    whole model, or None; it is read when a sample comes.
     """
 
     folder: str
@@ -98,29 +106,54 @@ class Recorder:
         if prefix == 0 and layer == 0:
             folder = Path(self.folder)
             self._state.reset(store, self, _answer_queries(folder / ANSWERS), _windows(folder / WINDOWS))
+            self._state.choose_layers(folder / LAYERS, store.layout.num_layers)
         if length == 0:
             return
         if self.moments:
             self._state.add_moments(layer, queries, prefix)
         else:
-            self._state.observe(store, layer, queries, keys, values, batch, sides)
-            if self.keeps_hidden_states:
+            if not self._state.alone:
+                self._state.observe(store, layer, queries, keys, values, batch, sides)
+            if self.keeps_hidden_states and layer in self._state.layers:
                 assert hidden_states is not None, "the backend hands them to observers that read them"
                 self._state.hidden_states[layer].append(hidden_states[:length].half().cpu())
         if layer == store.layout.num_layers - 1:
-            self._write()
+            self._write(prefix + length)
 
-    def _write(self) -> None:
-        tensors = self._state.moments() if self.moments else self._state.results()
-        target = recording_file(self.folder, self.rank)
+    def _write(self, length: int) -> None:
+        if self.keeps_hidden_states and self._state.layers:
+            # First: whoever sees the recording may count on them.
+            self._save(self._state.recorded_hidden_states(length), hidden_states_recording(self.folder))
+        if not self._state.alone:
+            tensors = self._state.moments() if self.moments else self._state.results()
+            self._save(tensors, recording_file(self.folder, self.rank))
+
+    def _save(self, tensors: dict[str, torch.Tensor], target: Path) -> None:
         partial = target.with_suffix(".partial")
-        save_file(tensors, str(partial))
-        partial.replace(target)
+        try:
+            save_file(tensors, str(partial))
+            partial.replace(target)
+        except (OSError, SafetensorError) as error:
+            # An exception would take the worker down, with tracebacks of three processes and without the reason.
+            target.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                failure_file(self.folder).write_text(str(error))
 
 
 def recording_file(folder: str | Path, rank: int) -> Path:
     """Where the recorder of a tensor-parallel rank writes."""
     return Path(folder) / f"recording-{rank}.safetensors"
+
+
+def hidden_states_recording(folder: str | Path) -> Path:
+    """Where the recorder of the first rank writes hidden states."""
+    return Path(folder) / "hidden-states-0.safetensors"
+
+
+def failure_file(folder: str | Path) -> Path:
+    """Where a recorder says why it could not write."""
+    return Path(folder) / "not-recorded.txt"
 
 
 def _answer_queries(path: Path) -> torch.Tensor:
@@ -257,9 +290,16 @@ class _Sequence:
         for place, name in enumerate((TOKENS, WEIGHTS)):
             layers = [torch.cat([part[place] for part in parts], dim=1) for parts in self.attended]
             tensors[name] = torch.stack(layers).cpu()
-        if self.hidden_states[0]:
-            tensors[HIDDEN_STATES] = torch.stack([torch.cat(p)[: count * self.segment] for p in self.hidden_states])
         return tensors
+
+    def choose_layers(self, path: Path, layers: int) -> None:
+        """Read which layers' hidden states are wanted."""
+        start, stop, alone = json.loads(path.read_text()) if path.is_file() else (0, layers, False)
+        self.layers, self.alone = range(start, stop), bool(alone)
+
+    def recorded_hidden_states(self, length: int) -> dict[str, torch.Tensor]:
+        finished = (length - 1) // self.segment * self.segment
+        return {HIDDEN_STATES: torch.stack([torch.cat(self.hidden_states[n])[:finished] for n in self.layers])}
 
     def add_moments(self, layer: int, queries: torch.Tensor, first: int) -> None:
         sample = before_rope(queries, first, self.rope).permute(1, 2, 0, 3)

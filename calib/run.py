@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from calib.attached import end_with_input
 from calib.built_in import SAMPLES
 from calib.derive import derive_profile
+from calib.disk import AT_A_TIME, disk_need
 from calib.gate import train_gates
+from calib.hidden_states import HiddenStates
 from calib.inspect import print_stability
-from calib.measure import Settings, calibrated_statistics, measure, passes, value_mean
+from calib.measure import calibrated_statistics, make_engine, measure, passes, recorded_scorers, value_mean
+from calib.recordings_folder import Settings, claim
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
@@ -24,9 +28,15 @@ from sgl_ragged.budgets import check_budgets, profile_kept, uniform_kept
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.sizing import parse_bytes
+from sgl_ragged.plugin.model_source import load_tokenizer, read_config
+from sgl_ragged.plugin.model_support import model_geometry
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.profile import FITS, METHODS, SCOPES, VALUE_MEAN
 from sgl_ragged.scorers import get_scorer, scorer_names
+
+_RESERVED = 8
+"""Tokens of the context that samples leave free: SGLang takes some for itself, and nothing of longer requests."""
 
 DEFAULT_SCOPE = {"coverage": "model", "implied": "layer", "roles": "model"}
 
@@ -63,6 +73,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"how many samples [{SAMPLES}]")
     parser.add_argument("--data", nargs="+", type=Path, default=[], metavar="FILE", help=".jsonl or text [built in]")
     parser.add_argument("--max-tokens", type=int, default=8192, help="samples are cut to this length [8192]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="as for the server")
+    parser.add_argument("--tokenizer-path", metavar="PATH", help="as for the server [that of the model]")
+    parser.add_argument("--revision", help="as for the server")
     parser.add_argument(
         "--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments of SGLang's engine"
     )
@@ -70,6 +83,22 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--dtype", default="auto", help="as for the server [auto]")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, as for the server [1]")
     parser.add_argument("--work", type=Path, help="folder of recordings, to resume from [OUTPUT.recordings]")
+    parser.add_argument(
+        "--resume-from",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="recordings of runs that have ended: those of the same settings move to --work, the folders are deleted",
+    )
+    parser.add_argument(
+        "--hidden-states",
+        metavar="BYTES",
+        help=f"scorer gate: hidden states on disk at a time [{AT_A_TIME >> 30}GiB, at most half of what is free]",
+    )
+    parser.add_argument(
+        "--ends-with-input", action="store_true", help="end as soon as standard input ends, for programs that start it"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument(
         "-o",
@@ -83,13 +112,22 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Calibrate; writes one profile per scorer. Raises RaggedConfigError on bad input."""
+    if options.ends_with_input:
+        end_with_input()
     _check(options)
-    geometry, context_length = _read_model(options.model, options.scorer)
+    given = {name: getattr(options, name) for name in ("trust_remote_code", "tokenizer_path", "revision")}
+    engine_args = {name: value for name, value in given.items() if value} | options.engine_args
+    config = read_config(options.model, engine_args)
+    geometry = model_geometry(config)
+    for scorer in options.scorer:
+        refuse_positions(config.hf_text_config, scorer)
     if options.tp < 1 or geometry.num_heads % options.tp:
         raise RaggedConfigError(f"--tp {options.tp} does not divide the model's {geometry.num_heads} KV heads")
-    longest = min(options.max_tokens, context_length - 2)
     samples = tokenize(
-        read_samples(options.data, options.samples, options.seed), options.model, longest, options.segment + 1
+        read_samples(options.data, options.samples, options.seed),
+        lambda: load_tokenizer(options.model, engine_args),
+        min(options.max_tokens, config.context_len - _RESERVED),
+        options.segment + 1,
     )
     queries = _queries(options, samples)
     settings = Settings(
@@ -101,23 +139,45 @@ def run(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         scorer_weights=options.scorer_weights,
         tp=options.tp,
-        engine_args=options.engine_args,
+        engine_args=engine_args,
     )
     work = options.work or Path(options.output.replace("{scorer}", "all") + ".recordings")
+    claim(work, settings, options.resume_from)
+    trained = any(get_scorer(scorer).trained for scorer in options.scorer)
+    need = disk_need(
+        work,
+        geometry,
+        config.hf_text_config.hidden_size,
+        samples,
+        options.segment,
+        scores=len(recorded_scorers(options.scorer)),
+        trained=trained,
+        at_a_time=parse_bytes(options.hidden_states) if options.hidden_states else None,
+    )
+    print(need, file=sys.stderr)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    kv_bytes = _kv_bytes(geometry, options.segment, samples)
+    with Progress(*columns, console=console) as progress, make_engine(settings, work, kv_bytes) as engine:
         task = progress.add_task("samples through SGLang", total=len(samples) * passes(options.scorer))
-        kv_bytes = _kv_bytes(geometry, options.segment, samples)
-        recordings = measure(settings, samples, work, kv_bytes, lambda: progress.advance(task))
+        recordings = measure(engine, samples, range(need.layers_at_once), lambda: progress.advance(task))
+        if need.layers_at_once == need.layers:
+            engine.close()
         statistics, held_out = calibrated_statistics(settings, work), None
         statistics |= {VALUE_MEAN: value_mean(recordings)}
-        if any(get_scorer(scorer).trained for scorer in options.scorer):
+        if trained:
             task = progress.add_task("training gates, layers", total=geometry.num_layers)
-            trained, held_out = train_gates(
-                settings, recordings, work, queries, options.ratio, lambda: progress.advance(task)
+            hidden = HiddenStates(engine, samples, work, need.layers_at_once, need.layers)
+            gates, held_out = train_gates(
+                recordings,
+                hidden.layer,
+                options.segment,
+                work,
+                queries,
+                options.ratio,
+                lambda: progress.advance(task),
             )
-            statistics |= trained
+            statistics |= gates
     scope = options.scope or DEFAULT_SCOPE[options.method]
     reports = []
     for scorer in options.scorer:
@@ -209,27 +269,6 @@ def _check(options: argparse.Namespace) -> None:
             raise RaggedConfigError(
                 f"-o {path} is a directory; name a file in it, such as {path / 'profile.safetensors'}"
             )
-
-
-def _read_model(model: str, scorers: Sequence[str] = ()) -> tuple[ModelGeometry, int]:
-    """The model's geometry, with the server's fingerprint, and its context length in tokens.
-
-    Raises:
-        RaggedConfigError: its config cannot be read, or one of the scorers does not go with it.
-    """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model)
-        geometry = ModelGeometry.from_config(config.to_dict(), model)
-        config = config.get_text_config()
-    except (OSError, ValueError) as error:
-        raise RaggedConfigError(f"cannot read the config of {model}: {str(error).splitlines()[0]}") from None
-    except KeyError as error:
-        raise RaggedConfigError(f"{model} cannot be calibrated, its config lacks {error}") from None
-    for scorer in scorers:
-        refuse_positions(config, scorer)
-    return geometry, int(getattr(config, "max_position_embeddings", 8192))
 
 
 def _kv_bytes(geometry: ModelGeometry, segment: int, samples: list[TokenizedSample]) -> int:

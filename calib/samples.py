@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,25 +95,19 @@ def _spans(value: Any, length: int, place: str) -> tuple[tuple[int, int], ...]:
     return spans
 
 
-def tokenize(samples: Sequence[Sample], model: Path | str, longest: int, shortest: int) -> list[TokenizedSample]:
+def tokenize(
+    samples: Sequence[Sample], tokenizer_of: Callable[[], Any], longest: int, shortest: int
+) -> list[TokenizedSample]:
     """Token ids of the samples, cut to `longest` tokens.
 
-    The tokenizer is loaded only if a sample needs it. Messages go through the model's chat template; without one,
+    The tokenizer is asked for only if a sample needs it. Messages go through the model's chat template; without one,
     their texts are joined. The assistant's messages are the answers, if the template renders them so that they can
     be told apart.
 
     Raises:
-        RaggedConfigError: a sample has fewer than `shortest` tokens, or there is no tokenizer.
+        RaggedConfigError: a sample has fewer than `shortest` tokens, or `tokenizer_of` finds no tokenizer.
     """
-    tokenizer = None
-    if any(sample.input_ids is None for sample in samples):
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise RaggedConfigError(f"{model} has no tokenizer, give samples as input_ids: {reason}") from None
+    tokenizer = tokenizer_of() if any(sample.input_ids is None for sample in samples) else None
     tokenized = []
     for number, sample in enumerate(samples, start=1):
         ids, answers = _token_ids(sample, tokenizer)

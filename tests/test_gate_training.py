@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from calib import gate
-from calib.recorder import HIDDEN_STATES
 from sgl_ragged.scorers.gate import Gate
 
 SIZE, HEADS, SEGMENT, LAYERS = 12, 2, 16, 2
@@ -54,21 +52,29 @@ def test_what_follows_from_hidden_states_is_learned(quick):
 
 def test_every_layer_has_its_own_and_serving_gives_the_recorded_scores(quick, tmp_path):
     inputs, peaks = samples(9, seed=1)
-    paths = []
-    for number, x in enumerate(inputs):
-        paths.append(tmp_path / f"{number}.safetensors")
-        save_file({HIDDEN_STATES: torch.stack([x, x.flip(1)]).half()}, str(paths[-1]))
+    asked: list[int] = []
+
+    def hidden_states(layer):
+        asked.append(layer)
+        return [(x.flip(1) if layer else x).half() for x in inputs]
+
     recordings = [{"peaks.all": torch.stack([p, p])} for p in peaks]
     done = []
-    trained = gate.train(recordings, paths, SEGMENT, lambda: done.append(1))
+    trained = gate.train(recordings, hidden_states, SEGMENT, tmp_path, lambda: done.append(1))
     assert len(done) == LAYERS
     assert trained.losses.shape == (LAYERS, 2)
     assert set(trained.statistics) == set(Gate.statistics)
     for name, tensor in trained.statistics.items():
         assert tensor.dtype == torch.float16
         assert tensor.shape[:2] == (LAYERS, 1 if name in Gate.shared_statistics else HEADS)
-    scores = gate.gate_scores(trained.statistics, paths[0], SEGMENT)
+    scores = trained.scores[0]
     assert scores.shape == (4, LAYERS, HEADS, SEGMENT)
     layer = {name: tensor[1] for name, tensor in trained.statistics.items()}
     want = Gate().token_scores(inputs[0].flip(1).half(), layer)
     torch.testing.assert_close(scores[:, 1].transpose(1, 2).flatten(0, 1), want)
+    # Interrupted, it goes on with the layers that are missing, and comes out the same.
+    (tmp_path / "gate-all-00001.safetensors").unlink()
+    again = gate.train(recordings, hidden_states, SEGMENT, tmp_path, lambda: done.append(1))
+    assert asked == [0, 1, 1]
+    assert all(torch.equal(tensor, again.statistics[name]) for name, tensor in trained.statistics.items())
+    assert (again.losses == trained.losses).all()

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.character_model import make_character_model
 from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin import calibrating
+from sgl_ragged.plugin import calibrating, calibration_process
 from sgl_ragged.plugin.options import make_options
 from sgl_ragged.profile import load_profile
-from sgl_ragged.profile_cache import VARIABLE, ProfileKey, cache_folder, locked, weights_identity
-from tests.models import make_llama, make_profile
+from sgl_ragged.profile_cache import EARLIER_VARIABLE, VARIABLE, ProfileKey, cache_folder, locked, weights_identity
+from tests.models import make_profile
 from tests.test_placing import settled
 
 KEY = ProfileKey("model", "w", "f", "gate", "", 256, "s", "auto")
@@ -45,6 +50,24 @@ def test_the_folder_is_in_the_home_folder_unless_named(monkeypatch):
     assert cache_folder() == Path("/somewhere/.cache/sgl_ragged")
 
 
+def test_the_earlier_name_of_the_variable_is_read_after_the_present_one(monkeypatch, cache):
+    monkeypatch.setenv(EARLIER_VARIABLE, "/earlier")
+    assert cache_folder() == cache
+    monkeypatch.delenv(VARIABLE)
+    assert cache_folder() == Path("/earlier")
+
+
+def test_sglang_has_nothing_to_say_about_the_variable():
+    """It renames variables that begin with SGL_, and warns of each."""
+    code = "import sglang.srt.environ"
+    environment = {name: value for name, value in os.environ.items() if name != EARLIER_VARIABLE}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment | {VARIABLE: "/x"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "RAGGED_CACHE" not in done.stderr
+
+
 def test_other_weights_have_another_identity(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"1234")
@@ -69,6 +92,26 @@ def test_snapshots_of_a_hub_are_known_by_their_content(tmp_path):
     assert weights_identity(tmp_path / "snapshot") == first
 
 
+def test_a_snapshot_is_known_before_its_weights_are_there(tmp_path):
+    """Else the second start would not find what the first one has calibrated before the weights came."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    before = weights_identity(snapshot)
+    (snapshot / "model.safetensors").write_bytes(b"1234")
+    assert weights_identity(snapshot) == before
+    other = snapshot.parent / "4567cdef"
+    other.mkdir()
+    assert weights_identity(other) != before
+
+
+def test_a_single_file_has_an_identity_of_its_own(tmp_path):
+    for name in ("one.gguf", "two.gguf"):
+        (tmp_path / name).write_bytes(b"1234")
+        os.utime(tmp_path / name, ns=(1, 1))
+    one, two = (weights_identity(tmp_path / name) for name in ("one.gguf", "two.gguf"))
+    assert len({one, two, weights_identity(tmp_path)}) == 3
+
+
 def _hold(path: Path, log: Path) -> None:
     with locked(path, lambda: log.open("a").write("waited\n")):
         with log.open("a") as file:
@@ -89,11 +132,28 @@ def test_two_processes_take_turns(tmp_path):
     assert [line for line in log.read_text().split() if line != "waited"] == ["in", "out", "in", "out"]
 
 
+def test_a_child_that_inherits_the_lock_holds_it(tmp_path):
+    with locked(KEY.path, lambda: None) as lock:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=(lock,))
+    log = tmp_path / "log"
+    waiting = multiprocessing.get_context("fork").Process(target=_hold, args=(KEY.path, log))
+    waiting.start()
+    try:
+        while not log.is_file():
+            time.sleep(0.01)
+        assert log.read_text() == "waited\n"
+    finally:
+        child.kill()
+        child.wait()
+    waiting.join(20)
+    assert log.read_text() == "waited\nin\nout\n"
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "file" / "cache"))
     with (
-        pytest.raises(RaggedConfigError, match="set SGL_RAGGED_CACHE to another folder") as refused,
+        pytest.raises(RaggedConfigError, match="set SGLANG_RAGGED_CACHE to another folder") as refused,
         locked(KEY.path, lambda: None),
     ):
         pass
@@ -102,10 +162,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
 
 # What a server gets.
 
+AUTO = ("--ragged-profile", "auto", "--ragged-scorer", "keydiff")
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("llama") / "model")
+    """A Llama that has a tokenizer."""
+    return make_character_model(tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.fixture
@@ -113,21 +176,24 @@ def calibrations(llama, monkeypatch) -> list[list[str]]:
     """Commands that would have calibrated; in their place a profile is written."""
     commands: list[list[str]] = []
 
-    def run(command, **_):
+    def run(command, lock):
         commands.append(command)
         target = Path(command[command.index("-o") + 1])
         scorer = command[command.index("--scorer") + 1]
-        Path(command[command.index("--work") + 1]).mkdir()
         make_profile(llama, target, scorer=scorer, segment=int(command[command.index("--segment") + 1]))
-        return SimpleNamespace(returncode=0)
+        return 0
 
-    monkeypatch.setattr(calibrating, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
+    monkeypatch.setattr(calibration_process, "_run", run)
     return commands
 
 
+def passed_on(command: list[str]) -> dict[str, object]:
+    """Settings of the engine that calibrates."""
+    return json.loads(command[command.index("--engine-args") + 1])
+
+
 def test_the_first_start_calibrates_and_the_second_does_not(llama, cache, calibrations, capfd):
-    auto = ("--ragged-profile", "auto", "--ragged-scorer", "keydiff")
-    first = settled(llama, *auto)
+    first = settled(llama, *AUTO)
     said = capfd.readouterr().err
     assert "calibrating keydiff, once, before the server starts" in said
     assert "--ragged-profile uniform serves at once" in said
@@ -136,7 +202,7 @@ def test_the_first_start_calibrates_and_the_second_does_not(llama, cache, calibr
     (command,) = calibrations
     assert command[command.index("--segment") + 1] == "128"
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".safetensors"]
-    again = settled(llama, *auto)
+    again = settled(llama, *AUTO)
     assert again.profile == first.profile
     assert len(calibrations) == 1
     assert "calibrating" not in capfd.readouterr().err
@@ -162,19 +228,87 @@ def test_a_profile_brings_its_scorer(llama, tmp_path):
 
 
 def test_a_calibration_that_fails_is_refused_with_the_way_out(llama, monkeypatch):
-    failing = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=1), DEVNULL=None)
-    monkeypatch.setattr(calibrating, "subprocess", failing)
+    monkeypatch.setattr(calibration_process, "_run", lambda *_: 1)
     with pytest.raises(SystemExit, match="or serve with --ragged-profile uniform") as refused:
         settled(llama, "--ragged-profile", "auto")
     assert "\n" not in str(refused.value)
 
 
 def test_calibration_without_its_packages_is_refused_with_the_way_out(llama, monkeypatch):
-    monkeypatch.setattr(calibrating, "NEEDED", ("scipy", "no_such_package"))
+    monkeypatch.setattr(calibration_process, "NEEDED", ("scipy", "no_such_package"))
     with pytest.raises(SystemExit, match="calibrating it needs no_such_package") as refused:
         settled(llama, "--ragged-profile", "auto")
     assert "install sgl-ragged[calibrate]" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_what_the_model_is_read_with_is_handed_on(llama, tmp_path, calibrations):
+    elsewhere = shutil.copytree(llama, tmp_path / "model")
+    (tmp_path / "tokenizer").mkdir()
+    for path in elsewhere.glob("tokenizer*"):
+        path.rename(tmp_path / "tokenizer" / path.name)
+    flags = ("--trust-remote-code", "--tokenizer-path", str(tmp_path / "tokenizer"), "--revision", "main")
+    settled(elsewhere, *AUTO, *flags)
+    given = passed_on(calibrations[0])
+    assert given["trust_remote_code"] is True
+    assert given["tokenizer_path"] == str(tmp_path / "tokenizer")
+    assert given["revision"] == "main"
+
+
+def test_without_tokenizer_a_server_says_what_helps(llama, tmp_path, calibrations, cache):
+    """--skip-tokenizer-init is no hindrance where there is one: the samples of calibration are texts."""
+    settled(llama, *AUTO, "--skip-tokenizer-init")
+    assert len(calibrations) == 1
+    bare = shutil.copytree(llama, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(SystemExit, match="has no tokenizer that can be read") as refused:
+        settled(bare, *AUTO, "--skip-tokenizer-init")
+    for words in ("--tokenizer-path", "--ragged-profile FILE", "--ragged-profile uniform"):
+        assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(calibrations) == 1
+    assert not list(cache.glob("*.recordings*"))
+
+
+def test_what_an_ended_calibration_left_is_handed_to_the_next(llama, calibrations, cache, monkeypatch):
+    finish = calibration_process._run
+    monkeypatch.setattr(calibration_process, "_run", lambda *_: 1)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            settled(llama, *AUTO)
+    left = sorted(map(str, cache.glob("*.recordings-*")))
+    assert len(left) == 2
+    monkeypatch.setattr(calibration_process, "_run", finish)
+    settled(llama, *AUTO)
+    (command,) = calibrations
+    assert command[command.index("--resume-from") + 1 : command.index("--ends-with-input")] == left
+    assert command[command.index("--work") + 1] not in left
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/model", "gs://bucket/model", "az://container/model", "redis://host:1/m"])
+def test_weights_elsewhere_are_refused_in_one_line(path):
+    options = make_options({"kv_pool": "ragged"}, from_command_line=True)
+    view = SimpleNamespace(model_path=path, revision=None, load_format="auto", dtype="auto")
+    with pytest.raises(RaggedConfigError, match="not on this machine") as refused:
+        calibrating.settle_profile(options, view, SimpleNamespace(fingerprint="unknown"))
+    assert "--ragged-profile FILE" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_name_that_no_hub_knows_is_one_line(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(RaggedConfigError, match="cannot be found") as refused:
+        calibrating.model_folder(SimpleNamespace(model_path="nobody/nothing", revision=None))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_gguf_file_is_calibrated_by_its_own_name(llama, tmp_path, calibrations):
+    """SGLang reads the config beside the file; two files in one folder are two models."""
+    for name in ("one.gguf", "two.gguf"):
+        shutil.copytree(llama, tmp_path / "model", dirs_exist_ok=True)
+        (tmp_path / "model" / name).write_bytes(b"GGUF" + name.encode())
+    plans = [settled(tmp_path / "model" / f"{name}.gguf", *AUTO) for name in ("one", "two")]
+    assert len({plan.profile for plan in plans}) == len(calibrations) == 2
+    assert [passed_on(command)["load_format"] for command in calibrations] == ["gguf", "gguf"]
 
 
 def test_bundled_profiles_come_first():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from benchmarks.demo import MODEL
 from benchmarks.recall.task import VOCABULARY
@@ -28,9 +30,10 @@ from calib.attended import (
 from calib.coverage import coverage_curves
 from calib.derive import derive_profile
 from calib.implied import implied_counts
-from calib.measure import Settings, join_ranks, measure, value_mean
+from calib.measure import join_ranks, make_engine, measure, value_mean
 from calib.query_moments import before_rope, rope_of
-from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, WINDOWS, Recorder, recording_file
+from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, WINDOWS, Recorder, hidden_states_recording, recording_file
+from calib.recordings_folder import Settings, claim
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import extend_view
@@ -238,13 +241,11 @@ def test_hidden_states_of_segments_that_somebody_looks_back_at(tmp_path):
     recorder = Recorder(str(tmp_path), (), reads_hidden_states=True)
     found = record(recorder, content(seed=2), [SEGMENT, 2 * SEGMENT], hidden)
     kept = (LENGTH - 1) // SEGMENT * SEGMENT
-    assert torch.equal(found[HIDDEN_STATES], hidden[:, :kept].half())
+    assert torch.equal(load_file(hidden_states_recording(tmp_path))[HIDDEN_STATES], hidden[:, :kept].half())
     assert found["peaks.all"].shape == (LAYERS, HEADS, kept)
-    # They are the same on all ranks.
+    # They are the same on all ranks: the first one keeps them.
     assert not recorder.for_rank(1).keeps_hidden_states
-    ranks = [found, {name: tensor for name, tensor in found.items() if name != HIDDEN_STATES}]
-    joined = join_ranks(ranks)
-    assert torch.equal(joined[HIDDEN_STATES], found[HIDDEN_STATES])
+    joined = join_ranks([found, found])
     assert joined["peaks.all"].shape == (LAYERS, 2 * HEADS, kept)
 
 
@@ -416,17 +417,18 @@ def test_short_samples_are_refused(tmp_path):
     file = tmp_path / "s.jsonl"
     file.write_text('{"input_ids": [1, 2, 3]}')
     with pytest.raises(RaggedConfigError, match=f"needs at least {SEGMENT + 1}"):
-        tokenize(read_samples([file], 1, 0), "no/model", 100, SEGMENT + 1)
+        tokenize(read_samples([file], 1, 0), None, 100, SEGMENT + 1)
 
 
 def test_the_answers_of_a_chat_are_what_the_assistant_says():
     """Through the recall model's chat template: the answer and the end of the turn, for each turn."""
     turns = [("w1 w2 . recall k5", "v9"), ("w3 recall k7", "v1 v2")]
     messages = [{"role": r, "content": c} for u, a in turns for r, c in (("user", u), ("assistant", a))]
-    (sample,) = tokenize([Sample("t", messages=tuple(messages))], MODEL, 100, 1)
+    tokenizer_of = functools.partial(AutoTokenizer.from_pretrained, MODEL)
+    (sample,) = tokenize([Sample("t", messages=tuple(messages))], tokenizer_of, 100, 1)
     said = [[VOCABULARY[i] for i in sample.input_ids[start:stop]] for start, stop in sample.answers]
     assert said == [["v9", "<eos>"], ["v1", "v2", "<eos>"]]
-    (cut,) = tokenize([Sample("t", messages=tuple(messages))], MODEL, sample.answers[1][0] + 1, 1)
+    (cut,) = tokenize([Sample("t", messages=tuple(messages))], tokenizer_of, sample.answers[1][0] + 1, 1)
     assert cut.answers == (sample.answers[0], (sample.answers[1][0], sample.answers[1][0] + 1))
 
 
@@ -453,24 +455,19 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
     samples = [TokenizedSample("t", tuple(range(n, n + 40))) for n in range(3)]
     seen: list[int] = []
 
-    class Engine:
-        def __init__(self, settings, recorder, kv_bytes):
-            pass
+    def make(settings):
+        claim(tmp_path, settings)
+        engine = make_engine(settings, tmp_path, 1)
+        engine.record = one
+        return engine
 
-        def __enter__(self):
-            return self
+    def one(sample, layers):
+        if len(seen) == 2:
+            seen.append(-1)
+            raise KeyboardInterrupt
+        seen.append(sample.input_ids[0])
+        return {"x": torch.tensor(sample.input_ids[0])}
 
-        def __exit__(self, *_):
-            pass
-
-        def record(self, sample):
-            if len(seen) == 2:
-                seen.append(-1)
-                raise KeyboardInterrupt
-            seen.append(sample.input_ids[0])
-            return {"x": torch.tensor(sample.input_ids[0])}
-
-    monkeypatch.setattr("calib.measure._Engine", Engine)
     progress = SimpleNamespace(done=0)
 
     def advance() -> None:
@@ -478,9 +475,9 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
 
     chosen = make_settings(dataset_hash=dataset_hash(samples))
     with pytest.raises(KeyboardInterrupt):
-        measure(chosen, samples, tmp_path, 1, advance)
-    found = measure(chosen, samples, tmp_path, 1, advance)
+        measure(make(chosen), samples, range(0), advance)
+    found = measure(make(chosen), samples, range(0), advance)
     assert [int(r["x"]) for r in found] == [0, 1, 2]
     assert seen == [0, 1, -1, 2]
     with pytest.raises(RaggedConfigError, match="other settings or data"):
-        measure(make_settings(segment=64, dataset_hash=chosen.dataset_hash), samples, tmp_path, 1, advance)
+        make(make_settings(segment=64, dataset_hash=chosen.dataset_hash))

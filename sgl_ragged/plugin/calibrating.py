@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
-import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from sgl_ragged.bundled import find_bundled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.plugin.calibration_process import WAYS_OUT, calibrate, say
+from sgl_ragged.plugin.model_source import model_folder
 from sgl_ragged.plugin.options import CALIBRATED_SCORER, OTHER_SCORER, RaggedOptions
 from sgl_ragged.profile import load_profile
-from sgl_ragged.profile_cache import VARIABLE, ProfileKey, cache_folder, locked, weights_identity
+from sgl_ragged.profile_cache import ProfileKey, cache_folder, locked, unwritable, weights_identity
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import check_weights
 
 logger = logging.getLogger(__name__)
-
-PASSED_ON = (
-    *("trust_remote_code", "revision", "tokenizer_path", "quantization", "load_format", "device"),
-    *("json_model_override_args", "base_gpu_id"),
-)
-"""Settings of the server that its calibration must share, beside model, dtype and ranks."""
-
-NEEDED = ("matplotlib", "rich", "scipy")
-"""Packages that only calibration needs: the extra `calibrate` of this package."""
 
 
 def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry, share: float) -> tuple[str, str]:
@@ -69,9 +56,13 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry, s
 def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileKey:
     from calib.built_in import samples_hash
 
+    try:
+        weights = weights_identity(model_folder(view))
+    except RaggedConfigError as error:
+        raise RaggedConfigError(f"no profile can be kept for this model: {error}; or {WAYS_OUT}") from None
     return ProfileKey(
         model=view.model_path.rstrip("/").split("/")[-1],
-        weights=weights_identity(model_folder(view)),
+        weights=weights,
         fingerprint=geometry.fingerprint,
         scorer=options.scorer or CALIBRATED_SCORER,
         scorer_weights=options.scorer_weights or "",
@@ -90,57 +81,9 @@ def calibrate_if_missing(scorer: str, profile: str, options: RaggedOptions, view
     path = Path(profile)
     if path.parent != cache_folder() or path.is_file():
         return
-    with locked(path, lambda: _say(f"another process is calibrating {view.model_path}; waiting for {path}")):
+    with locked(path, lambda: say(f"another process is calibrating {view.model_path}; waiting for {path}")) as lock:
         if not path.is_file():
-            _calibrate(scorer, options, view, geometry, path)
-
-
-def model_folder(view: Any) -> Path:
-    """Where the model's files are: its path, or the hub's snapshot of it."""
-    folder = Path(view.model_path)
-    if folder.is_dir():
-        return folder
-    from transformers.utils import cached_file
-
-    found = cached_file(view.model_path, "config.json", revision=view.revision)
-    return Path(found).parent
-
-
-def _calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeometry, path: Path) -> None:
-    """Make the profile at `path`, whole or not at all; what was recorded survives an interruption."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RaggedConfigError(
-            f"there is no profile of {view.model_path} yet, and calibrating it needs {', '.join(missing)}: install "
-            f"sgl-ragged[calibrate], give a profile with --ragged-profile FILE, or serve with --ragged-profile uniform"
-        )
-    _say(
-        f"no profile of {view.model_path} yet: calibrating {scorer}, once, before the server starts. It takes "
-        f"minutes (SmolLM2-135M on two cores took seven) and is kept in {path} ({VARIABLE} names another folder). "
-        f"--ragged-profile uniform serves at once, with equal budgets"
-    )
-    # More ranks than heads serve, but do not calibrate.
-    ranks = 1 if geometry.num_heads % view.tp_size else view.tp_size
-    work, partial = path.with_suffix(".recordings"), path.with_suffix(".partial")
-    passed = {name: getattr(view, name) for name in PASSED_ON if getattr(view, name, None) not in (None, "", False)}
-    command = [
-        *(sys.executable, "-m", "calib", "run", "--model", view.model_path, "--scorer", scorer),
-        *("--segment", str(options.segment), "--dtype", str(view.dtype), "--tp", str(ranks)),
-        *("--engine-args", json.dumps(passed), "--work", str(work), "-o", str(partial)),
-        *(("--scorer-weights", options.scorer_weights) if options.scorer_weights else ()),
-    ]
-    began = time.monotonic()
-    # Its table goes where its progress goes: standard output is the caller's.
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    if done.returncode:
-        raise RaggedConfigError(
-            f"the model could not be calibrated (status {done.returncode}, reason above): give a profile with "
-            f"--ragged-profile FILE, or serve with --ragged-profile uniform"
-        )
-    partial.replace(path)
-    shutil.rmtree(work, ignore_errors=True)
-    _say(f"calibrated in {time.monotonic() - began:.0f} s; the next start of this model finds {path}")
-
-
-def _say(text: str) -> None:
-    print(f"sgl_ragged: {text}", file=sys.stderr, flush=True)
+            try:
+                calibrate(scorer, options, view, geometry, path, lock)
+            except OSError as error:
+                raise unwritable(path.parent, error) from None

@@ -23,10 +23,14 @@ SEGMENT, RATIO = 128, 0.4
 
 
 def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
-    model = make_qwen3(tmp_path / "qwen3")
+    model = make_qwen3(tmp_path / "qwen3", max_position_embeddings=640)
     rng = np.random.default_rng(0)
     data = tmp_path / "samples.jsonl"
-    samples = [{"task": "ab"[n % 2], "input_ids": rng.integers(3, 512, 400 + 60 * n).tolist()} for n in range(4)]
+    # The last one is longer than the model's context.
+    lengths = (400, 460, 520, 700)
+    samples = [
+        {"task": "ab"[n % 2], "input_ids": rng.integers(3, 512, size).tolist()} for n, size in enumerate(lengths)
+    ]
     data.write_text("\n".join(map(json.dumps, samples)))
     flags = ["--model", model, "--dtype", "float32", "--data", data, "--segment", SEGMENT, "--ratio", RATIO]
     flags += ["--scorer", "keydiff", "expected_attention", "gate", "-o", tmp_path / "{scorer}.safetensors"]
@@ -54,6 +58,14 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     assert (columns["best coverage"] >= columns["coverage"]).all()
     assert (columns["best coverage"] >= columns["coverage of keydiff"]).all()
     gate.save(tmp_path / "trained.safetensors")
+
+    # Hidden states of a layer at a time make the same gates.
+    states = sum(2 * 256 * ((min(len(sample["input_ids"]), 632) - 1) // SEGMENT * SEGMENT) for sample in samples)
+    bounded = ["--scorer", "gate", "--hidden-states", str(states), "--work", str(tmp_path / "bounded")]
+    by_layers = nursery.run([*command, *bounded, "--json"], timeout=400)
+    assert by_layers.returncode == 0, by_layers.stderr[-3000:]
+    assert "through the model 2 times, for 1 layers each" in by_layers.stderr
+    assert json.loads(by_layers.stdout) == [reports["gate"]]
 
     # What is missing is recorded again, and comes out the same; the other method needs no engine at all.
     work = tmp_path / "all.safetensors.recordings"
@@ -126,7 +138,8 @@ def test_bad_input_ends_with_one_line(tmp_path, monkeypatch, capsys, flags, word
     from calib.__main__ import main
     from tests.models import SIZES
 
-    config = LlamaConfig(**SIZES, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = SIZES | dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
     config.save_pretrained(tmp_path)
     arguments = ["calib", "run", "--model", str(tmp_path), "-o", str(tmp_path / "p.safetensors"), *flags]
     monkeypatch.setattr(sys, "argv", arguments)

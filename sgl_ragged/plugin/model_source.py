@@ -1,0 +1,102 @@
+"""What a model path stands for: a folder, a GGUF file, a hub's name; its configuration, its tokenizer, its weights.
+
+Everything is read by SGLang's own functions with the server's settings, so that calibration sees what is served.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sgl_ragged.errors import RaggedConfigError
+
+CONFIG_SETTINGS = ("revision", "dtype", "quantization", "model_impl", "model_config_parser")
+"""Settings of the server that SGLang's ModelConfig takes under the same names."""
+
+
+def model_folder(view: Any) -> Path:
+    """Where the model's files are: its path (a folder or a GGUF file), or the hub's snapshot of it.
+
+    Args:
+        view: SGLang's resolved settings; a ModelScope name is a folder by then, a hub's GGUF file a path.
+
+    Raises:
+        RaggedConfigError: they are not on this machine.
+    """
+    from sglang.srt.utils.common import is_remote_url
+
+    path = Path(view.model_path)
+    if path.exists():
+        return path
+    if is_remote_url(view.model_path):
+        raise RaggedConfigError(
+            f"the weights of {view.model_path} are not on this machine, so they cannot be told from others that may "
+            f"come to lie there: copy the model to a folder and name that as --model-path"
+        )
+    from transformers.utils import cached_file
+
+    try:
+        return Path(cached_file(view.model_path, "config.json", revision=view.revision)).parent
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RaggedConfigError(f"the files of {view.model_path} cannot be found: {reason}") from None
+
+
+def read_config(model: str, settings: Mapping[str, Any]) -> Any:
+    """SGLang's ModelConfig of a model that may be anything the server takes.
+
+    Args:
+        settings: the server's, by their names in SGLang; absent ones have SGLang's defaults.
+
+    Raises:
+        RaggedConfigError: it cannot be read.
+    """
+    given = {name: settings[name] for name in CONFIG_SETTINGS if settings.get(name) not in (None, "")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from sglang.srt.configs.model_config import ModelConfig
+
+        try:
+            return ModelConfig(
+                model_path=model,
+                # Its own default is to trust.
+                trust_remote_code=bool(settings.get("trust_remote_code")),
+                model_override_args=settings.get("json_model_override_args") or "{}",
+                **given,
+            )
+        except Exception as error:
+            # SGLang, transformers and the model's own code raise whatever they like.
+            raise RaggedConfigError(f"cannot read the config of {model}: {_reason(error)}") from None
+
+
+def load_tokenizer(model: str, settings: Mapping[str, Any]) -> Any:
+    """The tokenizer that the server has, or would have without --skip-tokenizer-init.
+
+    Args:
+        settings: as in `read_config`.
+
+    Raises:
+        RaggedConfigError: there is none, or it cannot be read.
+    """
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    path = settings.get("tokenizer_path") or model
+    try:
+        return get_tokenizer(
+            path,
+            tokenizer_mode=settings.get("tokenizer_mode") or "auto",
+            trust_remote_code=bool(settings.get("trust_remote_code")),
+            revision=settings.get("revision") or None,
+        )
+    except Exception as error:
+        raise RaggedConfigError(
+            f"{path} has no tokenizer that can be read ({_reason(error)}), and the samples are texts: name one with "
+            f"--tokenizer-path, with --trust-remote-code if it brings code of its own"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0].rstrip(" :.") if text else type(error).__name__
