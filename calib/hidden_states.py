@@ -53,10 +53,10 @@ class HiddenStates:
             keep_hidden_states(self.folder, sample, span)
         found = []
         for sample in range(len(self.samples)):
-            path = self._file(sample, number)
-            assert path is not None, "it was there, or has been recorded"
-            with safe_open(str(path), framework="pt") as file:
-                found.append(file.get_slice(HIDDEN_STATES)[number - _layers(path).start])
+            source = self._file(sample, number)
+            assert source is not None, "it was there, or has been recorded"
+            with safe_open(str(source), framework="pt") as file:
+                found.append(file.get_slice(HIDDEN_STATES)[number - _layers(source).start])
         return found
 
     def _file(self, sample: int, layer: int) -> Path | None:

@@ -90,6 +90,7 @@ def test_ended_workers_are_reaped(tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 @pytest.mark.server
 def test_a_launcher_that_is_ended_leaves_nothing_and_the_next_goes_on(tmp_path, monkeypatch):
     """The launcher itself, with a model that spells characters: ended while it calibrates, and two at once after it."""

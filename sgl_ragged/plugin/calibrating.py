@@ -9,7 +9,7 @@ from typing import Any
 from sgl_ragged.bundled import find_bundled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.plugin.calibration_process import WAYS_OUT, calibrate, say
+from sgl_ragged.plugin.calibration_process import WAYS_OUT, calibrate, remove_recordings, say
 from sgl_ragged.plugin.model_source import model_folder
 from sgl_ragged.plugin.options import CALIBRATED_SCORER, OTHER_SCORER, RaggedOptions
 from sgl_ragged.profile import load_profile
@@ -79,7 +79,10 @@ def calibrate_if_missing(scorer: str, profile: str, options: RaggedOptions, view
         RaggedConfigError: calibration fails; the message says how to serve without.
     """
     path = Path(profile)
-    if path.parent != cache_folder() or path.is_file():
+    if path.parent != cache_folder():
+        return
+    if path.is_file():
+        remove_recordings(path)
         return
     with locked(path, lambda: say(f"another process is calibrating {view.model_path}; waiting for {path}")) as lock:
         if not path.is_file():

@@ -66,9 +66,8 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
         f"minutes (SmolLM2-135M on two cores took seven) and is kept in {path} ({VARIABLE} names another folder). "
         f"--ragged-profile uniform serves at once, with equal budgets"
     )
-    prefix = f"{path.stem}.recordings"
-    abandoned = sorted(folder for folder in path.parent.iterdir() if folder.name.startswith(prefix))
-    work = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=path.parent))
+    abandoned = _recordings(path)
+    work = Path(tempfile.mkdtemp(prefix=f"{path.stem}.recordings-", dir=path.parent))
     made = work / "profile.safetensors"
     # More ranks than heads serve, but do not calibrate.
     ranks = 1 if geometry.num_heads % view.tp_size else view.tp_size
@@ -85,8 +84,19 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
     if status or not made.is_file():
         raise RaggedConfigError(f"the model could not be calibrated (status {status}, reason above): {WAYS_OUT}")
     made.replace(path)
-    shutil.rmtree(work, ignore_errors=True)
+    remove_recordings(path)
     say(f"calibrated in {time.monotonic() - began:.0f} s; the next start of this model finds {path}")
+
+
+def remove_recordings(path: Path) -> None:
+    """Delete what a profile that is there was made from; whoever made it may have been ended before it did so."""
+    for folder in _recordings(path):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _recordings(path: Path) -> list[Path]:
+    prefix = f"{path.stem}.recordings"
+    return sorted(folder for folder in path.parent.iterdir() if folder.name.startswith(prefix))
 
 
 def say(text: str) -> None:
