@@ -76,7 +76,7 @@ class TritonOps(Operations):
         self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
         self.extend_tile = tiles.extend_tile(
-            layout.head_dim, itemsize, architecture, narrow=store.fp8 or layout.form.quantised
+            layout.head_dim, itemsize, architecture, fp8=store.fp8, codes=layout.form.quantised
         )
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)

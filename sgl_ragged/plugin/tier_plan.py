@@ -13,7 +13,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.codecs import make_codec
 from sgl_ragged.mem_pool.restore_schedule import AUTO
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan, TierPlan
-from sgl_ragged.plugin.calibrating import model_folder
+from sgl_ragged.plugin.model_source import model_folder
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profile_cache import weights_identity
@@ -71,7 +71,7 @@ def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool,
 
 
 def _code(folder: Path) -> list[tuple[str, str]]:
-    """Names and contents of a model's files that say what is computed from its weights."""
+    """Names and contents of a model's files that say what is computed from its weights; none beside a GGUF file."""
     files = sorted({file for pattern in CODE for file in folder.glob(pattern)})
     # An index lists what is in the files of weights.
     read = [file for file in files if not file.name.startswith(READ_AS_TEXT) and not file.name.endswith(".index.json")]
