@@ -344,6 +344,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
         ({"ragged_ratio": "much"}, "--ragged-ratio 'much' is not a number"),
         ({"ragged_segment": 2.5}, "multiple of 16"),
         ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, triton, flashinfer"),
+        ({"ragged_slab_dtype": "int2"}, "unknown --ragged-slab-dtype 'int2'; known: wide, int8, k8v4"),
         ({"ragged_host_codec": "zip"}, "unknown --ragged-host-codec 'zip'; known: exact, fp8, shared"),
         ({"kv_pool": "paged"}, "unknown --kv-pool 'paged'; known: token, ragged"),
         ({"ragged_scorer": "none"}, "unknown scorer"),
@@ -407,3 +408,57 @@ def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypa
     message = refusal(llama, "--kv-pool", "ragged", "--enable-hierarchical-cache")
     assert "is not supported with --enable-hierarchical-cache" in message
     resolved(llama, "--kv-pool", "ragged")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--kv-cache-dtype", "fp8_e4m3"), "rounded twice; use wide"),
+        (("--ragged-reservoir", "1GiB"), "read keys as numbers; use wide"),
+    ],
+)
+def test_slabs_of_codes_are_refused_where_nothing_can_read_them(llama, flags, words):
+    message = refusal(llama, "--kv-pool", "ragged", "--ragged-slab-dtype", "k8v4", *flags)
+    assert "--ragged-slab-dtype k8v4 is not available here" in message
+    assert words in message
+
+
+@TIERS
+def test_slabs_of_codes_lie_on_the_host_as_they_are_alone(llama):
+    tier = ("--kv-pool", "ragged", "--ragged-slab-dtype", "k8v4", "--enable-hierarchical-cache")
+    assert "are codes already; use exact" in refusal(llama, *tier, "--ragged-host-codec", "fp8")
+    served = {
+        getattr(resolved(llama, *tier[:2], *flags, tier[-1]), ATTRIBUTE).plan.tier.served
+        for flags in ((), tier[2:4], ("--ragged-slab-dtype", "int8"))
+    }
+    assert len(served) == 3
+
+
+def test_the_ratio_of_codes_is_one_of_bytes(llama):
+    """The model has heads of 64 dimensions in 32 bits: a token takes 512 bytes, in K8V4 100 and in int8 132."""
+
+    def plan(*flags: str):
+        return getattr(resolved(llama, "--kv-pool", "ragged", "--dtype", "float32", *flags), ATTRIBUTE).plan
+
+    for form, row in (("wide", 512), ("int8", 132), ("k8v4", 100)):
+        found = plan("--ragged-slab-dtype", form, "--ragged-ratio", "0.125")
+        assert found.kept.mean() / 256 == pytest.approx(0.125 * 512 / row, abs=0.01)
+        assert found.layout(0).byte_share(4) == pytest.approx(0.125, abs=0.003)
+    assert (plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.2").kept == 256).all()
+    # Less than wide slabs can keep: 16 of 256 tokens are .0625 of their bytes, and .0122 of those of codes.
+    plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.02")
+    tiny = ("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.01")
+    message = refusal(llama, "--kv-pool", "ragged", "--dtype", "float32", *tiny)
+    assert "a ratio of 0.0123" in message
+
+
+def test_nothing_is_calibrated_where_every_token_is_kept(llama):
+    """All tokens in 8 bits are half of the bytes: no scorer is asked."""
+    codes = ("--ragged-slab-dtype", "int8", "--ragged-ratio", "0.3")
+    args = prepare_server_args(
+        ["--model-path", str(llama), "--device", "cpu", "--kv-pool", "ragged", "--dtype", "float32", *codes]
+    )
+    args.resolve_once()
+    plan = getattr(args, ATTRIBUTE).plan
+    assert (plan.kept == plan.segment).all()
+    assert plan.profile == "uniform"
