@@ -14,7 +14,7 @@ from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
 from sgl_ragged.model_options import add_model_options, choose_kept
 from sgl_ragged.plan import choose_pivots
 from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.slab_format import FORMATS, WIDE, slab_format
+from sgl_ragged.slab_format import ASKED, WIDE, slab_format
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -31,7 +31,7 @@ def main() -> None:
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16", help="of the KV cache [bfloat16]")
     layout.add_argument(
-        "--slab-dtype", choices=FORMATS, default=WIDE.name, help=f"how finished segments are stored [{WIDE.name}]"
+        "--slab-dtype", choices=ASKED, default=WIDE.name, help=f"how finished segments are stored [{WIDE.name}]"
     )
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--max-total-tokens", type=int)
@@ -71,8 +71,10 @@ def show_layout(options: argparse.Namespace) -> None:
     if options.swa_full_tokens_ratio is not None and not 0 < options.swa_full_tokens_ratio <= 1:
         raise RaggedConfigError(f"--swa-full-tokens-ratio {options.swa_full_tokens_ratio} is outside (0, 1]")
     bound = history_bound(options.history, AUTO, options.segment)
-    form, itemsize = slab_format(options.slab_dtype), DTYPE_BYTES[options.dtype]
-    if form.quantised and (itemsize == 1 or options.reservoir is not None):
+    itemsize = DTYPE_BYTES[options.dtype]
+    readable = itemsize > 1 and options.reservoir is None
+    form = slab_format(options.slab_dtype, options.ratio, readable)
+    if form.quantised and not readable:
         raise RaggedConfigError(
             f"--slab-dtype {form.name} does not go with an FP8 cache, nor with --reservoir; use wide"
         )

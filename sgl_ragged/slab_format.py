@@ -76,11 +76,30 @@ INT8 = SlabFormat("int8", 8, 8)
 K8V4 = SlabFormat("k8v4", 8, 4)
 
 FORMATS = {one.name: one for one in (WIDE, INT8, K8V4)}
-"""By name, the values of --ragged-slab-dtype."""
+"""By name."""
+
+AUTO = "auto"
+
+ASKED = (AUTO, *FORMATS)
+"""Values of --ragged-slab-dtype."""
+
+INT8_FROM = 0.5
+"""The least ratio at which `auto` takes eight bits for values, too: four would leave bytes over."""
 
 
-def slab_format(name: str) -> SlabFormat:
-    """The format of a name; RaggedConfigError if there is none."""
-    if name not in FORMATS:
-        raise RaggedConfigError(f"unknown --ragged-slab-dtype {name!r}; known: {', '.join(FORMATS)}")
-    return FORMATS[name]
+def slab_format(asked: str, ratio: float, readable: bool = True) -> SlabFormat:
+    """The format that a value of --ragged-slab-dtype means.
+
+    Args:
+        readable: whether what serves can read codes; else `auto` is `wide`.
+
+    Raises:
+        RaggedConfigError: there is no such format.
+    """
+    if asked not in ASKED:
+        raise RaggedConfigError(f"unknown --ragged-slab-dtype {asked!r}; known: {', '.join(ASKED)}")
+    if asked != AUTO:
+        return FORMATS[asked]
+    if ratio == 1 or not readable:
+        return WIDE
+    return INT8 if ratio >= INT8_FROM else K8V4

@@ -344,7 +344,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
         ({"ragged_ratio": "much"}, "--ragged-ratio 'much' is not a number"),
         ({"ragged_segment": 2.5}, "multiple of 16"),
         ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, triton, flashinfer"),
-        ({"ragged_slab_dtype": "int2"}, "unknown --ragged-slab-dtype 'int2'; known: wide, int8, k8v4"),
+        ({"ragged_slab_dtype": "int2"}, "unknown --ragged-slab-dtype 'int2'; known: auto, wide, int8, k8v4"),
         ({"ragged_host_codec": "zip"}, "unknown --ragged-host-codec 'zip'; known: exact, fp8, shared"),
         ({"kv_pool": "paged"}, "unknown --kv-pool 'paged'; known: token, ragged"),
         ({"ragged_scorer": "none"}, "unknown scorer"),
@@ -426,7 +426,7 @@ def test_slabs_of_codes_are_refused_where_nothing_can_read_them(llama, flags, wo
 @TIERS
 def test_slabs_of_codes_lie_on_the_host_as_they_are_alone(llama):
     tier = ("--kv-pool", "ragged", "--ragged-slab-dtype", "k8v4", "--enable-hierarchical-cache")
-    assert "are codes already; use exact" in refusal(llama, *tier, "--ragged-host-codec", "fp8")
+    assert "would round it again; use exact" in refusal(llama, *tier, "--ragged-host-codec", "fp8")
     served = {
         getattr(resolved(llama, *tier[:2], *flags, tier[-1]), ATTRIBUTE).plan.tier.served
         for flags in ((), tier[2:4], ("--ragged-slab-dtype", "int8"))
@@ -445,6 +445,8 @@ def test_the_ratio_of_codes_is_one_of_bytes(llama):
         assert found.kept.mean() / 256 == pytest.approx(0.125 * 512 / row, abs=0.01)
         assert found.layout(0).byte_share(4) == pytest.approx(0.125, abs=0.003)
     assert (plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.2").kept == 256).all()
+    assert plan("--ragged-slab-dtype", "auto").form.name == "int8"
+    assert plan("--ragged-slab-dtype", "auto", "--kv-cache-dtype", "fp8_e5m2").form.name == "wide"
     # Less than wide slabs can keep: 16 of 256 tokens are .0625 of their bytes, and .0122 of those of codes.
     plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.02")
     tiny = ("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.01")

@@ -292,7 +292,7 @@ def test_weights_elsewhere_are_refused_in_one_line(path):
     options = make_options({"kv_pool": "ragged"}, from_command_line=True)
     view = SimpleNamespace(model_path=path, revision=None, load_format="auto", dtype="auto")
     with pytest.raises(RaggedConfigError, match="not on this machine") as refused:
-        calibrating.settle_profile(options, view, SimpleNamespace(fingerprint="unknown"))
+        calibrating.settle_profile(options, view, SimpleNamespace(fingerprint="unknown"), 0.5)
     assert "--ragged-profile FILE" in str(refused.value)
     assert "\n" not in str(refused.value)
 

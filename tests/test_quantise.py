@@ -122,9 +122,16 @@ def test_layouts_of_codes_are_counted_in_bytes():
     assert WIDE.token_share(0.3, 64, 2) == 0.3
     with pytest.raises(RaggedConfigError, match="even head dimension"):
         SlabLayout(KEPT, 7, SEGMENT, form=INT8)
-    with pytest.raises(RaggedConfigError, match="unknown --ragged-slab-dtype 'int3'; known: wide, int8, k8v4"):
-        slab_format("int3")
-    assert list(FORMATS) == ["wide", "int8", "k8v4"]
+
+
+def test_formats_by_name_and_by_ratio():
+    with pytest.raises(RaggedConfigError, match="unknown --ragged-slab-dtype 'int3'; known: auto, wide, int8, k8v4"):
+        slab_format("int3", 0.5)
+    for name, form in FORMATS.items():
+        assert slab_format(name, 0.3) is form
+    chosen = {ratio: slab_format("auto", ratio) for ratio in (1, 0.9, 0.5, 0.49, 0.05)}
+    assert chosen == {1: WIDE, 0.9: INT8, 0.5: INT8, 0.49: K8V4, 0.05: K8V4}
+    assert slab_format("auto", 0.3, readable=False) is WIDE
 
 
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)

@@ -14,7 +14,7 @@ from sgl_ragged.mem_pool.bounded_history import check_score
 from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan
-from sgl_ragged.slab_format import FORMATS, WIDE
+from sgl_ragged.slab_format import ASKED, WIDE
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
@@ -84,8 +84,9 @@ class RaggedOptions:
     slab_dtype: str = _flag(
         WIDE.name,
         "How finished segments are stored. wide: as the cache's dtype; int8: keys and values in 8 bits; k8v4: keys in "
-        "8 bits, values in 4. The ratio stays one of bytes, so fewer bits keep more tokens.",
-        choices=tuple(FORMATS),
+        "8 bits, values in 4; auto: by the ratio, wide where codes cannot be served. The ratio stays one of bytes, so "
+        "fewer bits keep more tokens.",
+        choices=ASKED,
     )
     kernel: str = _flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
     fairkv: str | None = _flag(

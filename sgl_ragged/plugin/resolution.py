@@ -12,7 +12,7 @@ from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
-from sgl_ragged.plan import ServingPlan, kept_share, make_plan, refuse_ranks
+from sgl_ragged.plan import CODEC_NAMES, ServingPlan, kept_share, make_plan, refuse_ranks
 from sgl_ragged.plugin.history_plan import chunk_size, plan_history, with_history
 from sgl_ragged.plugin.model_support import (
     NAMED_KV_DTYPES,
@@ -41,7 +41,7 @@ from sgl_ragged.plugin.seams import (
 )
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.slab_format import WIDE, slab_format
+from sgl_ragged.slab_format import SlabFormat, slab_format
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +111,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    refuse_format(options, kernel, kv_dtype)
-    plan = with_history(_decide(options, view, model_config, kernel, retrieval, kv_dtype.itemsize), bound)
+    form = choose_format(options, kernel, kv_dtype)
+    plan = with_history(_decide(options, view, model_config, kernel, retrieval, form, kv_dtype.itemsize), bound)
     if retrieval is not None:
         plan.reservoir_entries(kv_dtype.itemsize)
     if view.enable_hierarchical_cache:
@@ -170,22 +170,32 @@ def _hybrid_config(server_args: Any, kernel: str) -> Any:
     return model_config
 
 
-def refuse_format(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype) -> None:
-    """Raise RaggedConfigError for what does not go with a quantised slab format."""
-    if options.slab_dtype == WIDE.name:
-        return
-    reasons = (
-        (kernel == "flashinfer", "FlashInfer reads numbers, no codes; use --ragged-kernel triton"),
-        (is_fp8(kv_dtype), "what is FP8 in tails would be rounded twice; use wide, or --kv-cache-dtype auto"),
-        (options.reservoir is not None, "pivots of --ragged-reservoir read keys as numbers; use wide"),
-    )
-    for applies, reason in reasons:
-        if applies:
-            raise RaggedConfigError(f"--ragged-slab-dtype {options.slab_dtype} is not available here: {reason}")
+def choose_format(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype) -> SlabFormat:
+    """The format of slabs; raises RaggedConfigError for what does not go with the one that was asked for."""
+    reasons = [
+        reason
+        for applies, reason in (
+            (kernel == "flashinfer", "FlashInfer reads numbers, no codes; use --ragged-kernel triton"),
+            (is_fp8(kv_dtype), "what is FP8 in tails would be rounded twice; use wide, or --kv-cache-dtype auto"),
+            (options.reservoir is not None, "pivots of --ragged-reservoir read keys as numbers; use wide"),
+            (options.host_codec not in (None, CODEC_NAMES[0]), "the host's codec would round it again; use exact"),
+        )
+        if applies
+    ]
+    form = slab_format(options.slab_dtype, options.ratio, not reasons)
+    if form.quantised and reasons:
+        raise RaggedConfigError(f"--ragged-slab-dtype {form.name} is not available here: {reasons[0]}")
+    return form
 
 
 def _decide(
-    options: RaggedOptions, view: Any, model_config: Any, kernel: str, retrieval: Retrieval | None, itemsize: int
+    options: RaggedOptions,
+    view: Any,
+    model_config: Any,
+    kernel: str,
+    retrieval: Retrieval | None,
+    form: SlabFormat,
+    itemsize: int,
 ) -> ServingPlan:
     """The plan that all ranks follow; calibrates the model first where it has no profile yet.
 
@@ -196,7 +206,6 @@ def _decide(
 
     geometry = model_geometry(model_config)
     refuse_shape(retrieval, geometry, view.tp_size)
-    form = slab_format(options.slab_dtype)
     share = kept_share(geometry, options.ratio, options.segment, form, itemsize)
     scorer, profile = settle_profile(options, view, geometry, share)
     refuse_ranks(geometry, view.tp_size, scorer)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.demo import MODEL
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.slab_format import slab_format
+from sgl_ragged.slab_format import FORMATS
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
 from tests.quantised_oracle import BITS, restored
@@ -68,7 +68,7 @@ def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))
     with nursery.serve(MODEL, *given, log=tmp_path / "server.log") as server:
-        info, row = server_settings(server), slab_format(form).row_bytes(DIM, ITEMSIZE)
+        info, row = server_settings(server), FORMATS[form].row_bytes(DIM, ITEMSIZE)
         assert info["slab_dtype"] == form
         assert info["kept_bytes_ratio"] == pytest.approx(RATIO, abs=0.005)
         assert info["kept_ratio"] == pytest.approx(info["kept_bytes_ratio"] * 2 * DIM * ITEMSIZE / row, abs=1e-4)
@@ -88,7 +88,7 @@ def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
             close(found, generate(server, prompt, NEW))
         flush(server)
         every = generate(server, PROMPTS[1], 2, logprobs_from=0)
-    share = slab_format(form).token_share(RATIO, DIM, ITEMSIZE)
+    share = FORMATS[form].token_share(RATIO, DIM, ITEMSIZE)
     kept = profile_kept(profile, share, SEGMENT)
     oracle = CodedOracle(form, str(MODEL), kept, SEGMENT, "keydiff")
     expected = oracle.logprobs(PROMPTS[1])
