@@ -1,0 +1,88 @@
+"""What a quiet server answers to a request of the storm: alone, and with an empty cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.harness.errors import ServerLost
+from benchmarks.storm.traffic import HANGS_S, Survivor
+
+TOLERANCE = 1e-4
+"""Largest difference of log-probabilities in float32 that rounding explains."""
+
+
+class QuietServer:
+    """Asks the server at `url`, one request at a time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def difference(self, survivor: Survivor) -> float:
+        """Largest difference between the survivor's log-probabilities and those that prefill gives its tokens.
+
+        What stands at a position depends on the tokens before it alone, whether it was decoded or prefilled.
+        """
+        return float(np.abs(self._forced(survivor) - survivor.logprobs).max())
+
+    def nearest(self, survivor: Survivor) -> float:
+        """The smallest difference among answers to the same request, which this server computes in several ways.
+
+        Where two tokens tie at the edge of a budget, which one is kept is a matter of rounding, and so is which expert
+        a token goes to: the shape of a batch decides. So parts of the request are asked for first, then it comes from
+        the cache behind them, and its tokens are computed in batches of other shapes; or they are decoded.
+        """
+        found = [self.difference(survivor)]
+        whole = [*survivor.prompt, *survivor.tokens]
+        for share in (0.25, 0.5, 0.75, 1.0):
+            cut = int(len(survivor.prompt) * share)
+            if found[-1] <= TOLERANCE:
+                break
+            self._flush()
+            self._ask(whole[: max(cut, 1)], survivor.adapter, 1)
+            found.append(float(np.abs(self._forced(survivor, flush=False) - survivor.logprobs).max()))
+        if min(found) > TOLERANCE and survivor.greedy:
+            found.append(self.decoded_difference(survivor))
+        return min(found)
+
+    def decoded_difference(self, survivor: Survivor) -> float:
+        """The same to what this server decodes by itself, up to where it takes another token; for greedy survivors."""
+        self._flush()
+        given = self._ask(survivor.prompt, survivor.adapter, len(survivor.tokens))["output_token_logprobs"]
+        largest = 0.0
+        for token, logprob, (own, decoded, *_) in zip(survivor.tokens, survivor.logprobs, given, strict=False):
+            largest = max(largest, abs(own - logprob))
+            # Two tokens may be equally likely; behind them, the answers are answers to different things.
+            if token != decoded:
+                break
+        return largest
+
+    def _forced(self, survivor: Survivor, *, flush: bool = True) -> np.ndarray:
+        if flush:
+            self._flush()
+        whole = [*survivor.prompt, *survivor.tokens]
+        meta = self._ask(whole, survivor.adapter, 1, logprob_start_len=len(survivor.prompt) - 1)
+        # The first one has nothing before it here.
+        return np.array([entry[0] for entry in meta["input_token_logprobs"][1:]])
+
+    def _flush(self) -> None:
+        self._post("/flush_cache?timeout=30", None)
+
+    def _ask(self, tokens: Sequence[int], adapter: str | None, new: int, **more: Any) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, **more}
+        if adapter is not None:
+            body["lora_path"] = adapter
+        return self._post("/generate", body).json()["meta_info"]
+
+    def _post(self, path: str, body: Any) -> httpx.Response:
+        try:
+            response = httpx.post(self._url + path, json=body, timeout=HANGS_S)
+        except httpx.TransportError as error:
+            raise ServerLost(f"the quiet server: {type(error).__name__} on {path}") from None
+        if response.status_code != 200:
+            raise ServerLost(f"the quiet server answers {response.status_code} on {path}: {response.text[:200]}")
+        return response
