@@ -172,7 +172,7 @@ STRICT = {
 RETRACTING = {
     # Retractions for certain, beside those that the full pool brings.
     "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "50",
+    "SGLANG_TEST_RETRACT_INTERVAL": "20",
 }
 
 

@@ -141,7 +141,8 @@ def run_storm(
             outcome.problems.append("no request was answered")
         try:
             segment = next((one.segment for one in features if one.segment), SEGMENT)
-            fit = [one for one in survivors if not repeats([*one.prompt, *one.tokens], segment)]
+            chooses = "ratio-1" not in names
+            fit = [one for one in survivors if not (chooses and repeats([*one.prompt, *one.tokens], segment))]
             outcome.alike = len(survivors) - len(fit)
             _compare(QuietServer(calm.result().url), fit[: limits.compared], outcome, "reservoir" in names, advance)
         except (ServerLost, ServerFailed) as error:

@@ -10,13 +10,13 @@ import httpx
 import numpy as np
 import pytest
 
+from benchmarks.storm.features import RETRACTING, STRICT
 from sgl_ragged.budgets import profile_kept, uniform_kept
 from tests.architectures import WINDOW, WINDOWED
 from tests.examples import fewer
 from tests.models import make_profile
 from tests.oracle import Oracle
 from tests.server.client import flush, generate, generate_all
-from tests.server.test_stress import ENV
 
 pytestmark = pytest.mark.server
 
@@ -134,7 +134,7 @@ def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
         (trunk[: dice.randint(0, 400)] + prompt(dice.randint(0, 40), dice.randint(1, 200)), dice.randint(1, 40))
         for _ in range(fewer(300))
     ]
-    with nursery.serve(gemma3, *flags, log=tmp_path / "log", env=ENV) as server:
+    with nursery.serve(gemma3, *flags, log=tmp_path / "log", env=STRICT | RETRACTING) as server:
         with ThreadPoolExecutor(12) as clients:
             answers = list(clients.map(lambda request: generate(server, *request), asked))
         assert sum(answer.cached > 0 for answer in answers) > len(asked) / 6

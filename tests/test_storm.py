@@ -1,0 +1,163 @@
+"""Parts of benchmarks.storm that need no server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.harness.errors import SettingsError
+from benchmarks.storm.__main__ import names_of
+from benchmarks.storm.features import FEATURES, HIDING, STRICT, chosen, server_settings
+from benchmarks.storm.material import Material
+from benchmarks.storm.one_storm import Outcome, _compare, repeats
+from benchmarks.storm.pairs import cover, narrow, pairs_of, shown
+from benchmarks.storm.quiet import TOLERANCE, QuietServer
+from benchmarks.storm.results import Results, refusal_table, table
+from benchmarks.storm.traffic import Survivor
+from sgl_ragged.profile import load_profile
+
+NAMES = tuple("abcdefgh")
+
+
+@given(
+    refused=st.sets(st.sampled_from(sorted(pairs_of(NAMES)))),
+    hides=st.sets(st.sampled_from(NAMES), max_size=3),
+    most=st.integers(2, 8),
+)
+def test_every_pair_that_is_not_refused_is_shown(refused, hides, most):
+    rows = cover(NAMES, refused, tuple, hides, most)
+    assert all(not pairs_of(row) & refused and len(row) <= most for row in rows)
+    assert set().union(*(shown(row, hides) for row in rows)) == pairs_of(NAMES) - refused
+
+
+def test_what_hides_is_alone_with_each():
+    assert shown(("a", "b", "c"), {"b"}) == {("a", "b"), ("b", "c")}
+    assert shown(("a", "b", "c"), {"a", "b"}) == pairs_of("abc")
+    assert shown(("a", "c"), {"b"}) == {("a", "c")}
+
+
+def test_pairs_that_came_before_are_left_out():
+    assert cover("abc", (), tuple, (), 3, covered=pairs_of("abc")) == []
+    assert cover("abc", (), tuple, (), 3, covered=[("a", "b"), ("a", "c")]) == [("b", "c")]
+
+
+@given(st.sets(st.sampled_from(NAMES), min_size=1, max_size=3))
+def test_narrow_finds_what_a_failure_needs(culprits):
+    assert set(narrow(NAMES, lambda names: culprits <= set(names))) == culprits
+
+
+def test_features_bring_what_they_need():
+    assert names_of(["codec-fp8"]) == ("keydiff", "tier", "codec-fp8", "fcfs")
+    assert names_of(["lpm", "gate", "disk", "recompute"]) == ("gate", "disk", "recompute", "lpm")
+    assert names_of(["tier", "disk"]) == ()
+    with pytest.raises(SettingsError, match="lpm and priority are settings of the same flag"):
+        chosen(["priority", "lpm"])
+    with pytest.raises(SettingsError, match="unknown features rain; known: keydiff"):
+        chosen(["rain"])
+
+
+def test_every_feature_makes_a_command_line(tmp_path):
+    """A quiet server has the flags of its storm, but for the sizes of its pools."""
+    material = Material(tmp_path)
+    for name in FEATURES:
+        storm, quiet = (
+            server_settings(chosen([name]), material, tmp_path / "pages", quiet=quiet) for quiet in (False, True)
+        )
+        assert not any("{" in flag for flag in storm.flags)
+        pools = {"--max-total-tokens", "--swa-full-tokens-ratio"}
+        before = ("", *storm.flags)
+        assert {before[place] for place, (a, b) in enumerate(zip(storm.flags, quiet.flags, strict=True)) if a != b} <= (
+            pools
+        )
+        assert set(storm.env) - set(quiet.env) == {"SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL"}
+        assert set(STRICT) - set(quiet.env) == ({"SGLANG_CHECK_KV_PAGE_INVARIANTS"} if name == "history" else set())
+        profile = storm.flags[storm.flags.index("--ragged-profile") + 1]
+        if profile != "uniform":
+            assert load_profile(profile).mu.max() > 4 * load_profile(profile).mu.min()
+
+
+def test_segments_that_repeat_themselves():
+    varied = list(range(64))
+    assert not repeats(varied + [5] * 40, 64), "not finished"
+    assert repeats(varied + [5, 6, 7, 8] * 16, 64)
+    assert not repeats(varied * 3, 64)
+
+
+class Quiet(QuietServer):
+    """Gives one of several answers to whoever asks, in turns."""
+
+    def __init__(self, *given: list[float]) -> None:
+        self.given = itertools.cycle(given)
+
+    def _forced(self, survivor, *, flush=True):
+        return np.array(next(self.given))
+
+    def _flush(self):
+        pass
+
+    def _ask(self, tokens, adapter, new, **more):
+        return {"output_token_logprobs": [(logprob, 1) for logprob in next(self.given)]}
+
+
+def survivor(*logprobs: float, greedy: bool = False) -> Survivor:
+    return Survivor((5, 6), (1,) * len(logprobs), logprobs, None, greedy, 0, 0)
+
+
+def test_answers_that_differ_are_a_problem():
+    outcome = Outcome(("keydiff",))
+    _compare(Quiet([-1.0, -2.0]), [survivor(-1.0, -2.0), survivor(-1.0, -2.1)], outcome, False, lambda: None)
+    assert (outcome.compared, outcome.above, outcome.ties) == (2, 1, 0)
+    assert outcome.largest == pytest.approx(0.1)
+    assert "1 of 2 answers differ from a quiet server's by up to 1.0e-01" in outcome.problems[0]
+    outcome = Outcome(("fp8",), inexact=("documented",))
+    _compare(Quiet([-1.0]), [survivor(-1.1)], outcome, False, lambda: None)
+    assert (outcome.above, outcome.problems) == (1, [])
+
+
+def test_nan_is_no_answer():
+    outcome = Outcome(("keydiff",))
+    _compare(Quiet([-1.0]), [survivor(float("nan"))], outcome, False, lambda: None)
+    assert outcome.problems
+
+
+def test_what_the_quiet_server_says_in_another_batch_is_a_tie():
+    outcome = Outcome(("keydiff",))
+    _compare(Quiet([-1.0], [-1.0], [-1.5]), [survivor(-1.5)], outcome, False, lambda: None)
+    assert (outcome.ties, outcome.above, outcome.problems) == (1, 0, [])
+    assert outcome.largest_tie == pytest.approx(0.5)
+    assert outcome.largest < TOLERANCE
+
+
+def test_decoding_is_compared_as_far_as_it_is_the_same():
+    """Two tokens may be equally likely; what stands behind the other one is another text."""
+
+    class Decoding(Quiet):
+        def _ask(self, *_, **__):
+            return {"output_token_logprobs": [(-1.0, 1), (-2.0, 9), (-3.0, 1)]}
+
+    assert Decoding([0.0]).decoded_difference(survivor(-1.0, -2.0, -9.0)) == 0
+    assert Decoding([0.0]).decoded_difference(survivor(-1.0, -2.5, -9.0)) == pytest.approx(0.5)
+
+
+def test_results_come_back_from_their_file(tmp_path):
+    results = Results(tmp_path / "storm.json", {"seed": 0}, {})
+    good = Outcome(("gate", "tier"), ends={"answered": 9, "left": 1}, compared=9, largest=2e-5)
+    bad = Outcome(("keydiff", "tier"), problems=["hang"])
+    results.storms = {"gate + tier": good, "keydiff + tier": bad}
+    results.refused = {("history", "reservoir"): "sgl_ragged: no", ("a", "a"): "sgl_ragged: never"}
+    results.write()
+    again = Results.open(tmp_path / "storm.json", {"seed": 0}, {})
+    assert (again.storms, again.refused) == (results.storms, results.refused)
+    assert json.loads(results.text())["storms"][0]["features"] == ["gate", "tier"]
+    assert (again.failed, again.survived) == ([bad], {("gate", "tier")})
+    assert [row[-1] for row in table(again).rows] == ["yes", "no"]
+    assert [row[0] for row in refusal_table(again).rows] == ["history with reservoir", "a"]
+
+
+def test_hiding_features_are_those_that_change_answers_or_share_nothing():
+    assert {"fp8-e4m3", "fp8-e5m2", "codec-fp8", "codec-shared", "reservoir", "no-radix"} == HIDING
