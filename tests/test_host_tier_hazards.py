@@ -20,7 +20,7 @@ from sgl_ragged.mem_pool.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.tier_meter import TierMeter
-from sgl_ragged.plugin import host_tier
+from sgl_ragged.plugin import host_tier, restoring
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, RaggedHostPool
 from sgl_ragged.plugin.host_tier import RaggedCacheController
@@ -52,8 +52,8 @@ class Tier:
         self.store = self.pool.store
         if score is not None:
             self.scores = SegmentScores(self.store, score)
-            table = torch.zeros((3, 4 * SEGMENT), dtype=torch.int32)
-            self.pool.histories = Histories(HistoryBound(3, score), table, SEGMENT, self.scores)
+            self.table = torch.zeros((3, 4 * SEGMENT), dtype=torch.int32)
+            self.pool.histories = Histories(HistoryBound(3, score), self.table, SEGMENT, self.scores)
         self.allocator = PagedTokenToKVPoolAllocator(
             sizes.max_total_tokens, SEGMENT, torch.float32, "cpu", self.pool, need_sort=False
         )
@@ -129,6 +129,30 @@ def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
     device = tier.allocator.alloc(SEGMENT)
     tier.pool.tier.mark(device, rows)
     tier.pool.tier.run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
+
+
+def test_a_page_that_was_given_back_is_not_computed_for_who_had_it(monkeypatch):
+    """A bounded request still names it in its row of the table; it has been marked for another request by then."""
+    monkeypatch.setattr(restoring, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=SEGMENT))
+    tier = Tier(device_pages=4, score="value_key_norm")
+    indices, content = tier.filled_slab()
+    rows = tier.controller.write(indices)
+    tier.controller.start_writing()
+    device = tier.allocator.alloc(SEGMENT)
+    history = tier.pool.histories.advance(1, 4)
+    (left,) = history.left
+    tier.table[1, left * SEGMENT : (left + 1) * SEGMENT] = device
+    history.returned.add(left)
+    tier.pool.tier.mark(device, rows)
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        reqs=[None],
+        req_pool_indices_cpu=torch.tensor([1]),
+        prefix_lens=[4 * SEGMENT],
+    )
+    runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=tier.table))
+    tier.pool.tier.run(SimpleNamespace(model_runner=runner), batch)
     assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
 
 

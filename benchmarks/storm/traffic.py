@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.storm.features import CONTEXT_TOKENS
+from benchmarks.storm.features import CONTEXT_TOKENS, SEGMENT
 
 CLIENTS = 14
 VOCABULARY = range(10, 300)
@@ -52,7 +52,7 @@ class _Client:
         self._url, self._adapters, self._always_greedy = url, adapters, greedy
         self._random = random.Random(f"{seed}-{number}")
         self._trunks = trunks
-        self._conversation: tuple[list[int], str | None] | None = None
+        self._conversations: list[tuple[list[int], str | None]] = []
 
     def _tokens(self, least: int, most: int) -> list[int]:
         return self._random.choices(VOCABULARY, k=self._random.randint(least, most))
@@ -68,10 +68,10 @@ class _Client:
             return self._tokens(1, 3), adapter
         if kind < 0.14:
             return self._tokens(CONTEXT_TOKENS, CONTEXT_TOKENS + 50), adapter
-        if kind < 0.40 and self._conversation is not None:
-            before, adapter = self._conversation
+        if kind < 0.50 and self._conversations:
+            before, adapter = self._conversations.pop(dice.randrange(len(self._conversations)))
             return before + self._tokens(1, 120), adapter
-        shared = dice.choice(self._trunks)[: dice.randint(0, TRUNK_TOKENS)] if kind < 0.75 else []
+        shared = dice.choice(self._trunks)[: dice.randint(0, TRUNK_TOKENS)] if kind < 0.80 else []
         return shared + self._tokens(1, 300), adapter
 
     def send(self, collected: Collected, lock: threading.Lock) -> None:
@@ -83,6 +83,9 @@ class _Client:
         greedy = self._always_greedy or dice.random() < 0.5
         # Greedy decoding soon says the same over and over, and equal tokens tie.
         new = 1 if dice.random() < 0.15 else dice.randint(2, 24 if greedy and not self._always_greedy else 90)
+        if dice.random() < 0.4:
+            # Ends where a segment does, or one token behind: the last one that is answered is not in the cache.
+            new, greedy = -len(prompt) % SEGMENT + dice.choice((1, 1, 2)), self._always_greedy
         rid = uuid.UUID(int=dice.getrandbits(128)).hex
         body: dict[str, Any] = {
             "input_ids": prompt,
@@ -112,7 +115,8 @@ class _Client:
                 collected.survivors.append(survivor)
         if survivor is not None:
             whole = [*survivor.prompt, *survivor.tokens]
-            self._conversation = (whole, adapter) if len(whole) < LONGEST_TOKENS - 250 else None
+            if len(whole) < LONGEST_TOKENS - 250:
+                self._conversations.append((whole, adapter))
 
     def _send_and_leave(self, body: dict[str, Any]) -> None:
         """Hang up in the middle of the answer, or before it."""

@@ -78,9 +78,12 @@ class Restorer:
         row = int(batch.req_pool_indices_cpu[index])
         firsts = runner.req_to_token_pool.req_to_token[row, : batch.prefix_lens[index] : segment]
         slots = (firsts // segment).tolist()
+        history = None if self.pool.histories is None else self.pool.histories.get(row)
+        # Pages that a bounded request has given back are another's by now, and still stand in its row of the table.
+        gone: set[int] = set() if history is None else history.returned
         chunk = get_schedule().chunked_prefill_size
         at_once = chunk if chunk is not None and chunk > 0 else DEFAULT_CHUNK
-        for first, end in marked_runs([slot in self._rows for slot in slots]):
+        for first, end in marked_runs([slot in self._rows and number not in gone for number, slot in enumerate(slots)]):
             # Segments before these may be on their way from the host; where there are none, nothing is waited for.
             worker.set_hicache_consumer(batch.hicache_consumer_index if first else WAITS_FOR_NOTHING)
             for start in range(first * segment, end * segment, at_once):
