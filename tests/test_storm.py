@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.launch import Server
 from benchmarks.storm.__main__ import names_of
 from benchmarks.storm.features import FEATURES, HIDING, STRICT, chosen, server_settings
 from benchmarks.storm.material import Material
-from benchmarks.storm.one_storm import Outcome, _compare, repeats
+from benchmarks.storm.one_storm import Outcome, _compare, _signs, repeats
 from benchmarks.storm.pairs import cover, narrow, pairs_of, shown
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
 from benchmarks.storm.results import Results, refusal_table, table
@@ -161,3 +162,15 @@ def test_results_come_back_from_their_file(tmp_path):
 
 def test_hiding_features_are_those_that_change_answers_or_share_nothing():
     assert {"fp8-e4m3", "fp8-e5m2", "codec-fp8", "codec-shared", "reservoir", "no-radix"} == HIDING
+
+
+def test_signs_of_a_leak_are_found_and_harmless_lines_are_not(tmp_path):
+    log = tmp_path / "log"
+    harmless = (
+        "[2026-11-23] post-warmup freeze_gc failed\nTraceback (most recent call last):\n  refused\n[2026-11-23] up\n"
+        "/lib/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked objects\n"
+    )
+    log.write_text(harmless)
+    assert _signs(Server("", None, log)) == []
+    log.write_text(harmless + "[2026-11-23] token_to_kv_pool_allocator memory leak detected!\n")
+    assert "memory leak detected" in _signs(Server("", None, log))[0]

@@ -17,6 +17,7 @@ from benchmarks.report.section import Figure, Section
 from benchmarks.returning import tables as returning
 from benchmarks.returning.results import Results as Returns
 from benchmarks.returning.visit import TIGHT
+from benchmarks.storm import results as storms
 from benchmarks.tier_codecs.results import Result, table
 
 
@@ -120,6 +121,12 @@ def _tier_codecs(path: Path, data: Any) -> list[Rows]:
     return [replace(rows, title=f"{path.stem}: {rows.title}")]
 
 
+def _storm(path: Path, data: Any) -> list[Rows]:
+    found = storms.Results.from_json(path, data)
+    made = [storms.table(found), *([storms.refusal_table(found)] if found.refused else [])]
+    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
+
+
 STEP_SPEED = Kind(
     "step-speed*.json",
     "Prefill and decode by pool",
@@ -162,6 +169,14 @@ KINDS = (
         "device. Bytes are those of the tier; docs/host-tier-codecs.md says what is measured.",
         "python -m benchmarks.tier_codecs",
         _tier_codecs,
+    ),
+    Kind(
+        "storm*.json",
+        "Storms: pairs of features under load",
+        "Many clients on too small a pool, with requests that are left, aborted and retracted; what was answered is "
+        "compared with a quiet server's. docs/storm.md.",
+        "python -m benchmarks.storm --pairs",
+        _storm,
     ),
     Kind(
         "cta-map*.json",

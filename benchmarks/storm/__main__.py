@@ -140,7 +140,8 @@ def run(options: argparse.Namespace) -> None:
             rows = [names_of(options.features)]
         console.print(f"{len(rows)} storms", highlight=False)
         for names in rows:
-            if key(names) in results.known:
+            before = results.storms.get(key(names))
+            if before is not None and not before.problems:
                 continue
             outcome = one(names)
             results.storms[key(outcome.features)] = outcome

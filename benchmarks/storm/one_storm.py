@@ -29,8 +29,10 @@ IDLE_S, STOPS_S = 30, 60
 SIGNS = ("leak", "scheduler hit an exception", "exception in asgi application", "traceback (most recent call last)")
 """What no log of a server may say, in lower case."""
 
-HARMLESS = re.compile(r"post-warmup freeze_gc failed\n.*?(?=\n\[20|\Z)", re.DOTALL)
-"""SGLang asks itself over HTTP before it listens."""
+HARMLESS = re.compile(
+    r"post-warmup freeze_gc failed\n.*?(?=\n\[20|\Z)|[^\n]*UserWarning: resource_tracker:[^\n]*", re.DOTALL
+)
+"""SGLang asks itself over HTTP before it listens, and ends ranks before Python has cleaned up behind them."""
 
 RETRACTED = re.compile(r"#retracted_reqs: (\d+)")
 
