@@ -179,6 +179,17 @@ def test_lives_of_the_reservoir(capacity, taken):
         lives.check()
 
 
+def test_satellites_that_keep_everything_are_given_nothing():
+    layout = SlabLayout(kept=np.full_like(KEPT, SEGMENT), head_dim=DIM, segment=SEGMENT)
+    store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, torch.float32, "cpu")
+    reservoir = Reservoir(store, SATELLITES, 2)
+    store.seal(None, InTails(torch.tensor([1]), torch.tensor([3]), torch.tensor([0])))
+    (entry,) = reservoir.entries([3])
+    where, asked = torch.full((3, 2), entry), torch.tensor([[5, 40]]).expand(3, -1)
+    rows, counts = reservoir.gather(torch.arange(3), where, asked, 20)
+    assert (rows.shape, counts.tolist()) == ((3, 20, 2 * DIM), [0, 0, 0])
+
+
 def test_a_reservoir_that_holds_nothing_is_refused():
     settings = Retrieval(reservoir_bytes=700, overlay=4, pivots=1, interval=8, drift=0.5)
     assert settings.entries([200, 140]) == 2

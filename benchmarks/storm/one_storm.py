@@ -243,5 +243,5 @@ def _compare(
         outcome.problems.append(
             f"{len(far)} of {outcome.compared} answers differ from a quiet server's by up to {difference:.1e}: one of "
             f"{len(worst.prompt)} tokens ({worst.cached} cached, {worst.retractions} retractions), "
-            f"{len(worst.tokens)} answered, adapter {worst.adapter}"
+            f"{len(worst.tokens)} answered, from token {quiet.begins(worst)} on, adapter {worst.adapter}"
         )

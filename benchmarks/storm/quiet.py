@@ -28,6 +28,10 @@ class QuietServer:
         """
         return float(np.abs(self._forced(survivor) - survivor.logprobs).max())
 
+    def begins(self, survivor: Survivor) -> int:
+        """The first token of the answer with more than a difference of rounding."""
+        return int(np.argmax(~(np.abs(self._forced(survivor) - survivor.logprobs) <= TOLERANCE)))
+
     def nearest(self, survivor: Survivor) -> float:
         """The smallest difference among answers to the same request, which this server computes in several ways.
 

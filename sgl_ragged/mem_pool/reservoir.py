@@ -110,6 +110,11 @@ class Reservoir:
         Returns:
             Rows [satellites, most, 2 * head_dim], keys then values, and int32 [satellites], how many of them count.
         """
+        if self._rows == 0:
+            # At ratio 1, and on ranks whose satellites need so much, these keep everything.
+            return self._data.new_zeros(len(satellites), most, 2 * self.layout.head_dim), torch.zeros(
+                len(satellites), dtype=torch.int32
+            )
         if self._copied is not None:
             self._copied.synchronize()
         own = satellites[:, None]
