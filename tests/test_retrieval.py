@@ -179,6 +179,28 @@ def test_lives_of_the_reservoir(capacity, taken):
         lives.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_an_fp8_reservoir_gives_back_what_the_cache_held(dtype):
+    layout = SlabLayout(kept=KEPT, head_dim=DIM, segment=SEGMENT)
+    store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, dtype, "cpu", query_dtype=torch.float32)
+    reservoir = Reservoir(store, SATELLITES, 2)
+    stored = torch.randn(LAYERS, 2, HEADS, SEGMENT, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+    store.tails[1] = stored
+    store.seal(None, InTails(torch.tensor([1]), torch.tensor([3]), torch.tensor([0])))
+    where = torch.full((3, SEGMENT), reservoir.entries([3])[0])
+    rows, counts = reservoir.gather(torch.arange(3), where, torch.arange(SEGMENT).expand(3, -1), SEGMENT)
+    overlays = Overlays(2, 3, SEGMENT, DIM, dtype, torch.device("cpu"))
+    overlays.install(1, slice(0, 3), rows, counts)
+    fetched, found = overlays.of(torch.tensor([1]), slice(1, 3))
+    assert found.tolist() == [[SEGMENT - 32, SEGMENT - 16]]
+    for number, (layer, head) in enumerate(((0, 2), (1, 1))):
+        keys, values = stored[layer, :, head].float().numpy().astype(np.float64)
+        kept = kept_tokens("keydiff", Tokens(keys, values), int(KEPT[layer, head]), True)
+        dropped = [place for place in range(SEGMENT) if place not in kept]
+        expected = np.concatenate([keys[dropped], values[dropped]], axis=1)
+        np.testing.assert_array_equal(fetched[0, number, : len(dropped)].float().numpy(), expected)
+
+
 def test_satellites_that_keep_everything_are_given_nothing():
     layout = SlabLayout(kept=np.full_like(KEPT, SEGMENT), head_dim=DIM, segment=SEGMENT)
     store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, torch.float32, "cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_ragged.attention.merge import merge_states
+from sgl_ragged.mem_pool.kv_dtype import movable
 
 
 class Overlays:
@@ -21,6 +22,11 @@ class Overlays:
         self.rows = torch.zeros((num_rows, satellites, most, 2 * head_dim), dtype=dtype, device=device)
         self.counts = torch.zeros((num_rows, satellites), dtype=torch.int32, device=device)
 
+    def of(self, rows: torch.Tensor, satellites: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and counts of some satellites for a batch, int64 [batch] rows of the table; copies."""
+        fetched = movable(self.rows)[:, satellites].index_select(0, rows).view(self.rows.dtype)
+        return fetched, self.counts[:, satellites].index_select(0, rows)
+
     @property
     def most(self) -> int:
         return self.rows.shape[2]
@@ -32,7 +38,7 @@ class Overlays:
     def install(self, row: int, satellites: torch.Tensor | slice, rows: torch.Tensor, counts: torch.Tensor) -> None:
         """Replace the overlays of some satellites of a row; tensors on the host, as `Reservoir.gather` gives them."""
         device = self.rows.device
-        self.rows[row, satellites] = rows.to(device, non_blocking=True)
+        movable(self.rows)[row, satellites] = movable(rows).to(device, non_blocking=True)
         self.counts[row, satellites] = counts.to(device, non_blocking=True)
 
     def clear(self, row: int) -> None:

@@ -215,8 +215,7 @@ class Retriever:
         if not len(heads):
             return
         satellites = slice(self._first[layer], self._first[layer + 1])
-        fetched = self.overlays.rows[:, satellites].index_select(0, rows)
-        counts = self.overlays.counts[:, satellites].index_select(0, rows)
+        fetched, counts = self.overlays.of(rows, satellites)
         attended_to, sums = attend_overlay(queries[:, heads], fetched, counts, self.store.logit_scale(layer))
         add_overlay(output, lse, heads, attended_to, sums, self.store.value_scale(layer))
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval import entry_rows
@@ -112,9 +113,8 @@ class Reservoir:
         """
         if self._rows == 0:
             # At ratio 1, and on ranks whose satellites need so much, these keep everything.
-            return self._data.new_zeros(len(satellites), most, 2 * self.layout.head_dim), torch.zeros(
-                len(satellites), dtype=torch.int32
-            )
+            shape = (len(satellites), most, 2 * self.layout.head_dim)
+            return torch.zeros(shape, dtype=self._data.dtype), torch.zeros(len(satellites), dtype=torch.int32)
         if self._copied is not None:
             self._copied.synchronize()
         own = satellites[:, None]
@@ -125,10 +125,10 @@ class Reservoir:
         counts = dropped.sum(dim=1).clamp_max(most)
         rows = (entries * self._rows + self._first_row[own] + numbers).gather(1, order)
         rows = rows.masked_fill(torch.arange(order.shape[1]) >= counts[:, None], 0)
-        found = self._data.view(-1, 2 * self.layout.head_dim)[rows.flatten()].view(*rows.shape, -1)
+        found = movable(self._data).view(-1, 2 * self.layout.head_dim)[rows.flatten()].view(*rows.shape, -1)
         if rows.shape[1] < most:
             found = torch.nn.functional.pad(found, (0, 0, 0, most - rows.shape[1]))
-        return found, counts.int()
+        return found.view(self._data.dtype), counts.int()
 
     def _sealed(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
         layers = range(self.layout.num_layers) if layer is None else [layer]
@@ -170,7 +170,7 @@ class Reservoir:
         # No sealer says what it kept: they are scored once more.
         rows = store.segment_rows(layer, segments)
         order = rank_positions(store.scorer.score(store.segment_data(layer, segments, rows)), segments.numbers == 0)
-        keys, values = (part[present] for part in rows)
+        keys, values = (movable(part)[present] for part in rows)
         order = order[present]
         host = torch.tensor(entries)
         for index, head in enumerate(self.satellites[layer]):
@@ -183,7 +183,7 @@ class Reservoir:
             picked = dropped[..., None].expand(-1, -1, layout.head_dim)
             both = torch.cat([part[:, head].gather(1, picked) for part in (keys, values)], dim=-1)
             first = int(self._first_row[satellite])
-            self._to_host(self._data[:, first : first + count], host, both)
+            self._to_host(movable(self._data)[:, first : first + count], host, both)
             self._to_host(self._numbers[:, satellite], host, numbers)
 
     def _to_host(self, target: torch.Tensor, entries: torch.Tensor, source: torch.Tensor) -> None:
