@@ -28,7 +28,7 @@ from benchmarks.harness.warm_start import Nursery
 from benchmarks.storm.features import FEATURES, HIDING, chosen, server_settings
 from benchmarks.storm.material import Material
 from benchmarks.storm.one_storm import Limits, Outcome, run_storm
-from benchmarks.storm.pairs import Pair, cover, narrow
+from benchmarks.storm.pairs import Pair, cover, narrow, shown
 from benchmarks.storm.refusals import OWN, refusals, refuses_in_one_line
 from benchmarks.storm.results import Results, key, refusal_table, table
 
@@ -135,7 +135,10 @@ def run(options: argparse.Namespace) -> None:
                 results.refused = ask_refusals(nursery, material)
                 results.write()
             served = [name for name in FEATURES if (name, name) not in results.refused]
-            rows = cover(served, results.refused, names_of, HIDING, MOST_FEATURES, results.survived)
+            # What failed before is tried again; only what neither it nor others have shown needs further storms.
+            again = [one.features for one in results.failed]
+            done = results.survived.union(*(shown(names, HIDING) for names in again))
+            rows = again + cover(served, results.refused, names_of, HIDING, MOST_FEATURES, done)
         else:
             rows = [names_of(options.features)]
         console.print(f"{len(rows)} storms", highlight=False)

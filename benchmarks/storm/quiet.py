@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from benchmarks.storm.traffic import HANGS_S, Survivor
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities in float32 that rounding explains."""
+
+CACHED_SHARES, BEHIND_TOKENS = (0.0, 0.5, 1.0), (1, 2, 4, 7, 11, 19, 30, 47, 90)
+"""Of a prompt, and behind an answer: what makes batches of other shapes."""
 
 
 class QuietServer:
@@ -36,20 +40,17 @@ class QuietServer:
         """The smallest difference among answers to the same request, which this server computes in several ways.
 
         Where two tokens tie at the edge of a budget, which one is kept is a matter of rounding, and so is which expert
-        a token goes to: the shape of a batch decides. So parts of the request are asked for first, then it comes from
-        the cache behind them, and its tokens are computed in batches of other shapes; or they are decoded.
+        a token goes to: the shape of a batch decides. So a part of the prompt is asked for before, which then comes
+        from the cache, other tokens follow behind the answer, and what the server decodes itself is looked at, too.
         """
-        found = [self.difference(survivor)]
-        whole = [*survivor.prompt, *survivor.tokens]
-        for share in (0.25, 0.5, 0.75, 1.0):
-            cut = int(len(survivor.prompt) * share)
-            if found[-1] <= TOLERANCE:
+        found = [self.decoded_difference(survivor)] if survivor.greedy else [np.inf]
+        for share, behind in itertools.product(CACHED_SHARES, BEHIND_TOKENS):
+            if min(found) <= TOLERANCE:
                 break
             self._flush()
-            self._ask(whole[: max(cut, 1)], survivor.adapter, 1)
-            found.append(float(np.abs(self._forced(survivor, flush=False) - survivor.logprobs).max()))
-        if min(found) > TOLERANCE and survivor.greedy:
-            found.append(self.decoded_difference(survivor))
+            if cut := int(len(survivor.prompt) * share):
+                self._ask(survivor.prompt[:cut], survivor.adapter, 1)
+            found.append(float(np.abs(self._forced(survivor, flush=False, behind=behind) - survivor.logprobs).max()))
         return min(found)
 
     def decoded_difference(self, survivor: Survivor) -> float:
@@ -64,13 +65,13 @@ class QuietServer:
                 break
         return largest
 
-    def _forced(self, survivor: Survivor, *, flush: bool = True) -> np.ndarray:
+    def _forced(self, survivor: Survivor, *, flush: bool = True, behind: int = 0) -> np.ndarray:
         if flush:
             self._flush()
-        whole = [*survivor.prompt, *survivor.tokens]
+        whole = [*survivor.prompt, *survivor.tokens, *itertools.repeat(survivor.prompt[0], behind)]
         meta = self._ask(whole, survivor.adapter, 1, logprob_start_len=len(survivor.prompt) - 1)
         # The first one has nothing before it here.
-        return np.array([entry[0] for entry in meta["input_token_logprobs"][1:]])
+        return np.array([entry[0] for entry in meta["input_token_logprobs"][1 : 1 + len(survivor.tokens)]])
 
     def _flush(self) -> None:
         self._post("/flush_cache?timeout=30", None)
