@@ -30,7 +30,7 @@ def material(tmp_path_factory):
     ids="-".join,
 )
 def test_every_answer_is_a_quiet_servers(nursery, material, tmp_path, names):
-    limits = Limits(requests=fewer(400), seconds=60, compared=fewer(160), seed=0)
+    limits = Limits(requests=fewer(200), seconds=60, compared=fewer(100), seed=0)
     outcome = run_storm(nursery, chosen(names), material, limits, tmp_path / "storm.log")
     print(outcome)
     assert outcome.problems == []
