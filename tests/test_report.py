@@ -65,9 +65,9 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "results").mkdir()
     root, document, printed = report(tmp_path / "results", tmp_path)
     missing = [p for p in root.iter(f"{HTML}p") if p.get("class") == "missing"]
-    assert len(missing) == 7
+    assert len(missing) == 8
     assert "the benchmark has not been run" in document
-    assert printed.count("missing:") == 7
+    assert printed.count("missing:") == 8
 
 
 def test_broken_files_are_named_and_do_not_stop_the_page(results, tmp_path):
