@@ -76,7 +76,7 @@ def test_every_feature_makes_a_command_line(tmp_path):
             pools
         )
         assert set(storm.env) - set(quiet.env) == {"SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL"}
-        assert set(STRICT) - set(quiet.env) == ({"SGLANG_CHECK_KV_PAGE_INVARIANTS"} if name == "history" else set())
+        assert set(STRICT) <= set(quiet.env)
         profile = storm.flags[storm.flags.index("--ragged-profile") + 1]
         if profile != "uniform":
             assert load_profile(profile).mu.max() > 4 * load_profile(profile).mu.min()
@@ -161,7 +161,8 @@ def test_results_come_back_from_their_file(tmp_path):
 
 
 def test_hiding_features_are_those_that_change_answers_or_share_nothing():
-    assert {"fp8-e4m3", "fp8-e5m2", "codec-fp8", "codec-shared", "reservoir", "no-radix"} == HIDING
+    inexact = {"fp8-e4m3", "fp8-e5m2", "int8", "k8v4", "codec-fp8", "codec-shared", "reservoir"}
+    assert inexact | {"no-radix"} == HIDING
 
 
 def test_signs_of_a_leak_are_found_and_harmless_lines_are_not(tmp_path):

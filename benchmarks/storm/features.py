@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER
+from benchmarks.harness.unpinned_launch import UNPINNED_LAUNCH
 from benchmarks.storm.material import ADAPTERS, GEMMA3, GPT_OSS, RANK, RECALL, Material
 
 POOL_SEGMENTS, CONTEXT_TOKENS = 24, 1600
@@ -54,6 +54,9 @@ class Feature:
 
 _TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
 _FP8 = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/fp8.md)"
+_CODES = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/slab-formats.md)"
+_FEW_BYTES = ("--ragged-ratio", "0.1")
+"""Of more, codes would keep every token beside a cache in float32."""
 _CODEC = "a restored prefix is not what was served (docs/host-tier-codecs.md)"
 
 FEATURES: dict[str, Feature] = {
@@ -74,6 +77,8 @@ FEATURES: dict[str, Feature] = {
         Feature("gemma3", "sliding windows", "model", ("--swa-full-tokens-ratio", "{windows}"), model=GEMMA3),
         Feature("fp8-e4m3", "FP8 cache", "cache", ("--kv-cache-dtype", "fp8_e4m3"), inexact=_FP8),
         Feature("fp8-e5m2", "FP8 cache", "cache", ("--kv-cache-dtype", "fp8_e5m2"), inexact=_FP8),
+        Feature("int8", "slabs in 8 bits", "slabs", ("--ragged-slab-dtype", "int8", *_FEW_BYTES), inexact=_CODES),
+        Feature("k8v4", "slabs in 8 and 4 bits", "slabs", ("--ragged-slab-dtype", "k8v4", *_FEW_BYTES), inexact=_CODES),
         Feature("history", "bounded histories", flags=("--ragged-history", "{history}")),
         Feature("tier", "slabs in host memory", "tier", _TIER),
         Feature(
@@ -157,10 +162,8 @@ class ServerSettings:
 
     @property
     def launcher(self) -> tuple[str, ...]:
-        return UNPINNED if self.adapters else LAUNCH_SERVER
+        return UNPINNED_LAUNCH if self.adapters else LAUNCH_SERVER
 
-
-UNPINNED = (sys.executable, "-m", "benchmarks.storm.unpinned")
 
 STRICT = {
     # SGLang's own accounting after every batch, not only when idle.
@@ -215,9 +218,6 @@ def server_settings(features: Sequence[Feature], material: Material, pages: Path
             else:
                 flags.append(flag.format(**values))
     env = dict(STRICT if quiet else STRICT | RETRACTING)
-    if "history" in names:
-        # That check takes pages that left a request's view for lost ones.
-        del env["SGLANG_CHECK_KV_PAGE_INVARIANTS"]
     if "tp2" in names:
         cores = sorted(os.sched_getaffinity(0))
         env["SGLANG_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[-1]}"

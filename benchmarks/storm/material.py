@@ -111,7 +111,7 @@ class Material:
             scope="model",
             ratio=0.3,
             segment=segment,
-            samples=0,
+            samples=1,
             statistics=MappingProxyType({name: array.astype(np.float32) for name, array in statistics.items()}),
         ).save(path)
         return path
