@@ -14,8 +14,8 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
-from sgl_ragged.attention.kernels.walk import walk_history, walk_tail
-from sgl_ragged.attention.kernels.walk_codes import walk_codes
+from sgl_ragged.attention.kernels.walk import walk_tail
+from sgl_ragged.attention.kernels.walk_codes import walk_sealed
 from sgl_ragged.attention.view import DecodeView
 
 
@@ -85,45 +85,27 @@ def decode_kernel(
 
     history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
     tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
-    if VALUE_BITS == 0:
-        best, total, output = walk_history(
-            query,
-            best,
-            total,
-            output,
-            slabs_ptr,
-            slots_ptr + request * slots_stride,
-            key_blocks_ptr + head,
-            slab_elems,
-            kept,
-            history_first,
-            history_last,
-            scale2,
-            HEAD_DIM,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-            PARTIAL,
-        )
-    else:
-        best, total, output = walk_codes(
-            query,
-            slabs_ptr,
-            slots_ptr + request * slots_stride,
-            key_blocks_ptr + head,
-            slab_elems,
-            kept,
-            history_first,
-            history_last,
-            scale2,
-            VALUE_BITS,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-            PARTIAL,
-        )
+    best, total, output = walk_sealed(
+        query,
+        best,
+        total,
+        output,
+        slabs_ptr,
+        slots_ptr + request * slots_stride,
+        key_blocks_ptr + head,
+        slab_elems,
+        kept,
+        history_first,
+        history_last,
+        scale2,
+        VALUE_BITS,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+        PRECISION,
+        PARTIAL,
+    )
     row = tl.load(rows_ptr + request).to(tl.int64)
     best, total, output = walk_tail(
         query,

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
-from sgl_ragged.attention.kernels.walk import walk_history, walk_tail
-from sgl_ragged.attention.kernels.walk_codes import walk_codes
+from sgl_ragged.attention.kernels.walk import walk_tail
+from sgl_ragged.attention.kernels.walk_codes import walk_sealed
 from sgl_ragged.attention.view import TILE_COLUMNS
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
@@ -96,45 +96,27 @@ def extend_kernel(
     if DIVIDED:
         begin = history // 16 * part // parts * 16
         end = history // 16 * (part + 1) // parts * 16
-    if VALUE_BITS == 0:
-        best, total, output = walk_history(
-            query,
-            best,
-            total,
-            output,
-            slabs_ptr,
-            slots_ptr + listed * slots_stride,
-            key_blocks_ptr + head,
-            slab_elems,
-            kept,
-            begin,
-            end,
-            scale2,
-            HEAD_DIM,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-            PARTIAL,
-        )
-    else:
-        best, total, output = walk_codes(
-            query,
-            slabs_ptr,
-            slots_ptr + listed * slots_stride,
-            key_blocks_ptr + head,
-            slab_elems,
-            kept,
-            begin,
-            end,
-            scale2,
-            VALUE_BITS,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-            PARTIAL,
-        )
+    best, total, output = walk_sealed(
+        query,
+        best,
+        total,
+        output,
+        slabs_ptr,
+        slots_ptr + listed * slots_stride,
+        key_blocks_ptr + head,
+        slab_elems,
+        kept,
+        begin,
+        end,
+        scale2,
+        VALUE_BITS,
+        HEAD_DIM,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+        PRECISION,
+        PARTIAL,
+    )
 
     # Rows beyond the part see its first token, so that every row of every tile has something valid to look at.
     seen = tl.minimum((first_row + BLOCK_M - 1) // Q_PER_KV + 1, tokens)

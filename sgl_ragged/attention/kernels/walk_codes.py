@@ -1,4 +1,4 @@
-"""The walk over kept rows in codes of few bits (`slab_format`): as `walk.walk_history`, of quantised slabs.
+"""The walk over kept rows in codes of few bits (`slab_format`), and that over sealed segments of any format.
 
 Queries are rotated before it and outputs after it, once per CTA. Scales of keys go into logits, those of values into
 weights: codes are multiplied as they are.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import joined, rotated
-from sgl_ragged.attention.kernels.walk import segment_of
+from sgl_ragged.attention.kernels.walk import segment_of, walk_history
 
 
 @triton.jit
@@ -102,3 +102,68 @@ def walk_codes(
         return best, total, rotated(output, BLOCK_M, HEAD_DIM)
     else:
         return best, total, rotated(joined(output, other, BLOCK_M, HEAD_DIM), BLOCK_M, HEAD_DIM)
+
+
+@triton.jit
+def walk_sealed(
+    query,
+    best,
+    total,
+    output,
+    slabs_ptr,
+    slots_at,
+    key_blocks_at,
+    slab_elems,
+    kept,
+    begin,
+    end,
+    scale2,
+    VALUE_BITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """`walk.walk_history` over slabs of any format, before anything else is attended to. VALUE_BITS: 0 where wide."""
+    if VALUE_BITS == 0:
+        best, total, output = walk_history(
+            query,
+            best,
+            total,
+            output,
+            slabs_ptr,
+            slots_at,
+            key_blocks_at,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            HEAD_DIM,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
+    else:
+        best, total, output = walk_codes(
+            query,
+            slabs_ptr,
+            slots_at,
+            key_blocks_at,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            VALUE_BITS,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
+    return best, total, output
