@@ -33,6 +33,7 @@ from sgl_ragged.plugin.model_source import load_tokenizer, read_config
 from sgl_ragged.plugin.model_support import model_geometry
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.profile import FITS, METHODS, SCOPES, VALUE_MEAN
+from sgl_ragged.profile_checks import MOST_ALPHA
 from sgl_ragged.scorers import get_scorer, scorer_names
 
 _RESERVED = 8
@@ -243,6 +244,10 @@ def _check(options: argparse.Namespace) -> None:
     check_budgets(options.ratio, options.segment)
     if options.samples < 2:
         raise RaggedConfigError(f"--samples {options.samples}: at least 2 are needed for a standard deviation")
+    if options.alpha is not None and not 0 <= options.alpha <= MOST_ALPHA:
+        raise RaggedConfigError(
+            f"--alpha {options.alpha} is outside [0, {MOST_ALPHA:g}]: it counts standard deviations"
+        )
     if options.method != "implied" and (options.alpha is not None or options.fit == "paper"):
         raise RaggedConfigError(f"--alpha and --fit paper belong to --method implied: {options.method} has no Eq. 5")
     if options.method != "coverage" and options.queries is not None:

@@ -11,12 +11,12 @@ import transformers
 from sglang.srt.plugins import load_plugins
 
 from calib.__main__ import main as calibrate
-from calib.run import _read_model as calibrated_model
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.mem_pool.kv_dtype import KV_DTYPES
 from sgl_ragged.model_options import read_sizes
+from sgl_ragged.plugin.model_source import read_config
 from sgl_ragged.plugin.model_support import (
     expected_kv_dtype,
     load_model_config,
@@ -293,7 +293,7 @@ def test_everyone_sees_the_same_language_model(tmp_path, nested):
     assert (served.num_layers, served.num_heads, served.q_per_kv, served.head_dim) == (4, 2, 2, 64)
     assert read_sizes(tmp_path, lambda config: ModelGeometry.from_config(config, served.name)) == served
     assert ModelGeometry.from_config(json.loads(path.read_text()), served.name) == served
-    assert calibrated_model(str(tmp_path))[0] == served
+    assert model_geometry(read_config(str(tmp_path), {})) == served
 
 
 def test_models_around_the_same_language_model_differ(tmp_path):

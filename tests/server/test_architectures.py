@@ -108,7 +108,7 @@ def test_full_ratio_is_the_model(case, model, serve, full):
 
 def test_hit_equals_miss(serve, full):
     """A prompt, its repetition, and a second turn on its answer, which decode has sealed."""
-    with serve(*ragged(0.3)) as server:
+    with serve(*ragged(0.5)) as server:
         cold = generate(server, PROMPT, NEW)
         warm = generate(server, PROMPT, NEW)
         turn = PROMPT + cold.tokens + PROMPT[:SEGMENT]

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23"),
 ]
 
-SEGMENT, LIMIT, RATIO, INTERVAL = 32, 5, 0.3, 64
+SEGMENT, LIMIT, RATIO, INTERVAL = 32, 5, 0.5, 64
 HISTORY = SEGMENT * LIMIT
 BOUND = HistoryBound(LIMIT, "value_novelty", window_pages(WINDOW, INTERVAL, SEGMENT) - 1)
 ENV = STRICT | {"SGLANG_SWA_EVICTION_INTERVAL": str(INTERVAL)}

@@ -118,6 +118,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
         (("--segment", "100"), "multiple of 16"),
         (("--samples", "1"), "at least 2"),
         (("--alpha", "1"), "belong to --method implied"),
+        (("--method", "implied", "--alpha", "-1"), "--alpha -1.0 is outside [0, 100]"),
         (("--method", "roles", "--fit", "paper"), "belong to --method implied"),
         (("--method", "implied", "--queries", "all"), "belongs to --method coverage"),
         (("--method", "roles", "--queries", "all"), "belongs to --method coverage"),

@@ -43,13 +43,13 @@ def profile(gemma3):
 
 @pytest.fixture(scope="module")
 def server(gemma3, profile, nursery):
-    flags = (*FLAGS, "--ragged-ratio", "0.3", "--ragged-profile", str(gemma3.parent / "profile.safetensors"))
+    flags = (*FLAGS, "--ragged-ratio", "0.5", "--ragged-profile", str(gemma3.parent / "profile.safetensors"))
     with nursery.serve(gemma3, *flags, "--kv-bytes", "32MiB", log=gemma3.parent / "log") as server:
         yield server
 
 
 def test_server_agrees_with_the_oracle(server, gemma3, profile):
-    kept = profile_kept(profile, 0.3, SEGMENT)
+    kept = profile_kept(profile, 0.5, SEGMENT)
     assert kept.shape == (LAYERS, HEADS)
     start = prompt(0, 400)
     answer = generate(server, start, 80, logprobs_from=0)
@@ -83,7 +83,7 @@ def test_warm_equals_cold_alone_and_in_a_batch(server):
         np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ratio", "dtype"), [("1", "auto"), ("0.3", "auto"), ("0.3", "fp8_e4m3")])
+@pytest.mark.parametrize(("ratio", "dtype"), [("1", "auto"), ("0.5", "auto"), ("0.5", "fp8_e4m3")])
 def test_sinks(ratio, dtype, tmp_path, nursery):
     """gpt-oss has learned sinks in layers of both kinds; with an FP8 cache both pools are FP8."""
     model = WINDOWED["gpt_oss"].make(tmp_path / "model")
@@ -108,7 +108,7 @@ def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
     tokens = prompt(3, 300)
     flush(server)
     alone = generate(server, tokens, 40, logprobs_from=0)
-    flags = (*FLAGS, "--ragged-ratio", "0.3", "--ragged-profile", str(gemma3.parent / "profile.safetensors"))
+    flags = (*FLAGS, "--ragged-ratio", "0.5", "--ragged-profile", str(gemma3.parent / "profile.safetensors"))
     more = ("--tp", "2", "--ragged-fairkv", "permute", "--kv-bytes", "16MiB")
     cores = sorted(os.sched_getaffinity(0))
     env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
@@ -126,7 +126,7 @@ def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
 def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
     """Mixed requests while windows are evicted and requests retracted: all end, each as on an empty server."""
     few = ("--swa-full-tokens-ratio", "0.1", "--kv-bytes", "3MiB", "--context-length", "700")
-    flags = (*FLAGS, "--ragged-ratio", "0.3", *few, "--schedule-conservativeness", "0.05")
+    flags = (*FLAGS, "--ragged-ratio", "0.5", *few, "--schedule-conservativeness", "0.05")
     flags += ("--chunked-prefill-size", "64")
     dice = random.Random(0)
     trunk = prompt(4, 500)
