@@ -52,7 +52,9 @@ class TorchOps(Operations):
         self.store = store
         layout = store.layout
         widest = max(len(band.heads) * band.kept for bands in layout.bands for band in bands)
-        self._segment_bytes = widest * layout.row_elems * store.slabs.element_size()
+        # Codes are numbers of 32 bits once they are unpacked.
+        itemsize = 4 if layout.form.quantised else store.slabs.element_size()
+        self._segment_bytes = 2 * widest * layout.head_dim * itemsize
 
     def reserve(self, max_batch: int) -> None:
         """Nothing to do: batches are described in tensors of their own."""
