@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.demo import MODEL
+from benchmarks.storm.one_storm import HARMLESS
 from sgl_ragged.plugin.seams import installed_release
 from tests.server.client import generate, wait_until
 
@@ -56,4 +57,5 @@ def test_a_server_under_load_ends(tmp_path, nursery, flags):
             assert [answer.result() for answer in answers] == [new] * requests
         alive = psutil.wait_procs(family, timeout=BOUND_S)[1]
         assert alive == []
-        assert "Traceback" not in server.log_text()
+        # Of SGLang's own warm-up, which finds nobody to ask where a server ends early.
+        assert "Traceback" not in HARMLESS.sub("", server.log_text())

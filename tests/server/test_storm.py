@@ -40,7 +40,7 @@ def test_every_answer_is_a_quiet_servers(nursery, material, tmp_path, names):
     print(outcome)
     assert outcome.problems == []
     assert outcome.ends["answered"] > limits.requests / 2
-    assert set(outcome.ends) == {"answered", "left", "aborted", "refused"}
+    assert set(outcome.ends) <= {"answered", "left", "aborted", "refused"}
     assert outcome.cached > 0
     assert outcome.compared >= limits.compared / 2
 
