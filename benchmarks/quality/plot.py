@@ -15,7 +15,7 @@ from benchmarks.quality.table import continuation, mean_and_error, recall
 
 
 def draw(results: Results, path: Path) -> None:
-    """KL, continuation and recall of every configuration and peer by kept share."""
+    """KL, continuation and recall of every configuration and peer by kept share of the bytes."""
     figure, axes = plt.subplots(1, 2 + len(KINDS), figsize=(5 * (2 + len(KINDS)), 4.2), constrained_layout=True)
     lines: dict[str, list[tuple[float, dict]]] = {}
     for one, result in results.served.items():
@@ -36,7 +36,7 @@ def draw(results: Results, path: Path) -> None:
     for axis, title in zip(
         axes, ("KL, nats", "delta NLL of the continuation", *(f"recall, {k}" for k in KINDS)), strict=True
     ):
-        axis.set(title=title, xlabel="kept share")
+        axis.set(title=title, xlabel="kept share of the bytes")
         axis.grid(alpha=0.3)
     axes[-1].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=110)
