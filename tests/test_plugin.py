@@ -25,6 +25,7 @@ from tests.models import make_llama, make_profile, make_qwen3
 load_plugins()
 
 HISTORIES = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23")
+RESERVOIRS = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="reservoirs need SGLang 0.5.23")
 TIERS = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="host tiers need SGLang 0.5.23")
 
 
@@ -414,7 +415,7 @@ def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypa
     ("flags", "words"),
     [
         (("--kv-cache-dtype", "fp8_e4m3"), "rounded twice; use wide"),
-        (("--ragged-reservoir", "1GiB"), "read keys as numbers; use wide"),
+        pytest.param(("--ragged-reservoir", "1GiB"), "read keys as numbers; use wide", marks=RESERVOIRS),
     ],
 )
 def test_slabs_of_codes_are_refused_where_nothing_can_read_them(llama, flags, words):
