@@ -266,7 +266,7 @@ By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
 FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
-queries are bf16 there.
+queries are bf16 there. int8 and k8v4 are slabs of codes (`slab-formats.md`), tails and queries bf16.
 """
     lines = [
         intro,
