@@ -1,6 +1,6 @@
 """Several multi-turn conversations at once, on the ragged pool and on SGLang's own pool with the same KV bytes.
 
-    python -m benchmarks.demo [--json] [--ratio 0.5] [--kv-bytes 48MiB]
+    python -m benchmarks.demo [--json] [--ratio 0.3] [--kv-bytes 48MiB]
 
 Facts are stated in early turns and asked for in later ones, through the OpenAI-compatible API. The same
 conversations run on both pools, one server after the other; prints one table.
@@ -26,6 +26,7 @@ from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
 from benchmarks.recall.task import Conversation, conversation
+from sgl_ragged.slab_format import CODED_RATIO
 
 MODEL = Path(__file__).parent / "recall" / "checkpoint"
 POOLS = ("ragged", "token")
@@ -164,7 +165,9 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=6, help="held at once [6]")
     parser.add_argument("--turns", type=int, default=8, help="turns of each conversation [8]")
     parser.add_argument("--tokens-per-turn", type=int, default=320, help="length of a turn [320]")
-    parser.add_argument("--ratio", type=float, default=0.5, help="kept / full KV bytes of the ragged pool [0.5]")
+    parser.add_argument(
+        "--ratio", type=float, default=CODED_RATIO, help=f"kept / full KV bytes of the ragged pool [{CODED_RATIO}]"
+    )
     parser.add_argument("--kv-bytes", default="96MiB", help="KV budget of either pool [96MiB]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")

@@ -11,10 +11,11 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.bounded_history import AUTO, history_bound
 from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
-from sgl_ragged.model_options import add_model_options, choose_kept
+from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry
 from sgl_ragged.plan import choose_pivots
 from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.slab_format import ASKED, WIDE, slab_format
+from sgl_ragged.slab_format import ASKED, settle_share
+from sgl_ragged.slab_format import AUTO as BY_RATIO
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -27,11 +28,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="sgl-ragged", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     layout = commands.add_parser("layout", help="what a KV budget holds, for a model on disk")
-    add_model_options(layout)
+    add_model_options(layout, None)
     layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
     layout.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16", help="of the KV cache [bfloat16]")
     layout.add_argument(
-        "--slab-dtype", choices=ASKED, default=WIDE.name, help=f"how finished segments are stored [{WIDE.name}]"
+        "--slab-dtype", choices=ASKED, default=BY_RATIO, help=f"how finished segments are stored [{BY_RATIO}]"
     )
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--max-total-tokens", type=int)
@@ -73,17 +74,19 @@ def show_layout(options: argparse.Namespace) -> None:
     bound = history_bound(options.history, AUTO, options.segment)
     itemsize = DTYPE_BYTES[options.dtype]
     readable = itemsize > 1 and options.reservoir is None
-    form = slab_format(options.slab_dtype, options.ratio, readable)
+    geometry = read_geometry(options)
+    share = settle_share(options.slab_dtype, options.ratio, geometry.head_dim, itemsize, readable)
+    form = share.form
     if form.quantised and not readable:
         raise RaggedConfigError(
             f"--slab-dtype {form.name} does not go with an FP8 cache, nor with --reservoir; use wide"
         )
-    geometry, chosen = choose_kept(options, form, itemsize)
+    chosen = choose_kept(options, geometry, share, itemsize)
     if bound is not None:
         bound = with_lag(bound, geometry, options.segment)
     kept, roles, retrieval = chosen.kept, None, _retrieval(options)
     if retrieval is not None:
-        roles, kept = choose_pivots(chosen, retrieval.pivots, options.ratio, options.segment)
+        roles, kept = choose_pivots(chosen, retrieval.pivots, share.ratio, options.segment)
     layout = SlabLayout(kept=kept, head_dim=geometry.head_dim, segment=options.segment, form=form)
     # Queries beside an FP8 cache have the model's dtype.
     queries = torch.bfloat16 if options.dtype.startswith("fp8") else getattr(torch, options.dtype)

@@ -83,12 +83,27 @@ AUTO = "auto"
 ASKED = (AUTO, *FORMATS)
 """Values of --ragged-slab-dtype."""
 
-INT8_FROM = 0.5
-"""The least ratio at which `auto` takes eight bits for values, too: four would leave bytes over."""
+EIGHT_BIT_TOKENS = 0.85
+"""The least share of the tokens that `auto` keeps in eight bits; where they hold fewer, values take four."""
+
+CODED_RATIO, WIDE_RATIO = 0.3, 0.5
+"""What --ragged-ratio is where nobody says: by the format, since codes lose less of three tenths of the bytes than wide
+slabs of a half (docs/slab-formats.md)."""
 
 
-def slab_format(asked: str, ratio: float, readable: bool = True) -> SlabFormat:
-    """The format that a value of --ragged-slab-dtype means.
+@dataclass(frozen=True)
+class Share:
+    """What slabs keep: a share of an uncompressed cache's bytes, in a format."""
+
+    ratio: float
+    form: SlabFormat
+
+
+def settle_share(asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, readable: bool = True) -> Share:
+    """What values of --ragged-slab-dtype and --ragged-ratio mean; None where nobody said a ratio.
+
+    `auto` is wide at ratio 1, where exactness is promised; else eight bits where nearly all tokens fit in them, else
+    eight for keys and four for values.
 
     Args:
         readable: whether what serves can read codes; else `auto` is `wide`.
@@ -98,8 +113,12 @@ def slab_format(asked: str, ratio: float, readable: bool = True) -> SlabFormat:
     """
     if asked not in ASKED:
         raise RaggedConfigError(f"unknown --ragged-slab-dtype {asked!r}; known: {', '.join(ASKED)}")
+    wide = asked == WIDE.name or (asked == AUTO and not readable)
+    if ratio is None:
+        ratio = WIDE_RATIO if wide else CODED_RATIO
     if asked != AUTO:
-        return FORMATS[asked]
-    if ratio == 1 or not readable:
-        return WIDE
-    return INT8 if ratio >= INT8_FROM else K8V4
+        return Share(ratio, FORMATS[asked])
+    if wide or ratio == 1 or head_dim % 2:
+        return Share(ratio, WIDE)
+    enough = INT8.token_share(ratio, head_dim, cache_itemsize) >= EIGHT_BIT_TOKENS
+    return Share(ratio, INT8 if enough else K8V4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,8 @@ from sgl_ragged.head_statistics import WATCHED
 from sgl_ragged.profile import load_profile
 from tests.models import make_config, make_profile
 
+WIDE = ("--slab-dtype", "wide")
+
 
 @pytest.fixture
 def model(tmp_path):
@@ -29,7 +32,7 @@ def run(monkeypatch, *args: str) -> None:
 
 
 def test_layout_as_json(model, monkeypatch, capsys):
-    run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--json")
+    run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", *WIDE, "--json")
     plan = json.loads(capsys.readouterr().out)
     kept = np.array(plan["kept"])
     assert kept.shape == (3, 4)
@@ -50,7 +53,7 @@ def test_the_answer_is_all_that_it_says(model):
 def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
     """A profile, and queries beside the tails."""
     profile = make_profile(model, model / "p.safetensors", scorer="h2o")
-    flags = ["--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--scorer", "h2o", "--json"]
+    flags = ["--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--scorer", "h2o", *WIDE, "--json"]
     run(monkeypatch, "layout", *flags, "--profile", str(model / "p.safetensors"))
     plan = json.loads(capsys.readouterr().out)
     assert plan["kept"] == profile_kept(profile, 0.3, 256).tolist()
@@ -126,8 +129,12 @@ def test_layout_of_retrieval(model, monkeypatch, capsys):
 
 
 def test_layout_as_a_line(model, monkeypatch, capsys):
-    run(monkeypatch, "layout", "--model", str(model), "--kv-bytes", "64MiB")
+    flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB"]
+    run(monkeypatch, *flags, *WIDE)
     assert "mean share 0.5000" in capsys.readouterr().out
+    run(monkeypatch, *flags)
+    shares = re.search(r"mean share (.*) in k8v4, (.*) of the bytes", capsys.readouterr().out)
+    assert [float(share) for share in shares.groups()] == pytest.approx([0.768, 0.3], abs=0.01)
 
 
 def test_layout_warns_when_tails_eat_the_gain(model, monkeypatch, capsys):
@@ -157,7 +164,7 @@ def test_a_config_without_architecture_is_refused(model, monkeypatch):
         (("--model", "/nowhere", "--kv-bytes", "1GiB"), "cannot read /nowhere/config.json"),
         (("--model", "MODEL", "--kv-bytes", "1KiB"), "too small"),
         (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "2"), "outside (0, 1]"),
-        (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "0.05"), "a ratio of 0.0625; ask for that"),
+        (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "0.05", *WIDE), "a ratio of 0.0625; ask for that"),
         (("--model", "MODEL", "--kv-bytes", "1e999"), "cannot read '1e999' as a number of bytes"),
         (
             ("--model", "MODEL", "--kv-bytes", "1GiB", "--max-running-requests", "0"),

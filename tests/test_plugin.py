@@ -47,6 +47,9 @@ def resolved(model, *flags: str) -> ServerArgs:
     return args
 
 
+WIDE = ("--ragged-slab-dtype", "wide")
+
+
 def refusal(model, *flags: str) -> str:
     """The one line with which the launcher ends."""
     with pytest.raises(SystemExit) as ended:
@@ -63,7 +66,8 @@ def test_one_flag_is_enough(llama):
     args = resolved(llama, "--kv-pool", "ragged")
     options, view = getattr(args, ATTRIBUTE), resolving_view(args)
     plan = options.plan
-    assert (plan.ratio, plan.segment, plan.scorer, plan.kernel) == (0.5, 256, "keydiff", "torch")
+    assert (plan.ratio, plan.segment, plan.scorer, plan.kernel) == (0.3, 256, "keydiff", "torch")
+    assert plan.form.name == "k8v4"
     assert (view.page_size, view.attention_backend) == (256, "ragged")
 
 
@@ -117,8 +121,12 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-ratio", "1.01"), "outside (0, 1]"),
         (("--ragged-ratio", "nan"), "outside (0, 1]"),
         (("--ragged-segment", "250"), "multiple of 16"),
-        (("--ragged-ratio", "0.001"), "a ratio of 0.0625; ask for that, or for segments of 16384 tokens"),
-        (("--ragged-ratio", "0.3", "--ragged-segment", "32"), "a ratio of 0.5; ask for that, or for segments of 64"),
+        ((*WIDE, "--ragged-ratio", "0.001"), "a ratio of 0.0625; ask for that, or for segments of 16384 tokens"),
+        (
+            (*WIDE, "--ragged-ratio", "0.3", "--ragged-segment", "32"),
+            "a ratio of 0.5; ask for that, or for segments of 64",
+        ),
+        (("--ragged-ratio", "0.001"), "a ratio of 0.0245; ask for that, or for segments of 8192 tokens"),
         (("--ragged-scorer", "best"), "known: expected_attention, fastkvzip, gate, h2o, key_norm, keydiff"),
         (("--ragged-scorer", "fastkvzip"), "pass --ragged-scorer-weights FILE"),
         (("--ragged-scorer", "expected_attention"), "python -m calib run --scorer expected_attention"),
@@ -243,7 +251,8 @@ def test_files_are_read_once_by_the_launcher(llama, tmp_path):
     args = resolved(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
     path.write_bytes(b"another file")
     plan = getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE).plan
-    assert plan.layout(0).kept.tolist() == profile_kept(profile, 0.5, 256).tolist()
+    tokens = plan.form.token_share(0.3, 64, 2)
+    assert plan.layout(0).kept.tolist() == profile_kept(profile, tokens, 256).tolist()
     assert plan.rank_statistics(0) == [{}, {}, {}]
     assert plan.digest == getattr(args, ATTRIBUTE).plan.digest
 
@@ -395,7 +404,8 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
         served(llama, "--json-model-override-args", json.dumps(rope)),
         served(llama, "--model-impl", "transformers"),
         served(llama, "--model-loader-extra-config", '{"enable_multithread_load": false}'),
-        served(llama, "--ragged-ratio", "0.3"),
+        served(llama, "--ragged-ratio", "0.2"),
+        served(llama, *WIDE),
         served(llama, "--ragged-segment", "128"),
         served(llama, "--ragged-scorer", "snapkv"),
         served(llama, "--dtype", "float16"),
@@ -430,7 +440,7 @@ def test_slabs_of_codes_lie_on_the_host_as_they_are_alone(llama):
     assert "would round it again; use exact" in refusal(llama, *tier, "--ragged-host-codec", "fp8")
     served = {
         getattr(resolved(llama, *tier[:2], *flags, tier[-1]), ATTRIBUTE).plan.tier.served
-        for flags in ((), tier[2:4], ("--ragged-slab-dtype", "int8"))
+        for flags in (WIDE, tier[2:4], ("--ragged-slab-dtype", "int8"))
     }
     assert len(served) == 3
 
@@ -446,8 +456,10 @@ def test_the_ratio_of_codes_is_one_of_bytes(llama):
         assert found.kept.mean() / 256 == pytest.approx(0.125 * 512 / row, abs=0.01)
         assert found.layout(0).byte_share(4) == pytest.approx(0.125, abs=0.003)
     assert (plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.2").kept == 256).all()
-    assert plan("--ragged-slab-dtype", "auto").form.name == "int8"
-    assert plan("--ragged-slab-dtype", "auto", "--kv-cache-dtype", "fp8_e5m2").form.name == "wide"
+    # In 32 bits, int8 holds every token in .26 of the bytes.
+    assert plan().form.name == "int8"
+    eight_bits = plan("--kv-cache-dtype", "fp8_e5m2")
+    assert (eight_bits.form.name, eight_bits.ratio) == ("wide", 0.5)
     # Less than wide slabs can keep: 16 of 256 tokens are .0625 of their bytes, and .0122 of those of codes.
     plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.02")
     tiny = ("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.01")

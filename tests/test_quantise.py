@@ -22,7 +22,7 @@ from sgl_ragged.mem_pool.quantise import (
     stored_rows,
     unpacked,
 )
-from sgl_ragged.slab_format import FORMATS, INT8, K8V4, WIDE, slab_format
+from sgl_ragged.slab_format import FORMATS, INT8, K8V4, WIDE, Share, settle_share
 from tests.examples import examples
 from tests.quantised_oracle import restored, rotation
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
@@ -126,12 +126,18 @@ def test_layouts_of_codes_are_counted_in_bytes():
 
 def test_formats_by_name_and_by_ratio():
     with pytest.raises(RaggedConfigError, match="unknown --ragged-slab-dtype 'int3'; known: auto, wide, int8, k8v4"):
-        slab_format("int3", 0.5)
+        settle_share("int3", 0.5, 128, 2)
     for name, form in FORMATS.items():
-        assert slab_format(name, 0.3) is form
-    chosen = {ratio: slab_format("auto", ratio) for ratio in (1, 0.9, 0.5, 0.49, 0.05)}
-    assert chosen == {1: WIDE, 0.9: INT8, 0.5: INT8, 0.49: K8V4, 0.05: K8V4}
-    assert slab_format("auto", 0.3, readable=False) is WIDE
+        assert settle_share(name, 0.3, 128, 2) == Share(0.3, form)
+    chosen = {ratio: settle_share("auto", ratio, 128, 2).form for ratio in (1, 0.9, 0.5, 0.43, 0.05)}
+    assert chosen == {1: WIDE, 0.9: INT8, 0.5: INT8, 0.43: K8V4, 0.05: K8V4}
+    # Eight bits are a quarter of 32.
+    assert settle_share("auto", 0.3, 128, 4).form is INT8
+    assert settle_share("auto", 0.3, 128, 2, readable=False).form is WIDE
+    assert settle_share("auto", 0.3, 7, 2).form is WIDE
+    # Nobody said a ratio.
+    assert settle_share("auto", None, 128, 2) == settle_share("k8v4", None, 128, 2) == Share(0.3, K8V4)
+    assert settle_share("wide", None, 128, 2) == settle_share("auto", None, 128, 1, readable=False) == Share(0.5, WIDE)
 
 
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)

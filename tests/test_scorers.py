@@ -26,6 +26,7 @@ from sgl_ragged.scorers import (
     rank_positions,
     scorer_names,
 )
+from sgl_ragged.scorers.gate import STEP
 from sgl_ragged.scorers.statistics import scorer_statistics
 from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
@@ -189,7 +190,16 @@ def test_gate():
     # z = (4, 5): the open unit gives gelu(4).
     unit = 4 * 0.5 * (1 + math.erf(4 / math.sqrt(2)))
     scores = scorer.token_scores(torch.tensor([[3.0, 5.0]]), gate)
-    torch.testing.assert_close(scores, torch.tensor([[5 + unit, 2 - 2 * unit]]))
+    expected = torch.tensor([[5 + unit, 2 - 2 * unit]])
+    torch.testing.assert_close(scores, expected, atol=STEP / 2 + 1e-6, rtol=0)
+    assert torch.equal(scores, (scores / STEP).round() * STEP)
+    # Tokens that are the same but for the last bits tie, and the earlier ones are kept.
+    nudged = torch.tensor([[3.0, 5.0]]).repeat(64, 1) * (1 + 1e-7 * torch.arange(-32, 32))[:, None]
+    assert len(nudged.unique()) > 2
+    repeated = scorer.token_scores(nudged, gate)
+    assert (repeated == scores).all()
+    order = rank_positions(repeated.T[None], torch.tensor([False]))
+    assert keep_positions(order, 32)[0, 0].tolist() == [*range(16), *range(48, 64)]
     data = one_head(torch.zeros(1, 1), token_scores=scores[:, :1].T[None])
     torch.testing.assert_close(scorer.score(data)[0, 0], scores[0, :1])
 

@@ -20,7 +20,7 @@ from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
 from sgl_ragged.cta_map import METHODS
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.model_options import add_model_options, choose_kept
+from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -44,7 +44,7 @@ def show_cta_map(options: argparse.Namespace) -> None:
     for name in ("batch", "sms", "ctas_per_sm"):
         if getattr(options, name) < 1:
             raise RaggedConfigError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
-    _, chosen = choose_kept(options)
+    chosen = choose_kept(options, read_geometry(options))
     kept = chosen.kept
     resident = options.sms * options.ctas_per_sm
     loads = compare_methods(kept, options.batch, resident)

@@ -20,7 +20,7 @@ from benchmarks.harness.plots import save_plot
 from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.model_options import add_model_options, choose_kept, read_sizes
+from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry, read_sizes
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -41,7 +41,8 @@ def show_placements(options: argparse.Namespace) -> None:
     Raises:
         RaggedConfigError: an option is out of range, or the ranks do not divide the heads.
     """
-    geometry, chosen = choose_kept(options)
+    geometry = read_geometry(options)
+    chosen = choose_kept(options, geometry)
     kept = chosen.kept
     cost = read_sizes(
         options.model, lambda config: CostModel.from_config(config, options.segment, options.batch, options.context)

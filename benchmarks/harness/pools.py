@@ -12,6 +12,10 @@ from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER, serve
 from benchmarks.harness.warm_start import Nursery
+from sgl_ragged.slab_format import WIDE
+
+SLABS = "slab-dtype"
+"""The option that says how finished segments are stored."""
 
 DECODE_LOG_INTERVAL = 8
 """Decode steps between two updates of a server's gauges; SGLang's own 40 is coarse beside short answers."""
@@ -21,7 +25,8 @@ DECODE_LOG_INTERVAL = 8
 class Pool:
     """SGLang's pool (`ratio` None), or the ragged one at a ratio.
 
-    `options`: further options of the ragged pool and their values, without `--ragged-`: ("scorer", "gate").
+    `options`: further options of the ragged pool and their values, without `--ragged-`: ("scorer", "gate"). Slabs are
+    wide unless one says otherwise, so that a name stays one configuration.
     """
 
     ratio: float | None
@@ -74,6 +79,7 @@ def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) 
     if pool.ratio is not None:
         # Equal budgets unless further flags say otherwise: a server whose speed is measured needs no calibration.
         ragged = ["--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), "--ragged-profile", "uniform"]
+        ragged += [] if any(name == SLABS for name, _ in pool.options) else [f"--ragged-{SLABS}", WIDE.name]
         return [*args, *ragged, *pool.flags]
     return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ())]
 

@@ -200,6 +200,7 @@ def server_settings(features: Sequence[Feature], material: Material, pages: Path
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--sleep-on-idle", "--context-length", str(CONTEXT_TOKENS)),
         *("--kv-pool", "ragged", "--ragged-ratio", "0.3", "--ragged-segment", str(segment), "--kv-bytes", "256MiB"),
+        *("--ragged-slab-dtype", "wide"),
         *("--max-total-tokens", str(QUIET_TOKENS if quiet else POOL_SEGMENTS * SEGMENT)),
         *("--max-running-requests", str(RUNNING), "--chunked-prefill-size", "256"),
         # Admits more than will fit, so that the pool fills up.

@@ -14,7 +14,8 @@ from sgl_ragged.mem_pool.bounded_history import check_score
 from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan
-from sgl_ragged.slab_format import ASKED, WIDE
+from sgl_ragged.slab_format import ASKED, CODED_RATIO, WIDE, WIDE_RATIO
+from sgl_ragged.slab_format import AUTO as BY_RATIO
 
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
@@ -60,7 +61,14 @@ class RaggedOptions:
         type=lambda text: parse_bytes(str(text)),
         metavar="N",
     )
-    ratio: float = _flag(0.5, "Kept / full KV bytes, from 16 / segment to 1.", type=float, check=check_ratio)
+    ratio: float | None = _flag(
+        None,
+        "Kept / full KV bytes, up to 1.",
+        shown=f"{CODED_RATIO} in codes, {WIDE_RATIO} in wide slabs",
+        type=float,
+        check=check_ratio,
+        metavar="R",
+    )
     segment: int = _flag(
         256,
         "Tokens per segment, a multiple of 16, on CUDA a power of two; becomes the page size.",
@@ -82,10 +90,10 @@ class RaggedOptions:
         metavar="auto|uniform|FILE",
     )
     slab_dtype: str = _flag(
-        WIDE.name,
+        BY_RATIO,
         "How finished segments are stored. wide: as the cache's dtype; int8: keys and values in 8 bits; k8v4: keys in "
-        "8 bits, values in 4; auto: by the ratio, wide where codes cannot be served. The ratio stays one of bytes, so "
-        "fewer bits keep more tokens.",
+        "8 bits, values in 4; auto: by the ratio, wide at 1 and where codes cannot be served. The ratio is one of "
+        "bytes, so fewer bits keep more tokens.",
         choices=ASKED,
     )
     kernel: str = _flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
@@ -211,7 +219,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
     options = RaggedOptions(**values, from_command_line=from_command_line, observer=observer)
     if options.slab_dtype == WIDE.name:
         # What others can keep depends on the model's heads.
-        check_budgets(options.ratio, options.segment)
+        check_budgets(WIDE_RATIO if options.ratio is None else options.ratio, options.segment)
     return options
 
 

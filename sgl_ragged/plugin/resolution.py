@@ -41,7 +41,7 @@ from sgl_ragged.plugin.seams import (
 )
 from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
 from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.slab_format import SlabFormat, slab_format
+from sgl_ragged.slab_format import Share, settle_share
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +111,8 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    form = choose_format(options, kernel, kv_dtype)
-    plan = with_history(_decide(options, view, model_config, kernel, retrieval, form, kv_dtype.itemsize), bound)
+    share = choose_share(options, kernel, kv_dtype, model_geometry(model_config).head_dim)
+    plan = with_history(_decide(options, view, model_config, kernel, retrieval, share, kv_dtype.itemsize), bound)
     if retrieval is not None:
         plan.reservoir_entries(kv_dtype.itemsize)
     if view.enable_hierarchical_cache:
@@ -170,8 +170,8 @@ def _hybrid_config(server_args: Any, kernel: str) -> Any:
     return model_config
 
 
-def choose_format(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype) -> SlabFormat:
-    """The format of slabs; raises RaggedConfigError for what does not go with the one that was asked for."""
+def choose_share(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype, head_dim: int) -> Share:
+    """What slabs keep; raises RaggedConfigError for what does not go with the format that was asked for."""
     reasons = [
         reason
         for applies, reason in (
@@ -182,10 +182,10 @@ def choose_format(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype) ->
         )
         if applies
     ]
-    form = slab_format(options.slab_dtype, options.ratio, not reasons)
-    if form.quantised and reasons:
-        raise RaggedConfigError(f"--ragged-slab-dtype {form.name} is not available here: {reasons[0]}")
-    return form
+    share = settle_share(options.slab_dtype, options.ratio, head_dim, kv_dtype.itemsize, not reasons)
+    if share.form.quantised and reasons:
+        raise RaggedConfigError(f"--ragged-slab-dtype {share.form.name} is not available here: {reasons[0]}")
+    return share
 
 
 def _decide(
@@ -194,7 +194,7 @@ def _decide(
     model_config: Any,
     kernel: str,
     retrieval: Retrieval | None,
-    form: SlabFormat,
+    share: Share,
     itemsize: int,
 ) -> ServingPlan:
     """The plan that all ranks follow; calibrates the model first where it has no profile yet.
@@ -206,8 +206,8 @@ def _decide(
 
     geometry = model_geometry(model_config)
     refuse_shape(retrieval, geometry, view.tp_size)
-    share = kept_share(geometry, options.ratio, options.segment, form, itemsize)
-    scorer, profile = settle_profile(options, view, geometry, share)
+    tokens = kept_share(geometry, share.ratio, options.segment, share.form, itemsize)
+    scorer, profile = settle_profile(options, view, geometry, tokens)
     refuse_ranks(geometry, view.tp_size, scorer)
     refuse_positions(model_config.hf_text_config, scorer)
     if kernel != "torch":
@@ -216,14 +216,14 @@ def _decide(
     plan = make_plan(
         geometry,
         ranks=view.tp_size,
-        ratio=options.ratio,
+        ratio=share.ratio,
         segment=options.segment,
         scorer=scorer,
         scorer_weights=options.scorer_weights,
         profile=profile,
         kernel=kernel,
         retrieval=retrieval,
-        form=form,
+        form=share.form,
         itemsize=itemsize,
     )
     return place_heads(plan, options, view, model_config)

@@ -14,12 +14,13 @@ from benchmarks.harness.warm_start import Nursery
 
 
 class QuietNursery(Nursery):
-    """Its servers leave the cores to others while nobody asks, and have equal budgets unless a test says otherwise:
-    calibration takes minutes."""
+    """Its servers leave the cores to others while nobody asks. Unless a test says otherwise they have equal budgets,
+    since calibration takes minutes, and wide slabs, since those are compared to 1e-4."""
 
     def serve(self, model: str | Path, *args: str, **more: object) -> contextlib.AbstractContextManager[Server]:
-        if "ragged" in args and "--ragged-profile" not in args:
-            args = (*args, "--ragged-profile", "uniform")
+        if "ragged" in args:
+            for flag, value in (("--ragged-profile", "uniform"), ("--ragged-slab-dtype", "wide")):
+                args = args if flag in args else (*args, flag, value)
         return super().serve(model, *args, "--sleep-on-idle", **more)
 
 

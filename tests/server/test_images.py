@@ -9,7 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.client import Answer, ask
+from tests.server.client import Answer, ask, server_settings
+from tests.server.test_slab_formats import close
 from tests.vision_models import MAKERS, VisionModel, data_url, picture
 
 pytestmark = pytest.mark.server
@@ -89,6 +90,18 @@ def test_hit_equals_miss_and_pictures_share_nothing(vision, serve):
     assert common > 0
     assert_same(other, alone)
     assert_same(again, cold)
+    assert np.abs(other.output_logprobs - cold.output_logprobs).max() > 0.1
+
+
+@pytest.mark.thorough
+def test_pictures_in_slabs_of_codes(vision, serve):
+    """A code may move by one where chunks move the last bit of a key (docs/slab-formats.md)."""
+    with serve(0.1, "--ragged-slab-dtype", "k8v4") as server:
+        cold, warm, other = look(vision, server, 0), look(vision, server, 0), look(vision, server, 1)
+        assert server_settings(server)["slab_dtype"] == "k8v4"
+    assert warm.cached > len(BEFORE) + SEGMENT
+    assert other.cached == len(BEFORE) // SEGMENT * SEGMENT
+    close(warm, cold)
     assert np.abs(other.output_logprobs - cold.output_logprobs).max() > 0.1
 
 

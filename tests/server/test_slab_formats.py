@@ -106,6 +106,7 @@ def test_ranks_agree(nursery, tmp_path):
         cores = sorted(os.sched_getaffinity(0))
         env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if ranks > 1 else {}
         with nursery.serve(MODEL, *given, "--tp", str(ranks), log=tmp_path / "server.log", env=env) as server:
+            assert server_settings(server)["fairkv"] == ("permute" if ranks > 1 else "none")
             answers.append([generate(server, prompt, NEW) for prompt in PROMPTS])
     for one, other in zip(*answers, strict=True):
         close(other, one)
