@@ -222,10 +222,14 @@ def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio:
 
     Args:
         profile: a path, "uniform", or "auto" for the bundled profile of this model and scorer, if there is one.
+        ratio: share of the tokens that heads keep on average.
 
     Raises:
         RaggedConfigError: the file is damaged, made for another model or scorer, or does not serve this ratio.
     """
+    if ratio == 1 and profile in ("auto", "uniform"):
+        kept = uniform_kept(geometry.num_layers, geometry.num_heads, 1.0, segment)
+        return BudgetChoice(kept=kept, profile=None, source="every token is kept: heads need no budgets")
     path = find_bundled(geometry.fingerprint, scorer) if profile == "auto" else Path(profile)
     if profile == "uniform" or path is None:
         why = "--ragged-profile uniform"
@@ -234,7 +238,7 @@ def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio:
         return BudgetChoice(
             kept=uniform_kept(geometry.num_layers, geometry.num_heads, ratio, segment),
             profile=None,
-            source=f"{why}: every head gets the same budget (ratio {ratio}). Heads differ in what they need; a "
+            source=f"{why}: every head gets the same budget ({ratio:.3g} of its tokens). Heads differ in what they need; a "
             f"calibrated profile moves the same bytes to the heads that use them (python -m calib run)",
         )
     loaded = load_profile(path)
