@@ -238,8 +238,8 @@ def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio:
         return BudgetChoice(
             kept=uniform_kept(geometry.num_layers, geometry.num_heads, ratio, segment),
             profile=None,
-            source=f"{why}: every head gets the same budget ({ratio:.3g} of its tokens). Heads differ in what they need; a "
-            f"calibrated profile moves the same bytes to the heads that use them (python -m calib run)",
+            source=f"{why}: every head gets the same budget ({ratio:.3g} of its tokens). Heads differ in what they "
+            f"need; a calibrated profile moves the same bytes to the heads that use them (python -m calib run)",
         )
     loaded = load_profile(path)
     loaded.require_model(geometry)

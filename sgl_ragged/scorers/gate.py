@@ -10,20 +10,19 @@ from torch.nn.functional import gelu
 
 from sgl_ragged.scorers.base import Scorer, SegmentData
 
-
 STEP = 2.0**-10
 """Of scores, in nats of foreseen attention: what differs by less is a tie, which goes to the earlier token.
 
-What enters the first layer is the token alone, so a token that is repeated ties with itself. Decode and prefill multiply
-matrices of other shapes, and their last bits would choose among such tokens, each in its own way.
+What enters the first layer is the token alone, so a token that is repeated ties with itself. Decode and prefill
+multiply matrices of other shapes, and their last bits would choose among such tokens, each in its own way.
 """
 
 
 class Gate(Scorer):
     """From the hidden state x that enters attention: score = skip z + output gelu(hidden z + bias), z = (x - m) * s.
 
-    Scores are multiples of STEP. One network per layer with one output per head; `calib.gate` trains it to foresee the logarithm of the largest
-    attention that later segments pay to the token. Gates read from hidden states are in Kim, Han, Yun, "Fast KVzip"
+    One network per layer with one output per head; `calib.gate` trains it to foresee the logarithm of the largest
+    attention that later segments pay to the token. Scores are multiples of STEP. Gates read from hidden states are in Kim, Han, Yun, "Fast KVzip"
     (2026), and KVzap (linear and MLP surrogates of KVzip's scores); KVpop (2026) takes future attention as the target.
     """
 
