@@ -22,8 +22,9 @@ class Gate(Scorer):
     """From the hidden state x that enters attention: score = skip z + output gelu(hidden z + bias), z = (x - m) * s.
 
     One network per layer with one output per head; `calib.gate` trains it to foresee the logarithm of the largest
-    attention that later segments pay to the token. Scores are multiples of STEP. Gates read from hidden states are in Kim, Han, Yun, "Fast KVzip"
-    (2026), and KVzap (linear and MLP surrogates of KVzip's scores); KVpop (2026) takes future attention as the target.
+    attention that later segments pay to the token. Scores are multiples of STEP. Gates read from hidden states are in
+    Kim, Han, Yun, "Fast KVzip" (2026), and KVzap (linear and MLP surrogates of KVzip's scores); KVpop (2026) takes
+    future attention as the target.
     """
 
     name = "gate"
