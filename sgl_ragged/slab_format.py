@@ -19,8 +19,9 @@ SCALE_BYTES = 2
 class SlabFormat:
     """How kept rows lie in a slab. `key_bits`, `value_bits`: of each code, 8 or 4; 0 for numbers of the cache's dtype.
 
-    A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Byte i
-    of a row of four-bit codes holds dimensions i (low half) and i + d / 2.
+    A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Rows
+    of four-bit codes go by blocks of B dimensions, the largest power of two that divides d; byte j of a block holds its
+    dimensions j (low half) and j + B / 2.
     """
 
     name: str

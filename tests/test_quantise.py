@@ -60,6 +60,18 @@ def test_codes_stand_for_what_the_definition_says(bits, dim):
     np.testing.assert_array_equal(unpacked(packed(codes, bits), bits), codes)
 
 
+@pytest.mark.parametrize(("dim", "block"), [(16, 16), (80, 16), (96, 32), (128, 128)])
+def test_four_bit_codes_lie_where_the_format_says(dim, block):
+    codes = torch.randint(-7, 8, (3, dim), generator=torch.Generator().manual_seed(dim), dtype=torch.int8)
+    stored = packed(codes, 4)
+    assert stored.shape == (3, dim // 2)
+    for number in range(dim // 2):
+        low = number // (block // 2) * block + number % (block // 2)
+        assert torch.equal((stored[:, number] & 15).to(torch.int8) - 8, codes[:, low])
+        assert torch.equal((stored[:, number] >> 4).to(torch.int8) - 8, codes[:, low + block // 2])
+    assert torch.equal(unpacked(stored, 4), codes)
+
+
 @examples(50)
 @given(st.data())
 def test_codes_of_a_row_depend_on_the_row_alone(data):

@@ -63,18 +63,23 @@ def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., d * bits / 8]: codes int8 [..., d] as bytes; of four bits, plus 8, dimension i below i + d / 2."""
+    """uint8 [..., d * bits / 8]: codes int8 [..., d] as bytes.
+
+    Of four bits, plus 8: byte j of those of a block of B dimensions (`rotation_block`) has dimension j below j + B / 2.
+    """
     if bits == 8:
         return codes.view(torch.uint8)
-    low, high = (codes + 8).view(torch.uint8).chunk(2, dim=-1)
-    return low | (high << 4)
+    half = rotation_block(codes.shape[-1]) // 2
+    low, high = (codes + 8).view(torch.uint8).unflatten(-1, (-1, 2, half)).unbind(-2)
+    return (low | (high << 4)).flatten(-2)
 
 
 def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
     """int8 [..., d]: the codes of bytes that `packed` made."""
     if bits == 8:
         return stored.view(torch.int8)
-    return torch.cat([stored & 15, stored >> 4], dim=-1).view(torch.int8) - 8
+    stored = stored.unflatten(-1, (-1, rotation_block(2 * stored.shape[-1]) // 2))
+    return torch.stack([stored & 15, stored >> 4], dim=-2).flatten(-3).view(torch.int8) - 8
 
 
 def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
