@@ -32,10 +32,15 @@ def test_gpu_kernels_are_refused_without_a_gpu(asked):
         choose_kernel(asked, "cpu")
 
 
-@pytest.mark.parametrize(("head_dim", "q_per_kv"), [(80, 4), (512, 4), (128, 17)])
+@pytest.mark.parametrize(("head_dim", "q_per_kv"), [(72, 4), (0, 4), (272, 4), (512, 4), (128, 17)])
 def test_heads_that_the_kernels_cannot_take_are_refused(head_dim, q_per_kv):
     with pytest.raises(RaggedConfigError, match=f"not {head_dim} and {q_per_kv}; use --ragged-kernel torch"):
         check_shape(head_dim, q_per_kv)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112, 240, 256])
+def test_heads_that_divide_by_16_are_taken(head_dim):
+    check_shape(head_dim, 4)
 
 
 def test_choosing_needs_neither_torch_nor_triton():

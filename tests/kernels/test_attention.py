@@ -45,6 +45,12 @@ def rig_for(kept, dim, scorer, requests, segments, per_head, method="exact", dty
         thorough(MIXED, "h2o", 5, 16, "exact", SHORT),
         thorough(KEPT[:2], "expected_attention", 2, 16, "exact", SHORT),
         (MIXED, "fastkvzip", 1, 16, "exact", SHORT),
+        # Rows that are narrower than the tiles they are in.
+        (MIXED, "keydiff", 4, 80, "exact", [1, SEGMENT - 1, SEGMENT + 1]),
+        (MIXED, "value_key_norm", 2, 96, "uniform", [1, SEGMENT + 7]),
+        thorough(MIXED, "keydiff", 2, 48, "exact", SHORT),
+        thorough(MIXED, "key_norm", 3, 160, "algorithm1", SHORT),
+        thorough(MIXED, "keydiff", 2, 240, "exact", [SEGMENT + 7]),
     ],
 )
 def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, dim, method, lengths):
@@ -66,8 +72,8 @@ def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, 
 def test_sinks_take_their_share(lengths):
     """Heads of one CTA and of several give the log-sum-exps that sinks need."""
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
-    sequences = [Sequence(length + 1, *MIXED.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
-    rig = Rig(MIXED, 16, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
+    sequences = [Sequence(length + 1, *MIXED.shape, 2, 80, "keydiff", seed) for seed, length in enumerate(lengths)]
+    rig = Rig(MIXED, 80, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
     expected = [sequence.expected(MIXED, sinks=sinks) for sequence in sequences]
     outputs = rig.extend(sequences, [0] * len(lengths), lengths)
     outputs.append(rig.decode(sequences, lengths, padding=1))
@@ -128,14 +134,14 @@ def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts, dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("chunks", "per_head"), [([3], 2), thorough([1, 5, 8], 4)])
-def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_head, monkeypatch):
+@pytest.mark.parametrize(("chunks", "per_head", "dim"), [([3], 2, 96), thorough([1, 5, 8], 4, 16)])
+def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_head, dim, monkeypatch):
     """Histories of different lengths; parts without rows; the last part alone sees tail and chunk."""
     monkeypatch.setattr(triton_ops, "LONG_HISTORY", 3 * SEGMENT)
     begins = [3 * SEGMENT + 5, 6 * SEGMENT, 7][: len(chunks)]
     ends = [begin + chunk for begin, chunk in zip(begins, chunks, strict=True)]
-    sequences = [Sequence(end, *MIXED.shape, per_head, 16, "key_norm", seed) for seed, end in enumerate(ends)]
-    rig = rig_for(MIXED, 16, "key_norm", len(chunks), 8, per_head)
+    sequences = [Sequence(end, *MIXED.shape, per_head, dim, "key_norm", seed) for seed, end in enumerate(ends)]
+    rig = rig_for(MIXED, dim, "key_norm", len(chunks), 8, per_head)
     rig.extend(sequences, [0] * len(chunks), begins)
     described = []
     describe = rig.operations.describe_extend

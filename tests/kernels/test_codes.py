@@ -24,7 +24,7 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
-@pytest.mark.parametrize("dim", [16, thorough(64), 128, thorough(256)])
+@pytest.mark.parametrize("dim", [16, thorough(64), 80, 96, 128, thorough(240), thorough(256)])
 @pytest.mark.parametrize("source", ["tails", "chunk"])
 def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
     """Of rows with an outlier, of zeros and of NaN, too."""
@@ -62,8 +62,12 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
         thorough(K8V4, "keydiff", 4, 64, LONG),
         (K8V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
         thorough(K8V4, "value_key_norm", 8, 256, [SEGMENT + 7]),
-        (K8V4, "fastkvzip", 2, 16, [SEGMENT + 7, 2 * SEGMENT]),
+        (K8V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
         (INT8, "keydiff", 2, 16, LONG),
+        (INT8, "value_key_norm", 4, 96, [1, SEGMENT, SEGMENT + 7]),
+        thorough(K8V4, "keydiff", 4, 80, EDGES),
+        thorough(K8V4, "key_norm", 1, 240, [SEGMENT + 7]),
+        thorough(INT8, "keydiff", 2, 48, EDGES),
         thorough(INT8, "snapkv", 2, 64, EDGES),
         thorough(INT8, "keydiff", 2, 256, [SEGMENT + 7]),
     ],
@@ -88,8 +92,8 @@ def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, 
 
 def test_sinks_and_divided_heads_of_codes():
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
-    sequence = Sequence(LONG[0] + 1, *MIXED.shape, 2, 16, "keydiff", seed=1)
-    rig = Rig(MIXED, 16, "keydiff", 1, 12, make_operations=triton_operations, sinks=sinks, form=K8V4)
+    sequence = Sequence(LONG[0] + 1, *MIXED.shape, 2, 96, "keydiff", seed=1)
+    rig = Rig(MIXED, 96, "keydiff", 1, 12, make_operations=triton_operations, sinks=sinks, form=K8V4)
     expected = sequence.expected(MIXED, sinks=sinks, form="k8v4")
     compare(rig.extend([sequence], [0], LONG), [expected[: LONG[0]]])
     compare([rig.decode([sequence], LONG, padding=1)], [expected[LONG[0] :]])

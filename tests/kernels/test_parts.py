@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import triton
 import triton.language as tl
@@ -31,11 +32,13 @@ def test_rows_are_divided_exactly():
 @triton.jit
 def _merge(partial_ptr, lse_ptr, out_ptr, parts, DIM: tl.constexpr):
     output, _ = merge_parts(partial_ptr, lse_ptr, tl.program_id(0), tl.num_programs(0), parts, DIM, 4)
-    tl.store(out_ptr + tl.program_id(0) * DIM + tl.arange(0, DIM), output)
+    dims = tl.arange(0, triton.next_power_of_2(DIM))
+    tl.store(out_ptr + tl.program_id(0) * DIM + dims, output, mask=dims < DIM)
 
 
-def test_parts_are_merged_by_their_weight_and_empty_ones_not_read():
-    parts, queries, dim = 11, 5, 16
+@pytest.mark.parametrize("dim", [16, 80])
+def test_parts_are_merged_by_their_weight_and_empty_ones_not_read(dim):
+    parts, queries = 11, 5
     generator = torch.Generator().manual_seed(0)
     partial = torch.randn(parts, queries, dim, generator=generator)
     lse = 40 * torch.randn(parts, queries, generator=generator)

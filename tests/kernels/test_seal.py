@@ -11,7 +11,7 @@ from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, narrowed
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
 
-HEADS, DIM = 3, 16
+HEADS, DIM = 3, 48
 
 
 def kept_counts(segment: int) -> torch.Tensor:

@@ -35,16 +35,17 @@ def append_kernel(
     token = tl.load(tokens_ptr + copy).to(tl.int64)
     place = tl.load(places_ptr + copy)
     row = tl.load(rows_ptr + tl.load(requests_ptr + copy)).to(tl.int64)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    inside = dims < HEAD_DIM
     target = tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM + place * HEAD_DIM + dims
     source = head * HEAD_DIM + dims
-    keys = tl.load(keys_ptr + token * key_stride + source)
-    values = tl.load(values_ptr + token * value_stride + source)
+    keys = tl.load(keys_ptr + token * key_stride + source, mask=inside)
+    values = tl.load(values_ptr + token * value_stride + source, mask=inside)
     if LARGEST is not None:
         keys = saturated(keys, key_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
         values = saturated(values, value_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
-    tl.store(target, keys)
-    tl.store(target + HEADS * TAIL * HEAD_DIM, values)
+    tl.store(target, keys, mask=inside)
+    tl.store(target + HEADS * TAIL * HEAD_DIM, values, mask=inside)
 
 
 def append(

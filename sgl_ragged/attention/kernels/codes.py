@@ -1,7 +1,7 @@
 """Keys and values in few bits, in kernels: as `mem_pool.quantise` defines them, bit for bit.
 
-Head dimensions are powers of two here. Rotations are sums and differences in a fixed order, divisions are rounded as
-the standard says, so that a row's codes are the same wherever it is sealed.
+Rotations are sums and differences in a fixed order, divisions are rounded as the standard says, so that a row's codes
+are the same wherever it is sealed. Tiles are padded (`dims`) by whole blocks of rotations: zeros stay zeros there.
 """
 
 from __future__ import annotations
@@ -9,42 +9,47 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.mem_pool.quantise import rotation_block
+
 _ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding it to a number below 2^22 and taking it off again rounds half to even."""
 
 _STEPS = tl.constexpr(8)
 """Of rotations at most: head dimensions up to 256."""
 
+_block = triton.constexpr_function(rotation_block)
+
 
 @triton.jit
-def _mixed(x, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _mixed(x, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums and differences of dimensions that are WIDTH apart."""
-    pairs = tl.reshape(x, [ROWS, HEAD_DIM // (2 * WIDTH), 2, WIDTH])
+    pairs = tl.reshape(x, [ROWS, COLUMNS // (2 * WIDTH), 2, WIDTH])
     one, other = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     both = tl.permute(tl.join(one + other, one - other), (0, 1, 3, 2))
-    return tl.reshape(both, [ROWS, HEAD_DIM])
+    return tl.reshape(both, [ROWS, COLUMNS])
 
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """x [ROWS, HEAD_DIM] in float32, times the Hadamard matrix; its own inverse."""
+    """A tile of rows in float32, times the Hadamard matrix of each block of dimensions; its own inverse."""
     x = x.to(tl.float32)
     for step in tl.static_range(_STEPS):
-        if (1 << step) < HEAD_DIM:
-            x = _mixed(x, 1 << step, ROWS, HEAD_DIM)
-    return x * (HEAD_DIM**-0.5)
+        if (1 << step) < _block(HEAD_DIM):
+            x = _mixed(x, 1 << step, ROWS, triton.next_power_of_2(HEAD_DIM))
+    return x * (_block(HEAD_DIM) ** -0.5)
 
 
 @triton.jit
 def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Codes of rotated rows x [ROWS, HEAD_DIM] in float32, whole numbers, and their scales in float16 [ROWS]."""
+    """Codes of a tile of rows, rotated, whole numbers in float32, and their scales in float16 [ROWS]."""
     MOST: tl.constexpr = 2 ** (BITS - 1) - 1
     x = rotated(x, ROWS, HEAD_DIM)
     largest = tl.max(tl.abs(x), axis=1)
     scale = tl.minimum(tl.maximum(tl.div_rn(largest, tl.full([ROWS], MOST, tl.float32)), 2.0**-24), 65504.0)
     undefined = tl.max((x != x).to(tl.int32), axis=1) > 0
     scale = tl.where(undefined, float("nan"), scale).to(tl.float16)
-    wide = tl.broadcast_to(scale.to(tl.float32)[:, None], [ROWS, HEAD_DIM])
+    wide = tl.broadcast_to(scale.to(tl.float32)[:, None], [ROWS, triton.next_power_of_2(HEAD_DIM)])
     codes = tl.minimum(tl.maximum(tl.div_rn(x, wide), -MOST), MOST)
     codes = tl.where(undefined[:, None], 0.0, codes)
     return (codes + _ROUND) - _ROUND, scale
@@ -52,14 +57,21 @@ def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr)
 
 @triton.jit
 def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The first and the second half of the dimensions of x [ROWS, HEAD_DIM]."""
-    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, HEAD_DIM // 2]), (0, 2, 1)))
+    """The first and the second half of each block of a tile's dimensions: two tiles of half the columns."""
+    COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    BLOCK: tl.constexpr = _block(HEAD_DIM)
+    blocks = tl.reshape(x, [ROWS, COLUMNS // BLOCK, 2, BLOCK // 2])
+    low, high = tl.split(tl.permute(blocks, (0, 1, 3, 2)))
+    return tl.reshape(low, [ROWS, COLUMNS // 2]), tl.reshape(high, [ROWS, COLUMNS // 2])
 
 
 @triton.jit
 def joined(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """What `halves` took apart."""
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), [ROWS, HEAD_DIM])
+    COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    BLOCK: tl.constexpr = _block(HEAD_DIM)
+    blocks = tl.reshape(tl.join(low, high), [ROWS, COLUMNS // BLOCK, BLOCK // 2, 2])
+    return tl.reshape(tl.permute(blocks, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -72,13 +84,13 @@ def store_row_codes(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write whole-number codes [ROWS, HEAD_DIM] as packed rows, bytes from `target` on."""
+    """Write a tile of whole-number codes as packed rows, bytes from `target` on."""
     if BITS == 8:
-        dims = tl.arange(0, HEAD_DIM)
+        dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
         at = rows[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(target + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=inside[:, None])
+        tl.store(target + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=cells(inside, HEAD_DIM))
     else:
         low, high = halves(codes.to(tl.int32) + 8, ROWS, HEAD_DIM)
-        dims = tl.arange(0, HEAD_DIM // 2)
+        dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))
         at = rows[:, None] * (HEAD_DIM // 2) + dims[None, :]
-        tl.store(target + at, (low | (high << 4)).to(tl.uint8), mask=inside[:, None])
+        tl.store(target + at, (low | (high << 4)).to(tl.uint8), mask=cells(inside, HEAD_DIM // 2))

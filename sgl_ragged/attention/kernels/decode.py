@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import cells
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
@@ -70,18 +71,18 @@ def decode_kernel(
     end = tl.minimum(units * (part + 1) // parts * 16, rows_in_all)
 
     query_rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     lse_at = lse_ptr + place * Q_PER_KV + query_rows
     if begin >= end:
         tl.store(lse_at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=query_rows < Q_PER_KV)
         return
 
     query_at = request.to(tl.int64) * query_stride + (head * Q_PER_KV + query_rows[:, None]) * HEAD_DIM + dims[None, :]
-    query = tl.load(queries_ptr + query_at, mask=(query_rows < Q_PER_KV)[:, None], other=0.0)
+    query = tl.load(queries_ptr + query_at, mask=cells(query_rows < Q_PER_KV, HEAD_DIM), other=0.0)
     scale2 = scale * LOG2E
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    output = tl.zeros([BLOCK_M, triton.next_power_of_2(HEAD_DIM)], tl.float32)
 
     history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
     tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
@@ -128,7 +129,7 @@ def decode_kernel(
         output *= value_scale
     lse = (best + tl.log2(total)) * LN2
     partial_at = (place * Q_PER_KV + query_rows[:, None]) * HEAD_DIM + dims[None, :]
-    tl.store(partial_ptr + partial_at, output, mask=(query_rows < Q_PER_KV)[:, None])
+    tl.store(partial_ptr + partial_at, output, mask=cells(query_rows < Q_PER_KV, HEAD_DIM))
     tl.store(lse_at, lse, mask=query_rows < Q_PER_KV)
 
 
@@ -154,8 +155,9 @@ def combine_kernel(
     output, head_lse = merge_parts(partial_ptr, lse_ptr, place * Q_PER_KV + query, Q_PER_KV, parts, HEAD_DIM, BLOCK_P)
     if PARTIAL:
         tl.store(head_lse_ptr + (request * HEADS + head) * Q_PER_KV + query, head_lse)
-    output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + tl.arange(0, HEAD_DIM)
-    tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty))
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + dims
+    tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def decode_parts(

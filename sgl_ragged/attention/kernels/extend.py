@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import cells
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
@@ -78,18 +79,18 @@ def extend_kernel(
     parts = tl.load(cta + 2)
     kept = tl.load(kept_ptr + head)
 
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     pair = first_row + tl.arange(0, BLOCK_M)
     token = pair // Q_PER_KV
     inside = token < tokens
     query_head = head * Q_PER_KV + pair % Q_PER_KV
     query_at = (first_token + token).to(tl.int64) * query_stride + query_head * HEAD_DIM
-    query = tl.load(queries_ptr + query_at[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+    query = tl.load(queries_ptr + query_at[:, None] + dims[None, :], mask=cells(inside, HEAD_DIM), other=0.0)
     scale2 = scale * LOG2E
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    output = tl.zeros([BLOCK_M, triton.next_power_of_2(HEAD_DIM)], tl.float32)
 
     history = seen_segments * kept
     begin, end = 0, history
@@ -151,12 +152,12 @@ def extend_kernel(
         chunk_at = (first_token + number).to(tl.int64)
         keys = tl.load(
             keys_ptr + (chunk_at * key_stride + head * HEAD_DIM)[:, None] + dims[None, :],
-            mask=valid[:, None],
+            mask=cells(valid, HEAD_DIM),
             other=0.0,
         )
         values = tl.load(
             values_ptr + (chunk_at * value_stride + head * HEAD_DIM)[:, None] + dims[None, :],
-            mask=valid[:, None],
+            mask=cells(valid, HEAD_DIM),
             other=0.0,
         )
         causal = valid[None, :] & (number[None, :] <= token[:, None])
@@ -174,11 +175,12 @@ def extend_kernel(
         place = (tl.program_id(0) * tl.num_programs(1) + tl.load(cta + 3)) * BLOCK_M + tl.arange(0, BLOCK_M)
         # A part without rows leaves -inf, and something that is not read.
         tl.store(lse_ptr + place, (best + tl.log2(total)) * LN2)
-        tl.store(partial_ptr + place[:, None].to(tl.int64) * HEAD_DIM + dims[None, :], output)
+        partial_pointers = partial_ptr + place[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
+        tl.store(partial_pointers, output, mask=dims[None, :] < HEAD_DIM)
     else:
         output_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
         output_pointers = output_ptr + output_at[:, None] + dims[None, :]
-        tl.store(output_pointers, output.to(output_ptr.dtype.element_ty), mask=inside[:, None])
+        tl.store(output_pointers, output.to(output_ptr.dtype.element_ty), mask=cells(inside, HEAD_DIM))
 
 
 @triton.jit(do_not_specialize=["num_ctas"])
@@ -211,7 +213,8 @@ def combine_tiles_kernel(
     if LSE:
         tl.store(head_lse_ptr + (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head, head_lse)
     output_at = (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
-    tl.store(output_ptr + output_at + tl.arange(0, HEAD_DIM), output.to(output_ptr.dtype.element_ty))
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    tl.store(output_ptr + output_at + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def extend(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import cells
+
 COMBINED_PARTS = 32
 """Parts that the combine kernel reads at a time."""
 
@@ -28,14 +30,14 @@ def accumulate(query, keys, values, valid, scale, best, total, output, PRECISION
 
 @triton.jit
 def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Attention over all parts of one query: float32 [HEAD_DIM], 0 where no part has rows; and its log-sum-exp.
+    """Attention over all parts of one query: float32 [next power of 2], 0 where no part has rows; and its lse.
 
     Part p lies at row first + p * stride of partial results [rows, HEAD_DIM] and log-sum-exps [rows].
     """
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     best = float("-inf")
     total = 0.0
-    output = tl.zeros([HEAD_DIM], tl.float32)
+    output = tl.zeros([triton.next_power_of_2(HEAD_DIM)], tl.float32)
     for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
         at = first + part * stride
@@ -43,7 +45,7 @@ def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constex
         # Parts without rows were never written: their old content must not be read, not even to weigh it with 0.
         written = lse > float("-inf")
         rows_at = at[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
-        partial = tl.load(partial_ptr + rows_at, mask=written[:, None], other=0.0)
+        partial = tl.load(partial_ptr + rows_at, mask=cells(written, HEAD_DIM), other=0.0)
         new_best = tl.maximum(best, tl.max(lse, axis=0))
         anchor = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink = tl.exp(best - anchor)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from sgl_ragged.errors import RaggedConfigError
 
-HEAD_DIMS = (16, 32, 64, 128, 256)
+HEAD_DIM_STEP, MOST_HEAD_DIM = 16, 256
+"""Head dimensions are multiples of the one, for rows that are aligned, up to the other."""
+
 MOST_Q_PER_KV = 16
 
 
@@ -63,8 +65,8 @@ def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = 
 
 def check_shape(head_dim: int, q_per_kv: int) -> None:
     """Raise RaggedConfigError for heads that the Triton kernels cannot take."""
-    if head_dim not in HEAD_DIMS or not 1 <= q_per_kv <= MOST_Q_PER_KV:
+    if head_dim not in range(HEAD_DIM_STEP, MOST_HEAD_DIM + 1, HEAD_DIM_STEP) or not 1 <= q_per_kv <= MOST_Q_PER_KV:
         raise RaggedConfigError(
-            f"the Triton kernels take head dimensions {', '.join(map(str, HEAD_DIMS))} and up to {MOST_Q_PER_KV} query "
-            f"heads per KV head, not {head_dim} and {q_per_kv}; use --ragged-kernel torch"
+            f"the Triton kernels take head dimensions up to {MOST_HEAD_DIM} that divide by {HEAD_DIM_STEP} and up to "
+            f"{MOST_Q_PER_KV} query heads per KV head, not {head_dim} and {q_per_kv}; use --ragged-kernel torch"
         )

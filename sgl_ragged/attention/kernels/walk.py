@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import cells
 from sgl_ragged.attention.kernels.parts import accumulate
 
 
@@ -45,7 +46,7 @@ def walk_history(
 
     `key_blocks_at` points to where the head's keys start in a slab, in blocks of 16 elements; `scale2` is to base 2.
     """
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_at) * 16
@@ -64,8 +65,9 @@ def walk_history(
         valid = number < end
         at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
         pointers = slabs_ptr + at[:, None] + dims[None, :]
-        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
-        values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
+        mask = cells(valid, HEAD_DIM)
+        keys = tl.load(pointers, mask=mask, other=0.0)
+        values = tl.load(pointers + value_offset, mask=mask, other=0.0)
         following = number + BLOCK_N
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
@@ -89,13 +91,14 @@ def walk_tail(
     PRECISION: tl.constexpr,
 ):
     """Attend to the rows [begin, end) of a head's tail, which starts at `tail_at`: the new (best, total, output)."""
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < end
         pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
-        keys = tl.load(pointers, mask=valid[:, None], other=0.0)
-        values = tl.load(pointers + value_offset, mask=valid[:, None], other=0.0)
+        mask = cells(valid, HEAD_DIM)
+        keys = tl.load(pointers, mask=mask, other=0.0)
+        values = tl.load(pointers + value_offset, mask=mask, other=0.0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
     return best, total, output

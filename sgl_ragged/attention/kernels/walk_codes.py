@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import joined, rotated
+from sgl_ragged.attention.kernels.dims import cells
 from sgl_ragged.attention.kernels.walk import segment_of, walk_history
 
 
@@ -20,7 +21,7 @@ def _float16(bits):
 
 @triton.jit
 def _nibbles(packed, dtype: tl.constexpr):
-    """Codes of the first and of the second half of the dimensions, as numbers."""
+    """Codes in the lower and in the upper halves of bytes, as numbers."""
     return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
 
 
@@ -49,13 +50,14 @@ def walk_codes(
     `scale2` is to base 2.
     """
     VALUE_BYTES: tl.constexpr = HEAD_DIM * VALUE_BITS // 8
-    dims = tl.arange(0, HEAD_DIM)
+    VALUE_COLUMNS: tl.constexpr = triton.next_power_of_2(VALUE_BYTES)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # Of four bits, the two halves of the dimensions apart.
-    output = tl.zeros([BLOCK_M, VALUE_BYTES], tl.float32)
-    other = tl.zeros([BLOCK_M, VALUE_BYTES], tl.float32)
+    # Of four bits, the dimensions of the lower and of the upper halves of bytes apart.
+    output = tl.zeros([BLOCK_M, VALUE_COLUMNS], tl.float32)
+    other = tl.zeros([BLOCK_M, VALUE_COLUMNS], tl.float32)
     turned = rotated(query, BLOCK_M, HEAD_DIM).to(query.dtype)
     key_at = tl.load(key_blocks_at) * 16
     value_at = key_at + kept * HEAD_DIM
@@ -75,9 +77,10 @@ def walk_codes(
         scales_at = (slab + scale_at + row * 4).to(tl.pointer_type(tl.int32))
         scales = tl.load(scales_at, mask=valid, other=0)
         keys_at = (slab + key_at + row * HEAD_DIM).to(tl.pointer_type(tl.int8))
-        keys = tl.load(keys_at[:, None] + dims[None, :], mask=valid[:, None], other=0)
-        values_at = (slab + value_at + row * VALUE_BYTES)[:, None] + tl.arange(0, VALUE_BYTES)[None, :]
-        packed = tl.load(values_at, mask=valid[:, None], other=0)
+        keys = tl.load(keys_at[:, None] + dims[None, :], mask=cells(valid, HEAD_DIM), other=0)
+        values_at = (slab + value_at + row * VALUE_BYTES)[:, None] + tl.arange(0, VALUE_COLUMNS)[None, :]
+        # Columns beyond the row's bytes come to codes of -8, and to outputs that nobody writes.
+        packed = tl.load(values_at, mask=cells(valid, VALUE_BYTES), other=0)
         following = number + BLOCK_N
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
 

@@ -1,0 +1,19 @@
+"""Head dimensions in tiles. A tile is a power of two wide, a row in memory as wide as the head.
+
+HEAD_DIM is everywhere that of rows; columns of a tile from there on are not read or written, and 0 in what was read.
+Where the head dimension is a power of two, there are none, and no mask for them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cells(rows, HEAD_DIM: tl.constexpr):
+    """The mask of a tile, where rows [ROWS] are those that exist: broadcasts to [ROWS, next power of 2]."""
+    mask = rows[:, None]
+    if triton.next_power_of_2(HEAD_DIM) > HEAD_DIM:
+        mask = mask & (tl.arange(0, triton.next_power_of_2(HEAD_DIM)) < HEAD_DIM)[None, :]
+    return mask
