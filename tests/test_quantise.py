@@ -141,8 +141,8 @@ def test_formats_by_name_and_by_ratio():
         settle_share("int3", 0.5, 128, 2)
     for name, form in FORMATS.items():
         assert settle_share(name, 0.3, 128, 2) == Share(0.3, form)
-    chosen = {ratio: settle_share("auto", ratio, 128, 2).form for ratio in (1, 0.9, 0.5, 0.43, 0.05)}
-    assert chosen == {1: WIDE, 0.9: INT8, 0.5: INT8, 0.43: K8V4, 0.05: K8V4}
+    chosen = {ratio: settle_share("auto", ratio, 128, 2).form for ratio in (1, 0.9, 0.4, 0.38, 0.05)}
+    assert chosen == {1: WIDE, 0.9: INT8, 0.4: INT8, 0.38: K8V4, 0.05: K8V4}
     # Eight bits are a quarter of 32.
     assert settle_share("auto", 0.3, 128, 4).form is INT8
     assert settle_share("auto", 0.3, 128, 2, readable=False).form is WIDE
