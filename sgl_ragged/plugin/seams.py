@@ -51,6 +51,7 @@ class Seam:
 
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 
 KV_BYTES_SEAMS = (Seam(f"{_CONFIGURATOR}._profile_available_bytes", ("self", "pre_model_load_memory"), "kv_bytes"),)
 
@@ -84,6 +85,7 @@ RAGGED_SEAMS = (
         "log_stats",
     ),
     Seam("sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self", "empty_cache"), "flush_cache"),
+    Seam(f"{_ADDER}.add_one_req_ignore_eos", ("self", "req"), "cut_one_request"),
     Seam(f"{_BACKEND}.init_forward_metadata", ("self", "forward_batch")),
     Seam(f"{_BACKEND}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
     Seam(f"{_BACKEND}.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
@@ -157,7 +159,6 @@ WINDOW_SEAMS = (
 
 
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
-_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _CHECKER = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 

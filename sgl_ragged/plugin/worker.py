@@ -20,6 +20,7 @@ from sgl_ragged.plugin.admission import make_room as make_room
 from sgl_ragged.plugin.admission import reserve_admitted as reserve_admitted
 from sgl_ragged.plugin.admission import reserve_running as reserve_running
 from sgl_ragged.plugin.admission import uncached_tokens as uncached_tokens
+from sgl_ragged.plugin.chunking import cut_one_request as cut_one_request
 from sgl_ragged.plugin.metrics import controller_ready as controller_ready
 from sgl_ragged.plugin.metrics import flush_cache as flush_cache
 from sgl_ragged.plugin.metrics import log_stats as log_stats
