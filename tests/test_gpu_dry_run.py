@@ -59,6 +59,21 @@ def test_decode_case_by_hand(dry):
     assert row["ratios"]["1"]["bytes_per_layer"] == row["full"]["bytes_per_layer"]
 
 
+def test_formats_by_hand(dry):
+    """The same 512 of 2,048 rows of a segment in 196 bytes each, or as many as fit the bytes of 512 in bf16."""
+    row = next(row for row in dry["blocks"]["formats"]["rows"] if row["case"] == "Llama-3.1-8B, 32K, batch 16")
+    ratios, queries_and_output = row["ratios"], 2 * 16 * 32 * 128 * 2
+    tokens = ratios["0.25 of the tokens in k8v4"]
+    assert tokens["kept"] == ratios["0.25"]["kept"]
+    assert tokens["bytes_per_layer"] == 16 * (127 * 512 * 196 + 8 * 128 * 512) + queries_and_output
+    fp8 = ratios["0.25 of the tokens in fp8"]
+    assert fp8["bytes_per_layer"] == 16 * (127 * 512 + 8 * 128) * 256 + queries_and_output
+    for stored, row_bytes in (("k8v4", 196), ("int8", 260), ("fp8", 256)):
+        kept = ratios[f"0.25 of the bytes in {stored}"]["kept"]
+        # What layers keep is rounded to multiples of 16.
+        assert [sum(heads) for heads in kept] == pytest.approx([512 * 512 / row_bytes] * 4, abs=16)
+
+
 def test_extend_case_by_hand(dry):
     """2,048 tokens after 32,768: every query sees all tokens before it, and itself."""
     row = next(r for r in dry["blocks"]["extend"]["rows"] if r["case"] == "Llama-3.1-8B, 1 x 2048 after 32K")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.gpu_blocks.cases import ITEMSIZE, DecodeCase, ExtendCase, Model, kept_counts
+from benchmarks.gpu_blocks.cases import ITEMSIZE, DecodeCase, ExtendCase, Model, Slabs
 
 REPLAY_BYTES = 256 << 20
 """One replay of a timed graph reads at least this much, several times the 50 to 60 MB of an L2 cache."""
@@ -33,21 +33,24 @@ class Work:
         return 1e6 * self.bytes / bandwidth
 
 
-def decode_work(case: DecodeCase, kept_row: np.ndarray | None) -> Work:
+def full_decode_work(case: DecodeCase) -> Work:
+    """`decode_work` over an uncompressed bf16 cache."""
+    return decode_work(case, np.full(case.model.heads, case.model.segment), Slabs(1.0))
+
+
+def decode_work(case: DecodeCase, kept_row: np.ndarray, slabs: Slabs) -> Work:
     """One layer of decode attention: keys and values that the query sees, queries and output.
 
     Args:
-        kept_row: int [heads], or None for an uncompressed cache.
+        kept_row: int [heads].
     """
     model = case.model
-    if kept_row is None:
-        rows = model.heads * case.length
-    else:
-        rows = case.sealed * int(kept_row.sum()) + model.heads * case.tail
+    sealed, tail = case.sealed * int(kept_row.sum()), model.heads * case.tail
+    seen = sealed * slabs.row_bytes(model.head_dim) + tail * 2 * model.head_dim * slabs.itemsize
     query_elements = case.batch * model.heads * model.q_per_kv * model.head_dim
     return Work(
-        bytes=ITEMSIZE * (case.batch * rows * 2 * model.head_dim + 2 * query_elements),
-        flop=4 * case.batch * rows * model.q_per_kv * model.head_dim,
+        bytes=case.batch * seen + ITEMSIZE * 2 * query_elements,
+        flop=4 * case.batch * (sealed + tail) * model.q_per_kv * model.head_dim,
     )
 
 
@@ -91,40 +94,39 @@ class DecodeExtent:
     """How a decode case is laid out in memory.
 
     layers: measured layers, fewer than the model's where memory is short.
-    copies: by ratio, how many batches with slabs of their own each replay goes through.
+    copies: by what is kept, how many batches with slabs of their own each replay goes through.
     full_calls: calls per replay over the uncompressed cache, each with a cache of its own.
     """
 
     layers: int
-    copies: dict[float, int]
+    copies: dict[Slabs, int]
     full_calls: int
     bytes: int
 
 
 def fit_decode(
-    case: DecodeCase, ratios: tuple[float, ...], memory: int, replay_bytes: int = REPLAY_BYTES
+    case: DecodeCase, variants: tuple[Slabs, ...], memory: int, replay_bytes: int = REPLAY_BYTES
 ) -> DecodeExtent | str:
     """The most layers that fit `memory` bytes, and what goes with them, or the reason why not even one layer fits.
 
     Args:
-        ratios: what is held in memory at once, beside the uncompressed cache.
+        variants: what is held in memory at once, beside the uncompressed cache.
     """
     model = case.model
-    full = decode_work(case, None).bytes
+    full = full_decode_work(case).bytes
     full_calls = max(1, -(-replay_bytes // full))
     needed = 0
     for layers in range(len(model.layers), 0, -1):
         copies, needed = {}, full_calls * full
-        for ratio in ratios:
-            kept = kept_counts(model, ratio, layers)
-            once = sum(decode_work(case, row).bytes for row in kept)
-            copies[ratio] = max(1, -(-replay_bytes // once))
-            rows = case.batch * copies[ratio]
-            slabs = rows * (case.sealed + 1) * int(kept.sum()) * 2 * model.head_dim
+        for one in variants:
+            kept = one.kept(model, layers)
+            once = sum(decode_work(case, row, one).bytes for row in kept)
+            copies[one] = max(1, -(-replay_bytes // once))
+            rows = case.batch * copies[one]
+            slabs = rows * (case.sealed + 1) * int(kept.sum()) * one.row_bytes(model.head_dim)
             tails = rows * layers * model.heads * 2 * model.segment * model.head_dim
-            needed += ITEMSIZE * (slabs + tails)
+            needed += slabs + one.itemsize * tails
         if needed <= memory:
             return DecodeExtent(layers, copies, full_calls, needed)
-    return (
-        f"one layer at ratios {', '.join(f'{r:g}' for r in ratios)} needs {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"
-    )
+    held = ", ".join(one.name for one in variants)
+    return f"one layer at ratios {held} needs {needed / 1e9:.0f} GB of {memory / 1e9:.0f}"

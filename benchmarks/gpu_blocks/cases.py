@@ -5,13 +5,14 @@ The dry run and the measurement take their cases from here, so that what is comp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from sgl_ragged.budgets import fit_kept
+from sgl_ragged.slab_format import INT8, K8V4, WIDE, SlabFormat
 
 PROFILES = Path(__file__).parents[2] / "tests" / "data" / "measured_profiles.npz"
 SEGMENT = 256
@@ -69,6 +70,59 @@ def kept_counts(model: Model, ratio: float, layers: int | None = None, all_layer
 
 
 @dataclass(frozen=True)
+class Slabs:
+    """What a decode case keeps and how: a format of slabs, or a whole cache in FP8 E4M3.
+
+    `ratio` is that of tokens; where `of_bytes`, of the bytes of an uncompressed bf16 cache, tails left aside.
+    """
+
+    ratio: float
+    form: SlabFormat = WIDE
+    fp8: bool = False
+    of_bytes: bool = False
+
+    @property
+    def stored(self) -> str:
+        return "fp8" if self.fp8 else self.form.name
+
+    @property
+    def plain(self) -> bool:
+        """Whether all is bf16."""
+        return self.stored == WIDE.name
+
+    @property
+    def name(self) -> str:
+        if self.plain:
+            return f"{self.ratio:g}"
+        return f"{self.ratio:g} of the {'bytes' if self.of_bytes else 'tokens'} in {self.stored}"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in tails."""
+        return 1 if self.fp8 else ITEMSIZE
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of a kept token in one head."""
+        return self.form.row_bytes(head_dim, self.itemsize)
+
+    def kept(self, model: Model, layers: int | None = None) -> np.ndarray:
+        """`kept_counts` of the model."""
+        share = 2 * model.head_dim * ITEMSIZE / self.row_bytes(model.head_dim) if self.of_bytes else 1.0
+        return kept_counts(model, min(1.0, self.ratio * share), layers)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods of the CTA map that are timed. At ratio 1 all heads are equal, so all methods but `none` agree."""
+        return ("exact", "uniform", "algorithm1", "none") if self.plain and self.ratio < 1 else ("exact",)
+
+
+WIDE_SLABS = tuple(Slabs(ratio) for ratio in RATIOS)
+NARROW = (Slabs(0.25, K8V4), Slabs(0.25, INT8), Slabs(0.25, fp8=True))
+NARROW_SLABS = (Slabs(0.25), *NARROW, *(replace(one, of_bytes=True) for one in NARROW))
+"""Beside a quarter of the tokens in bf16: as many in fewer bytes, and more in as many bytes."""
+
+
+@dataclass(frozen=True)
 class DecodeCase:
     """Decode attention of `batch` requests of equal length."""
 
@@ -95,11 +149,6 @@ class DecodeCase:
         return self.length - self.sealed * self.model.segment
 
 
-def methods(ratio: float) -> tuple[str, ...]:
-    """Methods of the CTA map timed at a ratio. At ratio 1 all heads are equal, so all methods but `none` agree."""
-    return ("exact", "uniform", "algorithm1", "none") if ratio < 1 else ("exact",)
-
-
 K = 1024
 DECODE_CASES = tuple(
     DecodeCase(model, context, batch)
@@ -118,6 +167,12 @@ DECODE_CASES = tuple(
         (QWEN3_4B, 128 * K, (1, 64)),
     )
     for batch in batches
+)
+FORMAT_CASES = (
+    DecodeCase(LLAMA_8B, 32 * K, 16),
+    DecodeCase(LLAMA_8B, 128 * K, 4),
+    DecodeCase(LLAMA_8B, 32 * K, 1),
+    DecodeCase(LLAMA_70B, 32 * K, 16),
 )
 
 
@@ -200,7 +255,10 @@ OVERHEAD_CASE = OverheadCase(LLAMA_8B)
 
 @dataclass(frozen=True)
 class CorrectnessCase:
-    """All operations on small requests with ragged ends, against float64. `dtype` is a name of torch's."""
+    """All operations on small requests with ragged ends, against float64. `dtype`: of queries, a name of torch's.
+
+    form: of slabs. cache: the name of an FP8 cache's dtype; the queries' where it is empty.
+    """
 
     dtype: str
     q_per_kv: int
@@ -209,10 +267,13 @@ class CorrectnessCase:
     method: str
     segment: int = SEGMENT
     kept: tuple[tuple[int, ...], ...] = ((16, 80, 144, 256), (256, 64, 64, 32))
+    form: SlabFormat = WIDE
+    cache: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.dtype}-q{self.q_per_kv}-d{self.head_dim}-{self.scorer}-{self.method}"
+        stored = f"-{self.form.name}" if self.form.quantised else f"-{self.cache}" if self.cache else ""
+        return f"{self.dtype}-q{self.q_per_kv}-d{self.head_dim}-{self.scorer}-{self.method}{stored}"
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -223,7 +284,12 @@ class CorrectnessCase:
 CORRECTNESS_CASES = (
     CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact"),
     CorrectnessCase("bfloat16", 8, 128, "key_norm", "uniform"),
+    CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact", form=K8V4),
+    CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact", cache="float8_e4m3fn"),
+    CorrectnessCase("bfloat16", 4, 80, "keydiff", "exact"),
     CorrectnessCase("bfloat16", 1, 64, "value_key_norm", "algorithm1"),
+    CorrectnessCase("bfloat16", 8, 128, "key_norm", "uniform", form=INT8),
+    CorrectnessCase("bfloat16", 4, 96, "value_key_norm", "exact", form=K8V4),
     CorrectnessCase("bfloat16", 16, 256, "keydiff", "exact"),
     CorrectnessCase("bfloat16", 5, 128, "value_key_norm", "none"),
     CorrectnessCase("float16", 4, 128, "keydiff", "algorithm1"),

@@ -28,6 +28,7 @@ class Context:
 
     dtype: of caches, queries, keys and values; 2 bytes an element, which is what bytes are counted with.
     memory: bytes that one case may take. replay_bytes: as `arithmetic.REPLAY_BYTES`.
+    residents: resident CTAs of the decode kernel by heads, query heads of each, head dimension and what is stored.
     flashinfer: the module, None where it cannot be imported.
     deadline: on the clock of time.monotonic().
     ceilings: bytes per second of a copy and FLOP per second of a matrix product, measured; empty if they were not.
@@ -42,7 +43,7 @@ class Context:
     flashinfer: Any = None
     ceilings: dict[str, float] = field(default_factory=dict)
     skipped: list[dict[str, str]] = field(default_factory=list)
-    residents: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    residents: dict[tuple[int, int, int, str], int] = field(default_factory=dict)
     chunk_residents: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def skip(self, case: str, reason: str) -> None:

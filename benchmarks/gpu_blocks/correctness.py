@@ -13,15 +13,29 @@ import torch
 
 from benchmarks.gpu_blocks.cases import CorrectnessCase
 from benchmarks.gpu_blocks.context import Row
-from benchmarks.gpu_blocks.reference import Errors, Tokens, attention, kept_positions, visible
+from benchmarks.gpu_blocks.reference import (
+    Errors,
+    Rows,
+    Tokens,
+    attention,
+    kept_positions,
+    past_rows,
+    rows_of,
+    rows_to_store,
+    visible,
+)
 from benchmarks.gpu_blocks.stage import Stage, make_stage, measured_residents
 from benchmarks.gpu_blocks.timing import Timer
+from sgl_ragged.attention.kernel_choice import check_cache, device_capability
 from sgl_ragged.attention.triton_ops import TritonOps
+from sgl_ragged.mem_pool.kv_dtype import KvScales, movable
 from sgl_ragged.mem_pool.segments import InTails
 
 TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 STEPS = 3
 PADDING = 3
+FP8_SCALES = KvScales(keys=0.01, values=0.03)
+"""With these, the largest of the random keys are too large for E4M3."""
 
 
 class Trial:
@@ -35,6 +49,8 @@ class Trial:
         torch.manual_seed(len(case.name))
         self.case, self.device = case, device
         self.dtype: torch.dtype = getattr(torch, case.dtype)
+        cache: torch.dtype = getattr(torch, case.cache or case.dtype)
+        check_cache("triton", cache, device_capability(str(device)))
         self.kept = np.array(case.kept)
         self.lengths = list(case.lengths)
         shape = (*self.kept.shape, case.q_per_kv, case.head_dim)
@@ -52,7 +68,10 @@ class Trial:
             device,
             case.scorer,
             fill=float("nan"),
+            form=case.form,
+            cache=cache,
         )
+        self.stage.store.kv_scales = [FP8_SCALES] * len(self.kept)
         batch = len(self.lengths) + PADDING
         resident, _ = measured_residents(self.stage, batch)
         self.operations: TritonOps = self.stage.operations(case.method, resident, batch)
@@ -150,7 +169,11 @@ class Trial:
 
 
 def run_case(case: CorrectnessCase, device: torch.device, timer: Timer) -> list[Row]:
-    """Rows {"case", "check", "passed", ...}. `timer` captures the graph; without a GPU it calls anew instead."""
+    """Rows {"case", "check", "passed", ...}. `timer` captures the graph; without a GPU it calls anew instead.
+
+    Raises:
+        RaggedConfigError: this GPU cannot read the case's cache.
+    """
     return check(run_trial(case, device, timer))
 
 
@@ -179,6 +202,7 @@ def check(trial: Trial) -> list[Row]:
     wrong_seals: list[str] = []
     wanted: dict[str, list[torch.Tensor]] = {"extend": [], "decode": [], "replay": []}
     given: dict[str, list[torch.Tensor]] = {"extend": [], "decode": [], "replay": []}
+    store = trial.stage.store
     for i, (tokens, length) in enumerate(zip(trial.sequences, trial.lengths, strict=True)):
         outputs = torch.cat([*trial.outputs[i], trial.replayed[i : i + 1]])
         parts = {
@@ -187,10 +211,13 @@ def check(trial: Trial) -> list[Row]:
             "replay": slice(length + STEPS, length + STEPS + 1),
         }
         for layer, head in np.ndindex(*trial.kept.shape):
-            kept, wrong = _kept(trial, i, layer, head)
+            stored = store.to_cache(layer, tokens.k[:, layer, head], tokens.v[:, layer, head])
+            own = store.from_cache(layer, 0, stored[0]), store.from_cache(layer, 1, stored[1])
+            kept, wrong = _kept(trial, i, layer, head, stored, own)
             wrong_seals += wrong
             mask = visible(kept, length + STEPS + 1, case.segment, trial.device)
-            reference = attention(tokens, layer, head, mask, trial.stage.store.scales[layer])
+            past = past_rows(*own, case.form)
+            reference = attention(tokens.q[:, layer, head], own, past, mask, store.scales[layer], case.segment)
             for name, part in parts.items():
                 wanted[name].append(reference[part])
                 given[name].append(outputs[part, layer, head])
@@ -206,18 +233,25 @@ def check(trial: Trial) -> list[Row]:
     return [{"case": case.name, **row} for row in rows]
 
 
-def _kept(trial: Trial, request: int, layer: int, head: int) -> tuple[dict[int, torch.Tensor], list[str]]:
-    """What a head kept of each finished segment of a request, by segment number; and what is wrong with it."""
-    store, segment = trial.stage.store, trial.case.segment
-    layout, tokens = store.layout, trial.sequences[request]
+def _kept(
+    trial: Trial, request: int, layer: int, head: int, stored: Rows, numbers: Rows
+) -> tuple[dict[int, torch.Tensor], list[str]]:
+    """What a head kept of each finished segment of a request, by segment number; and what is wrong with it.
+
+    Args:
+        stored, numbers: keys and values of all tokens, as the cache holds them and what they stand for.
+    """
+    store, segment, form = trial.stage.store, trial.case.segment, trial.case.form
+    layout = store.layout
     count, start = int(layout.kept[layer, head]), int(layout.key_offset[layer, head])
     kept, wrong = {}, []
     for number in range((trial.lengths[request] + STEPS) // segment):
         slot = int(trial.stage.table[request + 1, number * segment]) // segment
-        slab = store.slabs[slot, start : start + 2 * count * layout.head_dim].view(2, count, layout.head_dim)
+        slab = rows_of(store.slabs[slot, start : start + count * layout.row_elems], count, layout.head_dim, form)
         own = slice(number * segment, (number + 1) * segment)
+        rows = rows_to_store(*(part[own] for part in stored), form)
         positions, message = kept_positions(
-            slab, tokens.k[own, layer, head], tokens.v[own, layer, head], trial.case.scorer, number == 0
+            slab, rows, *(part[own] for part in numbers), trial.case.scorer, number == 0
         )
         if message:
             wrong.append(f"request {request}, layer {layer}, head {head}, segment {number}: {message}")
@@ -231,9 +265,9 @@ def _tails_hold_tokens(trial: Trial) -> bool:
     for i, tokens in enumerate(trial.sequences):
         stored = trial.lengths[i] + STEPS + 1
         first = (stored - 1) // segment * segment
-        for index, source in enumerate((tokens.k, tokens.v)):
+        for index, source in enumerate(store.to_cache(0, tokens.k, tokens.v)):
             # [layers, heads, tokens, d]
             tail = store.tails[i + 1, :, index, :, : stored - first]
-            if not torch.equal(tail, source[first:stored].permute(1, 2, 0, 3)):
+            if not torch.equal(movable(tail), movable(source[first:stored]).permute(1, 2, 0, 3)):
                 return False
     return True

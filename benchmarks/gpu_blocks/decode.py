@@ -1,4 +1,5 @@
-"""Block `decode`: one layer's decode attention by method of the CTA map and ratio, against an uncompressed cache.
+"""Blocks `decode` and `formats`: one layer's decode attention against an uncompressed cache, by method of the CTA map
+and ratio, and by what slabs hold.
 
 What is timed is attention alone, ours in both its launches: writing the new token's key and value is block `append`.
 """
@@ -10,23 +11,25 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from benchmarks.gpu_blocks import flashinfer_calls
-from benchmarks.gpu_blocks.arithmetic import DecodeExtent, decode_work, fit_decode, mean_work
-from benchmarks.gpu_blocks.cases import DECODE_CASES, RATIOS, DecodeCase, kept_counts, methods
+from benchmarks.gpu_blocks.arithmetic import DecodeExtent, decode_work, fit_decode, full_decode_work, mean_work
+from benchmarks.gpu_blocks.cases import DECODE_CASES, FORMAT_CASES, NARROW_SLABS, WIDE_SLABS, DecodeCase, Slabs
 from benchmarks.gpu_blocks.context import Context, Row, short_error
 from benchmarks.gpu_blocks.full_cache import Attend, FullCache, decode_baselines, distance, working
 from benchmarks.gpu_blocks.stage import FALLBACK_RESIDENT, Stage, make_stage, measured_residents
 from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call, Times
+from sgl_ragged.attention.kernel_choice import check_cache, device_capability
+from sgl_ragged.errors import RaggedConfigError
 
 MOST_PLANNED = 8
 """Most batches with FlashInfer: each distinct n takes a FlashInfer plan, and making these takes long."""
 
 
 def run(
-    context: Context, cases: Iterable[DecodeCase] = DECODE_CASES, ratios: tuple[float, ...] = RATIOS
+    context: Context, cases: Iterable[DecodeCase] = DECODE_CASES, variants: tuple[Slabs, ...] = WIDE_SLABS
 ) -> Iterator[Row]:
     for case in context.within_time(cases):
-        extent = fit_decode(case, ratios, context.memory, replay_bytes=context.replay_bytes)
+        extent = fit_decode(case, variants, context.memory, replay_bytes=context.replay_bytes)
         if isinstance(extent, str):
             context.skip(case.name, extent)
             continue
@@ -37,6 +40,10 @@ def run(
             continue
         show_row(row)
         yield row
+
+
+def run_formats(context: Context) -> Iterator[Row]:
+    return run(context, FORMAT_CASES, NARROW_SLABS)
 
 
 class _Comparison:
@@ -53,8 +60,11 @@ class _Comparison:
         self.failed: list[Row] = []
 
     def measure(self) -> Row:
-        for ratio, copies in self.extent.copies.items():
-            self._add_ratio(ratio, copies)
+        for slabs, copies in self.extent.copies.items():
+            try:
+                self._add_slabs(slabs, copies)
+            except RaggedConfigError as error:
+                self.failed.append({"name": slabs.name, "failed": short_error(error)})
         baselines = self._add_baselines()
         times = self.context.timer.compare(self.prepared, self.calls)
         return self._row(times, baselines)
@@ -63,9 +73,11 @@ class _Comparison:
         self.prepared[name] = self.context.timer.prepare(call)
         self.calls[name] = calls
 
-    def _add_ratio(self, ratio: float, copies: int) -> None:
+    def _add_slabs(self, slabs: Slabs, copies: int) -> None:
         case, model, context = self.case, self.case.model, self.context
-        kept = kept_counts(model, ratio, self.extent.layers)
+        cache = torch.float8_e4m3fn if slabs.fp8 else context.dtype
+        check_cache("triton", cache, device_capability(str(context.device)))
+        kept = slabs.kept(model, self.extent.layers)
         stage = make_stage(
             kept,
             model.head_dim,
@@ -75,12 +87,14 @@ class _Comparison:
             case.length,
             context.dtype,
             context.device,
+            form=slabs.form,
+            cache=cache,
         )
-        shape = (model.heads, model.q_per_kv, model.head_dim)
+        shape = (model.heads, model.q_per_kv, model.head_dim, slabs.stored)
         if shape not in context.residents:
             context.residents[shape], _ = measured_residents(stage, case.batch)
         layers, queries = len(kept), self.queries
-        for method in methods(ratio):
+        for method in slabs.methods:
             operations = stage.operations(method, context.residents[shape], case.batch)
             batches = stage.decode_batches(operations, case.batch, copies, case.length)
 
@@ -89,30 +103,35 @@ class _Comparison:
                     for layer in range(layers):
                         operations.attend(layer, queries, batch)
 
-            name = f"ours {ratio:g} {method}"
+            name = f"ours {slabs.name} {method}"
             self._add(name, ours, copies * layers)
-            work = mean_work([decode_work(case, row) for row in kept])
-            self.ours.append(
-                {
-                    "name": name,
-                    "ratio": ratio,
-                    "method": method,
-                    "ctas_per_layer": [len(layer.ctas) for layer in batches[0].work],
-                    "bytes": work.bytes,
-                    "bytes_over_full": work.bytes / decode_work(case, None).bytes,
-                }
-            )
-        if context.flashinfer is not None and ratio < 1:
-            name = f"flashinfer on slabs {ratio:g}"
+            ctas = {"ctas_per_layer": [len(layer.ctas) for layer in batches[0].work]}
+            self.ours.append({**self._described(name, slabs, stage), "method": method, **ctas})
+        if context.flashinfer is not None and slabs.plain and slabs.ratio < 1:
+            name = f"flashinfer on slabs {slabs.name}"
             if copies > MOST_PLANNED:
                 self.failed.append({"name": name, "failed": f"{copies} copies would take too long to plan"})
                 return
             try:
-                self._add_flashinfer(name, stage, ratio, copies)
+                self._add_flashinfer(name, stage, slabs, copies)
             except Exception as error:
                 self.failed.append({"name": name, "failed": short_error(error)})
 
-    def _add_flashinfer(self, name: str, stage: Stage, ratio: float, copies: int) -> None:
+    def _described(self, name: str, slabs: Slabs, stage: Stage) -> Row:
+        """What a variant keeps and reads."""
+        model, kept = self.case.model, stage.store.layout.kept
+        work = mean_work([decode_work(self.case, row, slabs) for row in kept])
+        return {
+            "name": name,
+            "ratio": slabs.ratio,
+            "stored": slabs.stored,
+            "token_share": float(kept.mean()) / model.segment,
+            "resident_ctas": self.context.residents[model.heads, model.q_per_kv, model.head_dim, slabs.stored],
+            "bytes": work.bytes,
+            "bytes_over_full": work.bytes / full_decode_work(self.case).bytes,
+        }
+
+    def _add_flashinfer(self, name: str, stage: Stage, slabs: Slabs, copies: int) -> None:
         case, layers = self.case, stage.store.layout.num_layers
         decoders = flashinfer_calls.slab_decode(stage, self.queries, copies, case.length)
         operations = stage.operations("exact", FALLBACK_RESIDENT, case.batch)
@@ -125,17 +144,8 @@ class _Comparison:
                     decoder(layer)
 
         self._add(name, theirs, len(decoders) * layers)
-        work = mean_work([decode_work(case, row) for row in stage.store.layout.kept])
-        self.ours.append(
-            {
-                "name": name,
-                "ratio": ratio,
-                "method": "flashinfer",
-                "difference": difference,
-                "bytes": work.bytes,
-                "bytes_over_full": work.bytes / decode_work(case, None).bytes,
-            }
-        )
+        described = self._described(name, slabs, stage)
+        self.ours.append({**described, "method": "flashinfer", "difference": difference})
 
     def _add_baselines(self) -> list[Row]:
         case, model, calls = self.case, self.case.model, self.extent.full_calls
@@ -157,8 +167,8 @@ class _Comparison:
         return rows
 
     def _row(self, times: dict[str, Times], baselines: list[Row]) -> Row:
-        case, context = self.case, self.context
-        full = decode_work(case, None)
+        case = self.case
+        full = full_decode_work(case)
         for baseline in baselines:
             if baseline["baseline"] in times:
                 baseline |= self._speed(times[baseline["baseline"]], full.bytes)
@@ -172,8 +182,7 @@ class _Comparison:
             "case": case.name,
             "length": case.length,
             "layers": self.extent.layers,
-            "copies": {f"{ratio:g}": copies for ratio, copies in self.extent.copies.items()},
-            "resident_ctas": context.residents[case.model.heads, case.model.q_per_kv, case.model.head_dim],
+            "copies": {slabs.name: copies for slabs, copies in self.extent.copies.items()},
             "full_bytes": full.bytes,
             "best_baseline": fastest and fastest["baseline"],
             "ours": self.ours,

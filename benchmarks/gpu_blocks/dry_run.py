@@ -15,6 +15,7 @@ from benchmarks.gpu_blocks.arithmetic import (
     decode_work,
     extend_work,
     fit_decode,
+    full_decode_work,
     mean_work,
     seal_work,
 )
@@ -56,10 +57,14 @@ def _work(work: Work) -> dict[str, Any]:
 
 
 def decode_rows() -> list[dict[str, Any]]:
-    return [_decode_row(case) for case in cases.DECODE_CASES]
+    return [_decode_row(case, cases.WIDE_SLABS) for case in cases.DECODE_CASES]
 
 
-def _decode_row(case: cases.DecodeCase) -> dict[str, Any]:
+def format_rows() -> list[dict[str, Any]]:
+    return [_decode_row(case, cases.NARROW_SLABS) for case in cases.FORMAT_CASES]
+
+
+def _decode_row(case: cases.DecodeCase, variants: tuple[cases.Slabs, ...]) -> dict[str, Any]:
     model = case.model
     row: dict[str, Any] = {
         "case": case.name,
@@ -68,22 +73,22 @@ def _decode_row(case: cases.DecodeCase) -> dict[str, Any]:
         "sealed_segments": case.sealed,
         "tail_tokens": case.tail,
         "segment": model.segment,
-        "full": _work(decode_work(case, None)),
+        "full": _work(full_decode_work(case)),
         "ratios": {},
     }
-    extent = fit_decode(case, cases.RATIOS, MEMORY)
+    extent = fit_decode(case, variants, MEMORY)
     if isinstance(extent, str):
         row["does_not_fit"] = extent
     else:
         row["extent"] = {
             "layers": extent.layers,
-            "copies": {f"{ratio:g}": n for ratio, n in extent.copies.items()},
+            "copies": {slabs.name: n for slabs, n in extent.copies.items()},
             "full_calls": extent.full_calls,
             "gb": round(extent.bytes / 1e9, 2),
         }
-    for ratio in cases.RATIOS:
-        kept = cases.kept_counts(model, ratio)
-        work = mean_work([decode_work(case, kept_row) for kept_row in kept])
+    for slabs in variants:
+        kept = slabs.kept(model)
+        work = mean_work([decode_work(case, kept_row, slabs) for kept_row in kept])
         by_method = {}
         for method in METHODS:
             counts = build_cta_map(kept, SMS * CTAS_PER_SM, [case.batch], method).for_batch(case.batch)
@@ -91,7 +96,7 @@ def _decode_row(case: cases.DecodeCase) -> dict[str, Any]:
                 "ctas_per_layer": counts.sum(axis=1).tolist(),
                 "largest_over_mean": imbalance(kept, counts).round(3).tolist(),
             }
-        row["ratios"][f"{ratio:g}"] = {
+        row["ratios"][slabs.name] = {
             **kept_summary(kept, model.segment),
             **_work(work),
             "bytes_over_full": round(work.bytes / row["full"]["bytes_per_layer"], 4),
@@ -156,6 +161,7 @@ def correctness_rows() -> list[dict[str, Any]]:
 BLOCKS = {
     "correctness": correctness_rows,
     "decode": decode_rows,
+    "formats": format_rows,
     "extend": extend_rows,
     "seal": seal_rows,
     "append": append_rows,
@@ -181,7 +187,7 @@ def _figures(entry: dict[str, Any]) -> list[float]:
 
 def show_block(name: str, rows: list[dict[str, Any]]) -> None:
     label = f"{name}: {COMPUTED}"
-    if name == "decode":
+    if name in ("decode", "formats"):
         columns = ("case", "ratio", "n", "MB a layer", "GFLOP", "memory floor us", "CTAs", "largest / mean")
         lines = [line for row in rows for line in _decode_lines(row)]
         show(f"{label}; CTAs and largest / mean load of {', '.join(METHODS)}", columns, lines)

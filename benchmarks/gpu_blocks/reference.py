@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from sgl_ragged.budgets import GUARD, SINKS
+from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
+from sgl_ragged.slab_format import SlabFormat
 
 SCORE_TOLERANCE = 1e-4
 """How far float32 scores may be from float64 ones, in units of the largest score."""
@@ -48,17 +50,37 @@ def scores(scorer: str, keys: torch.Tensor, values: torch.Tensor) -> torch.Tenso
     raise ValueError(scorer)
 
 
+def rows_of(slab: torch.Tensor, kept: int, head_dim: int, form: SlabFormat) -> torch.Tensor:
+    """int32 [n, words]: the bits of each of the rows in a head's part of a slab."""
+    if form.quantised:
+        rows = QuantisedRows.of(slab, kept, head_dim, form)
+        return torch.cat([rows.keys, rows.values, rows.scales.view(torch.uint8)], dim=1).view(torch.int32)
+    return _bits(*slab.view(2, kept, head_dim))
+
+
+def rows_to_store(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
+    """What `rows_of` must find of tokens [S, d], as the cache holds them."""
+    if form.quantised:
+        return rows_of(stored_rows(keys, values, form), *keys.shape, form)
+    return _bits(keys, values)
+
+
+def _bits(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x.contiguous().view(torch.uint8) for x in (keys, values)], dim=1).view(torch.int32)
+
+
 def kept_positions(
-    slab: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scorer: str, first: bool
+    slab: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scorer: str, first: bool
 ) -> tuple[torch.Tensor | None, str]:
     """Positions that a head kept of a segment, int64 [n] ascending, and what is wrong with them, "" if nothing.
 
     Args:
-        slab: [2 (K, V), n, d], the head's part of the slab. keys, values: [S, d], the segment.
+        slab, rows: int32 [n, words], [S, words], `rows_of` the slab and `rows_to_store` of the segment.
+        keys, values: [S, d], the segment in numbers.
         first: whether the segment starts its sequence.
     """
-    segment, kept = len(keys), slab.shape[1]
-    same = (slab[0][:, None] == keys[None]).all(-1) & (slab[1][:, None] == values[None]).all(-1)
+    segment, kept = len(keys), len(slab)
+    same = (slab[:, None] == rows[None]).all(-1)
     if not (same.sum(1) == 1).all():
         return None, "a row of the slab is no token of the segment"
     positions = same.int().argmax(1)
@@ -81,22 +103,48 @@ def kept_positions(
     return positions, ""
 
 
-def attention(tokens: Tokens, layer: int, head: int, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """float64 [T, q_per_kv, d]: one head's attention under a mask, bool [T, T]: which token each position may see."""
-    keys, values = tokens.k[:, layer, head].double(), tokens.v[:, layer, head].double()
-    queries = tokens.q[:, layer, head].double()
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [T, d] of one head, in numbers."""
+
+
+def past_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> Rows:
+    """Keys and values [T, d] as slabs give them back."""
+    if not form.quantised:
+        return keys, values
+    return QuantisedRows.of(stored_rows(keys, values, form), *keys.shape, form).restored()
+
+
+def attention(
+    queries: torch.Tensor, own: Rows, past: Rows, mask: torch.Tensor, scale: float, segment: int
+) -> torch.Tensor:
+    """float64 [T, q_per_kv, d]: one head's attention under a mask, bool [T, T]: which token each position may see.
+
+    Args:
+        queries: [T, q_per_kv, d].
+        own, past: rows of all tokens as queries of their segment see them, and as those of later ones do.
+    """
+    queries = queries.double()
+    (own_keys, own_values), (past_keys, past_values) = ((k.double(), v.double()) for k, v in (own, past))
+    same = _same_segment(len(mask), segment, mask.device)
     output = torch.empty_like(queries)
     for query_head in range(queries.shape[1]):
-        logits = (queries[:, query_head] @ keys.T * scale).masked_fill(~mask, -torch.inf)
-        output[:, query_head] = logits.softmax(-1) @ values
+        query = queries[:, query_head]
+        logits = torch.where(same, query @ own_keys.T, query @ past_keys.T) * scale
+        weights = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        output[:, query_head] = (weights * same) @ own_values + (weights * ~same) @ past_values
     return output
+
+
+def _same_segment(length: int, segment: int, device: torch.device) -> torch.Tensor:
+    """bool [T, T]."""
+    place = torch.arange(length, device=device) // segment
+    return place[:, None] == place
 
 
 def visible(kept: dict[int, torch.Tensor], length: int, segment: int, device: torch.device) -> torch.Tensor:
     """bool [T, T]: own segment causally, and what was kept of each earlier one; `kept` by segment number."""
     place = torch.arange(length, device=device)
-    same = place[:, None] // segment == place[None, :] // segment
-    mask = same & (place[None, :] <= place[:, None])
+    mask = _same_segment(length, segment, device) & (place[None, :] <= place[:, None])
     for number, positions in kept.items():
         mask[(number + 1) * segment :, number * segment + positions] = True
     return mask

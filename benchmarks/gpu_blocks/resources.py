@@ -13,6 +13,7 @@ from benchmarks.gpu_blocks.extend import Chunks
 from benchmarks.gpu_blocks.stage import make_stage, measured_residents
 from benchmarks.gpu_blocks.tables import show
 from sgl_ragged.attention.occupancy import Resources, ctas_per_sm, device_limits
+from sgl_ragged.slab_format import WIDE
 
 
 def run(context: Context, models: tuple[Model, ...] = MODELS) -> Iterator[Row]:
@@ -24,7 +25,7 @@ def run(context: Context, models: tuple[Model, ...] = MODELS) -> Iterator[Row]:
         stage = make_stage(
             kept, model.head_dim, model.q_per_kv, model.segment, 1, tokens, context.dtype, context.device
         )
-        context.residents[shape], kernel = measured_residents(stage, 1)
+        context.residents[*shape, WIDE.name], kernel = measured_residents(stage, 1)
         rows.append(_row(context, f"decode, {model.name}", kernel))
         chunks = Chunks(context, ExtendCase(model, model.segment, model.segment), PREFILL_RATIO)
         output = torch.empty_like(chunks.queries)

@@ -12,11 +12,16 @@ from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 FALLBACK_RESIDENT = 24
 """Resident CTAs where there is no GPU to ask: in the interpreter."""
+
+CODE_SCALE = 1 / 64
+"""Of random codes: numbers up to 2."""
 
 
 @dataclass(frozen=True)
@@ -62,32 +67,53 @@ def make_stage(
     device: torch.device,
     scorer: str = "keydiff",
     fill: float | None = None,
+    form: SlabFormat = WIDE,
+    cache: torch.dtype | None = None,
 ) -> Stage:
     """A store in which each request has the slots for `tokens` tokens, scattered over the slabs.
 
     Args:
-        fill: what slabs and tails hold; None for random numbers, as it matters for time what is multiplied.
+        dtype: of queries, and of the cache unless `cache` says otherwise.
+        fill: what slabs and tails hold, of codes the scales; None for random numbers, as it matters for time what is
+            multiplied.
     """
     segments = -(-tokens // segment)
     count = requests * segments
     store = SlabStore(
-        SlabLayout(kept=kept, head_dim=head_dim, segment=segment),
+        SlabLayout(kept=kept, head_dim=head_dim, segment=segment, form=form),
         get_scorer(scorer),
         count + 1,
         requests + 1,
-        dtype,
+        cache or dtype,
         device,
         q_per_kv=q_per_kv,
+        query_dtype=dtype,
     )
     for storage in (store.slabs, store.tails):
-        if fill is None:
-            storage.normal_()
-        else:
-            storage.fill_(fill)
+        _fill(storage, fill, store.layout)
     slots = torch.randperm(count, device=device).view(requests, segments) + 1
     table = torch.zeros((requests + 1, segments * segment), dtype=torch.int32, device=device)
     table[1:] = (slots[:, :, None] * segment + torch.arange(segment, device=device)).flatten(1)
     return Stage(store, table)
+
+
+def _fill(storage: torch.Tensor, fill: float | None, layout: SlabLayout) -> None:
+    """Fill slabs or tails as `make_stage` says; what is bytes holds codes."""
+    codes = storage.dtype == torch.uint8
+    if fill is not None:
+        (storage.view(torch.float16) if codes else storage).fill_(fill)
+    elif codes:
+        storage.random_(0, 256)
+        row_codes = layout.form.key_elems(layout.head_dim) + layout.form.value_elems(layout.head_dim)
+        for start, kept in zip(layout.key_offset.flat, layout.kept.flat, strict=True):
+            scales = storage[:, start + kept * row_codes : start + kept * layout.row_elems]
+            scales.view(torch.float16).fill_(CODE_SCALE)
+    elif is_fp8(storage.dtype):
+        # Random numbers are made wide: a part at a time, so that they need no memory to speak of.
+        for part in storage.split(64):
+            part.copy_(torch.randn(part.shape, device=storage.device))
+    else:
+        storage.normal_()
 
 
 def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:
@@ -99,7 +125,8 @@ def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:
     operations = stage.operations("none", 1, batch)
     ones = torch.ones(batch, dtype=torch.int64, device=stage.device)
     described = operations.describe_decode(stage.table, ones, ones, ones.cpu())
-    queries = store.tails.new_zeros((batch, store.layout.num_heads, store.q_per_kv, store.layout.head_dim))
+    shape = (batch, store.layout.num_heads, store.q_per_kv, store.layout.head_dim)
+    queries = torch.zeros(shape, dtype=store.query_dtype, device=stage.device)
     kernel = operations.attend_parts(0, queries, described.view, described.work[0])
     if kernel is None:
         return FALLBACK_RESIDENT, None

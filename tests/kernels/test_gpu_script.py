@@ -19,10 +19,12 @@ from benchmarks.gpu_blocks.cases import (
     ExtendCase,
     OverheadCase,
     SealCase,
+    Slabs,
 )
 from benchmarks.gpu_blocks.context import Context
 from benchmarks.gpu_blocks.timing import HostTimer
 from sgl_ragged.attention import flashinfer_ops
+from sgl_ragged.slab_format import INT8, K8V4
 from tests.kernels.paged_decode import PagedDecode
 
 CPU = torch.device("cpu")
@@ -50,6 +52,24 @@ def test_correctness_passes_and_names_every_check(trial):
     rows = finish(correctness.check(trial))
     assert [row["check"] for row in rows] == ["seal", "append", "extend", "decode", "replay", "replay equals eager"]
     assert all(row["passed"] for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"form": K8V4, "head_dim": 48},
+        pytest.param({"form": INT8}, marks=pytest.mark.thorough),
+        pytest.param({"cache": "float8_e4m3fn"}, marks=pytest.mark.thorough),
+    ],
+    ids=["k8v4", "int8", "fp8"],
+)
+def test_correctness_of_narrow_slabs_passes_and_can_fail(stored):
+    trial = correctness.run_trial(dataclasses.replace(TINY, kept=TINY.kept[:1], **stored), CPU, HostTimer())
+    rows = finish(correctness.check(trial))
+    assert all(row["passed"] for row in rows), rows
+    # One bit of one key.
+    trial.stage.store.slabs[int(trial.stage.table[-1, 0]) // TINY.segment].view(torch.uint8)[3] ^= 1
+    assert {row["check"] for row in correctness.check(trial) if not row["passed"]} >= {"seal"}
 
 
 def first_slab(trial: correctness.Trial) -> torch.Tensor:
@@ -81,7 +101,7 @@ def test_correctness_sees_what_is_wrong(trial, where, failing, wrong):
 
 @pytest.mark.thorough
 def test_decode_reports_every_variant(context):
-    rows = finish(decode.run(context, [DecodeCase(MODEL, 256, 2)], ratios=(0.5, 1.0)))
+    rows = finish(decode.run(context, [DecodeCase(MODEL, 256, 2)], variants=(Slabs(0.5), Slabs(1.0))))
     (row,) = rows
     names = [entry["name"] for entry in row["ours"]]
     assert names == ["ours 0.5 exact", "ours 0.5 uniform", "ours 0.5 algorithm1", "ours 0.5 none", "ours 1 exact"]
@@ -91,10 +111,26 @@ def test_decode_reports_every_variant(context):
 
 
 @pytest.mark.thorough
+def test_formats_are_timed_beside_bf16(context):
+    narrow = (Slabs(0.25), Slabs(0.25, K8V4), Slabs(0.25, K8V4, of_bytes=True), Slabs(0.25, fp8=True))
+    (row,) = finish(decode.run(context, [DecodeCase(dataclasses.replace(MODEL, layers=(2,)), 256, 1)], variants=narrow))
+    assert row["failed"] == []
+    wide, tokens, of_bytes, fp8 = (e for e in row["ours"] if e["method"] == "exact")
+    assert [e["name"] for e in (tokens, of_bytes, fp8)] == [
+        "ours 0.25 of the tokens in k8v4 exact",
+        "ours 0.25 of the bytes in k8v4 exact",
+        "ours 0.25 of the tokens in fp8 exact",
+    ]
+    assert wide["token_share"] == tokens["token_share"] == fp8["token_share"] < of_bytes["token_share"]
+    assert tokens["bytes"] < of_bytes["bytes"]
+    assert max(tokens["bytes"], fp8["bytes"]) < wide["bytes"]
+
+
+@pytest.mark.thorough
 def test_flashinfer_that_does_not_work_is_a_finding(context):
     context.flashinfer = object()
     model = dataclasses.replace(MODEL, layers=(2,))
-    (row,) = finish(decode.run(context, [DecodeCase(model, 128, 1)], ratios=(0.5,)))
+    (row,) = finish(decode.run(context, [DecodeCase(model, 128, 1)], variants=(Slabs(0.5),)))
     assert [entry["name"] for entry in row["failed"]] == ["flashinfer on slabs 0.5", "flashinfer"]
     (row,) = finish(extend.run(context, [ExtendCase(model, 64, 64)], ratios=(0.5,)))
     assert [entry["name"] for entry in row["failed"]] == ["flashinfer"]
@@ -128,7 +164,7 @@ def test_flashinfer_is_timed_where_it_works(context, monkeypatch):
     context.flashinfer = SimpleNamespace(**dict.fromkeys(names, Paged))
     monkeypatch.setattr(flashinfer_ops, "flashinfer_wrapper", lambda device: PagedDecode)
     model = dataclasses.replace(MODEL, layers=(2,), head_dim=64)
-    (row,) = finish(decode.run(context, [DecodeCase(model, 256, 2)], ratios=(0.5,)))
+    (row,) = finish(decode.run(context, [DecodeCase(model, 256, 2)], variants=(Slabs(0.5),)))
     assert row["failed"] == []
     assert row["ours"][-1]["name"] == "flashinfer on slabs 0.5"
     assert row["ours"][-1]["difference"] < 1e-2
