@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells, cells_until
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
@@ -152,12 +152,12 @@ def extend_kernel(
         chunk_at = (first_token + number).to(tl.int64)
         keys = tl.load(
             keys_ptr + (chunk_at * key_stride + head * HEAD_DIM)[:, None] + dims[None, :],
-            mask=cells(valid, HEAD_DIM),
+            mask=cells_until(number, seen, HEAD_DIM),
             other=0.0,
         )
         values = tl.load(
             values_ptr + (chunk_at * value_stride + head * HEAD_DIM)[:, None] + dims[None, :],
-            mask=cells(valid, HEAD_DIM),
+            mask=cells_until(number, seen, HEAD_DIM),
             other=0.0,
         )
         causal = valid[None, :] & (number[None, :] <= token[:, None])

@@ -48,7 +48,8 @@ def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = 
 
     Args:
         architecture: compute capability, major number: from 9 on the accumulators need fewer registers.
-        fp8, codes: whether slabs are, which before 9 takes registers to convert.
+        fp8, codes: whether slabs are, which before 9 takes registers to convert; from 10 on codes do where rows are
+            narrower than tiles.
     """
     if itemsize == 4:
         if head_dim <= 64:
@@ -56,6 +57,8 @@ def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = 
         return Tile(32, 16, 8) if head_dim <= 128 else Tile(16, 16, 4, precision="ieee")
     if codes and architecture < 9 and head_dim > 64:
         return Tile(32, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
+    if codes and architecture >= 10 and 64 < head_dim < 128:
+        return Tile(128, 32, 8)
     if fp8 and architecture < 9 and head_dim > 64:
         return Tile(64, 32 if head_dim <= 128 else 16, 8)
     if head_dim <= 128:

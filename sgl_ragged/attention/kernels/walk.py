@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells_until
 from sgl_ragged.attention.kernels.parts import accumulate
 
 
@@ -65,7 +65,7 @@ def walk_history(
         valid = number < end
         at = slot.to(tl.int64) * slab_elems + key_offset + (number - segment_of(number, per_unit) * kept) * HEAD_DIM
         pointers = slabs_ptr + at[:, None] + dims[None, :]
-        mask = cells(valid, HEAD_DIM)
+        mask = cells_until(number, end, HEAD_DIM)
         keys = tl.load(pointers, mask=mask, other=0.0)
         values = tl.load(pointers + value_offset, mask=mask, other=0.0)
         following = number + BLOCK_N
@@ -97,7 +97,7 @@ def walk_tail(
         number = start + tile_rows
         valid = number < end
         pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
-        mask = cells(valid, HEAD_DIM)
+        mask = cells_until(number, end, HEAD_DIM)
         keys = tl.load(pointers, mask=mask, other=0.0)
         values = tl.load(pointers + value_offset, mask=mask, other=0.0)
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import joined, rotated
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells_until
 from sgl_ragged.attention.kernels.walk import segment_of, walk_history
 
 
@@ -77,10 +77,10 @@ def walk_codes(
         scales_at = (slab + scale_at + row * 4).to(tl.pointer_type(tl.int32))
         scales = tl.load(scales_at, mask=valid, other=0)
         keys_at = (slab + key_at + row * HEAD_DIM).to(tl.pointer_type(tl.int8))
-        keys = tl.load(keys_at[:, None] + dims[None, :], mask=cells(valid, HEAD_DIM), other=0)
+        keys = tl.load(keys_at[:, None] + dims[None, :], mask=cells_until(number, end, HEAD_DIM), other=0)
         values_at = (slab + value_at + row * VALUE_BYTES)[:, None] + tl.arange(0, VALUE_COLUMNS)[None, :]
         # Columns beyond the row's bytes come to codes of -8, and to outputs that nobody writes.
-        packed = tl.load(values_at, mask=cells(valid, VALUE_BYTES), other=0)
+        packed = tl.load(values_at, mask=cells_until(number, end, VALUE_BYTES), other=0)
         following = number + BLOCK_N
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
 
