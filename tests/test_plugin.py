@@ -346,6 +346,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
     for keyword, one in FLAGS.items():
         assert dashed(keyword) in shown
         assert one.default is None or f"[{one.default}]" in shown
+    assert "Host memory of all ranks together" in shown
 
 
 @pytest.mark.parametrize(

@@ -47,3 +47,15 @@ def test_multi_turn(nursery, character_server, character_model, tmp_path):
     # Each turn after the first finds at least the whole segments of the first one's prompt.
     first = (SYSTEM + QUESTION) // SEGMENT * SEGMENT
     assert found["cache_report"]["total_cached_tokens"] >= GROUPS * PROMPTS * (turns - 1) * first
+
+
+@pytest.mark.thorough
+def test_the_token_pool_takes_the_same_traffic(nursery, character_model, tmp_path):
+    flags = ("--dtype", "float32", "--kv-pool", "token", "--kv-bytes", "32MiB", "--max-running-requests", "8")
+    more = ("--attention-backend", "torch_native", "--enable-cache-report")
+    with nursery.serve(character_model, *flags, *more, log=tmp_path / "server.log") as server:
+        found = bench(nursery, server, character_model, tmp_path, "--backend", "sglang")
+    assert found["completed"] == GROUPS * PROMPTS
+    assert found["total_output_tokens"] == GROUPS * PROMPTS * OUTPUT
+    assert "ragged" not in found["server_info"]
+    assert found["cache_report"]["total_cached_tokens"] >= GROUPS * (PROMPTS - 2) * (SYSTEM - 1)
