@@ -31,7 +31,7 @@ ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 FP8 = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """Caches narrower than the queries, which are bf16 then; and the largest number of each. fp8e4nv is E4M3."""
-CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised}
+CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised and not one.centred}
 """Formats of slabs in codes, beside tails and queries in bf16."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
 NO_CODES = {"KEY_BITS": 0, "VALUE_BITS": 0}

@@ -43,18 +43,18 @@ def check_segment(segment: int) -> None:
         raise RaggedConfigError(f"segment length {segment} must be a multiple of {UNIT} and at least {2 * UNIT} tokens")
 
 
-def check_budgets(ratio: float, segment: int, bytes_per_share: float = 1.0) -> None:
+def check_budgets(ratio: float, segment: int, guard_bytes: float = 1.0) -> None:
     """Raise RaggedConfigError unless heads can keep this share of segments of this length: each keeps its guard.
 
     Args:
         ratio: kept / full KV bytes.
-        bytes_per_share: kept / full bytes of a segment of which every token is kept.
+        guard_bytes: of a head that keeps nothing else / of these tokens in an uncompressed cache.
     """
     check_ratio(ratio)
     check_segment(segment)
-    least = GUARD / segment * bytes_per_share
+    least = GUARD / segment * guard_bytes
     if ratio < least:
-        enough = 2 ** math.ceil(math.log2(GUARD * bytes_per_share) - math.log2(ratio))
+        enough = 2 ** math.ceil(math.log2(GUARD * guard_bytes) - math.log2(ratio))
         raise RaggedConfigError(
             f"ratio {ratio} cannot be met with segments of {segment} tokens: every head keeps {GUARD} of them or more, "
             f"a ratio of {math.ceil(least * 1e4) / 1e4:g}; ask for that, or for segments of {enough} tokens"

@@ -119,19 +119,18 @@ class SlabLayout:
                 heads = tuple(head for head, row in enumerate(rows) if tuple(row) == share)
                 kept, total, first = share
                 bands.append(Band(heads=heads, kept=kept, offset=offset, total=total, first=first))
-                offset += len(heads) * kept * self.row_elems
+                offset += len(heads) * self.part_elems(kept)
             layers.append(tuple(bands))
         return tuple(layers)
 
-    @property
-    def row_elems(self) -> int:
-        """Elements that a kept token takes in one head."""
-        return self.form.row_elems(self.head_dim)
+    def part_elems(self, kept: int) -> int:
+        """Elements of the part of a head that keeps this many tokens."""
+        return self.form.part_elems(kept, self.head_dim)
 
     @cached_property
     def layer_elems(self) -> np.ndarray:
         """int64 [num_layers]: elements of each layer's part of the slab."""
-        return self.row_elems * self.kept.sum(axis=1)
+        return np.array([sum(map(self.part_elems, row)) for row in self.kept.tolist()], dtype=np.int64)
 
     @cached_property
     def layer_start(self) -> np.ndarray:
@@ -148,8 +147,10 @@ class SlabLayout:
         offsets = np.empty_like(self.kept)
         for layer, bands in enumerate(self.bands):
             for band in bands:
+                header = self.form.header_elems(self.head_dim) if band.kept else 0
                 for place, head in enumerate(band.heads):
-                    offsets[layer, head] = self.layer_start[layer] + band.offset + place * band.kept * self.row_elems
+                    part = band.offset + place * self.part_elems(band.kept)
+                    offsets[layer, head] = self.layer_start[layer] + part + header
         return offsets
 
     @cached_property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_ragged.budgets import check_budgets, profile_kept, uniform_kept
+from sgl_ragged.budgets import GUARD, check_budgets, profile_kept, uniform_kept
 from sgl_ragged.bundled import find_bundled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
@@ -321,8 +321,8 @@ def kept_share(geometry: ModelGeometry, ratio: float, segment: int, form: SlabFo
         RaggedConfigError: the guards alone take more, or the format cannot hold heads of this dimension.
     """
     form.check_head_dim(geometry.head_dim)
-    check_budgets(ratio, segment, form.byte_ratio(1.0, geometry.head_dim, itemsize))
-    return form.token_share(ratio, geometry.head_dim, itemsize)
+    check_budgets(ratio, segment, form.byte_share(GUARD, geometry.head_dim, itemsize))
+    return form.token_share(ratio, geometry.head_dim, itemsize, segment)
 
 
 def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from sgl_ragged.errors import RaggedConfigError
 
 SCALE_BYTES = 2
-"""Of the scale of one key or one value, float16."""
+"""Of the scale of one key or one value, and of each number of a head's moments: float16."""
+
+LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
+"""The smallest and largest positive numbers of float16."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,15 @@ class SlabFormat:
 
     A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Rows
     of four-bit codes go by blocks of B dimensions, the largest power of two that divides d; byte j of a block holds its
-    dimensions j (low half) and j + B / 2.
+    dimensions j (low half) and j + B / 2. Where keys are `centred`, the moments of the head's rows come first, [2
+    (mean, spread), d] (`mem_pool.row_moments`): keys are stored less the mean and divided by the spread of their
+    channel. Where nothing is kept, nothing is stored.
     """
 
     name: str
     key_bits: int
     value_bits: int
+    centred: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -47,6 +53,14 @@ class SlabFormat:
         scales = 2 * SCALE_BYTES if self.quantised else 0
         return self.key_elems(head_dim) + self.value_elems(head_dim) + scales
 
+    def header_elems(self, head_dim: int) -> int:
+        """Elements of a slab that a head's moments take, whatever it keeps."""
+        return 2 * SCALE_BYTES * head_dim if self.centred else 0
+
+    def part_elems(self, kept: int, head_dim: int) -> int:
+        """Elements of a head's part of a slab."""
+        return kept * self.row_elems(head_dim) + (self.header_elems(head_dim) if kept else 0)
+
     def itemsize(self, cache_itemsize: int) -> int:
         """Bytes of an element of a slab, beside a cache whose numbers take `cache_itemsize` bytes."""
         return 1 if self.quantised else cache_itemsize
@@ -55,28 +69,38 @@ class SlabFormat:
         """Bytes that a kept token takes in one head."""
         return self.row_elems(head_dim) * self.itemsize(cache_itemsize)
 
-    def token_share(self, ratio: float, head_dim: int, cache_itemsize: int) -> float:
-        """Share of the tokens that can be kept in a share of an uncompressed cache's bytes; at most 1."""
-        full = 2 * head_dim * cache_itemsize
-        return min(1.0, ratio * full / self.row_bytes(head_dim, cache_itemsize))
+    def header_bytes(self, head_dim: int, cache_itemsize: int) -> int:
+        """Bytes that a head's moments take in each segment."""
+        return self.header_elems(head_dim) * self.itemsize(cache_itemsize)
 
-    def byte_ratio(self, token_share: float, head_dim: int, cache_itemsize: int) -> float:
-        """Share of an uncompressed cache's bytes that a share of the tokens takes: what `token_share` undoes."""
-        return token_share * self.row_bytes(head_dim, cache_itemsize) / (2 * head_dim * cache_itemsize)
+    def token_share(self, ratio: float, head_dim: int, cache_itemsize: int, segment: int) -> float:
+        """Share of the tokens that can be kept in a share of an uncompressed cache's bytes; at most 1.
+
+        Args:
+            segment: tokens per segment, each of which has the header once.
+        """
+        rows = ratio * 2 * head_dim * cache_itemsize - self.header_bytes(head_dim, cache_itemsize) / segment
+        return min(1.0, rows / self.row_bytes(head_dim, cache_itemsize))
+
+    def byte_share(self, kept: int, head_dim: int, cache_itemsize: int) -> float:
+        """Bytes of a head's part of a slab / bytes of as many tokens in an uncompressed cache."""
+        part = self.part_elems(kept, head_dim) * self.itemsize(cache_itemsize)
+        return part / (kept * 2 * head_dim * cache_itemsize)
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raise RaggedConfigError for heads whose rows this format cannot lay out in whole bytes."""
-        if self.quantised and head_dim % 2:
-            raise RaggedConfigError(
-                f"--ragged-slab-dtype {self.name} needs an even head dimension, not {head_dim}; use wide"
-            )
+        # Parts of heads begin at multiples of 16 bytes, and kept rows come in sixteens.
+        if self.quantised and head_dim % (4 if self.centred else 2):
+            kind = "a head dimension that 4 divides" if self.centred else "an even head dimension"
+            raise RaggedConfigError(f"--ragged-slab-dtype {self.name} needs {kind}, not {head_dim}; use wide")
 
 
 WIDE = SlabFormat("wide", 0, 0)
 INT8 = SlabFormat("int8", 8, 8)
 K8V4 = SlabFormat("k8v4", 8, 4)
+K4V4 = SlabFormat("k4v4", 4, 4, centred=True)
 
-FORMATS = {one.name: one for one in (WIDE, INT8, K8V4)}
+FORMATS = {one.name: one for one in (WIDE, INT8, K8V4, K4V4)}
 """By name."""
 
 AUTO = "auto"

@@ -103,7 +103,7 @@ class Sequence:
             mask[-1, fetched.get((layer, head), [])] = True
             places = torch.arange(len(mask)) // SEGMENT
             own = places[:, None] == places
-            past_keys, past_values = restored_pair(keys, values, form)
+            past_keys, past_values = restored_pair(keys, values, form, SEGMENT)
             logits = torch.where(own, queries_by(queries, keys), queries_by(queries, past_keys)) * 0.5
             logits.masked_fill_(torch.from_numpy(~mask), -torch.inf)
             if sinks is not None:

@@ -320,6 +320,8 @@ def test_step_bytes_by_hand():
     load = np.array([[16, 32], [64, 16]])
     # 96 tokens of the fullest ranks, ten segments, four requests, 8 bytes of key and value each.
     assert cost.step_bytes(load, 3) == 96 * 10 * 4 * 8 + 2 * 3 * 320 + 500
+    # Each of three places reads a header of every segment.
+    assert replace(cost, header_bytes=5).step_bytes(load, 3) == cost.step_bytes(load, 3) + 2 * 3 * 10 * 4 * 5
 
 
 def test_copies_that_do_not_pay_are_declined():

@@ -355,7 +355,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
         ({"ragged_ratio": "much"}, "--ragged-ratio 'much' is not a number"),
         ({"ragged_segment": 2.5}, "multiple of 16"),
         ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, triton, flashinfer"),
-        ({"ragged_slab_dtype": "int2"}, "unknown --ragged-slab-dtype 'int2'; known: auto, wide, int8, k8v4"),
+        ({"ragged_slab_dtype": "int2"}, "unknown --ragged-slab-dtype 'int2'; known: auto, wide, int8, k8v4, k4v4"),
         ({"ragged_host_codec": "zip"}, "unknown --ragged-host-codec 'zip'; known: exact, fp8, shared"),
         ({"kv_pool": "paged"}, "unknown --kv-pool 'paged'; known: token, ragged"),
         ({"ragged_scorer": "none"}, "unknown scorer"),
@@ -447,14 +447,15 @@ def test_slabs_of_codes_lie_on_the_host_as_they_are_alone(llama):
 
 
 def test_the_ratio_of_codes_is_one_of_bytes(llama):
-    """The model has heads of 64 dimensions in 32 bits: a token takes 512 bytes, in K8V4 100 and in int8 132."""
+    """The model has heads of 64 dimensions in 32 bits: a token takes 512 bytes, in K8V4 100, in int8 132, in K4V4 68,
+    and moments of a segment of 256 take as much as one byte of each of its tokens."""
 
     def plan(*flags: str):
         return getattr(resolved(llama, "--kv-pool", "ragged", "--dtype", "float32", *flags), ATTRIBUTE).plan
 
-    for form, row in (("wide", 512), ("int8", 132), ("k8v4", 100)):
+    for form, row, header in (("wide", 512, 0), ("int8", 132, 0), ("k8v4", 100, 0), ("k4v4", 68, 1)):
         found = plan("--ragged-slab-dtype", form, "--ragged-ratio", "0.125")
-        assert found.kept.mean() / 256 == pytest.approx(0.125 * 512 / row, abs=0.01)
+        assert found.kept.mean() / 256 == pytest.approx((0.125 * 512 - header) / row, abs=0.01)
         assert found.layout(0).byte_share(4) == pytest.approx(0.125, abs=0.003)
     assert (plan("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.2").kept == 256).all()
     # In 32 bits, int8 holds every token in .26 of the bytes.
@@ -466,6 +467,8 @@ def test_the_ratio_of_codes_is_one_of_bytes(llama):
     tiny = ("--ragged-slab-dtype", "k8v4", "--ragged-ratio", "0.01")
     message = refusal(llama, "--kv-pool", "ragged", "--dtype", "float32", *tiny)
     assert "a ratio of 0.0123" in message
+    tiny = ("--ragged-slab-dtype", "k4v4", "--ragged-ratio", "0.01")
+    assert "a ratio of 0.0103" in refusal(llama, "--kv-pool", "ragged", "--dtype", "float32", *tiny)
 
 
 def test_nothing_is_calibrated_where_every_token_is_kept(llama):

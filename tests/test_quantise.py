@@ -22,13 +22,14 @@ from sgl_ragged.mem_pool.quantise import (
     stored_rows,
     unpacked,
 )
-from sgl_ragged.slab_format import FORMATS, INT8, K8V4, WIDE, Share, settle_share
+from sgl_ragged.mem_pool.segment_moments import segment_moments
+from sgl_ragged.slab_format import FORMATS, INT8, K4V4, K8V4, WIDE, Share, settle_share
 from tests.examples import examples
-from tests.quantised_oracle import restored, rotation
+from tests.quantised_oracle import restored, restored_pair, rotation
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
 from tests.test_torch_ops import BOUNDS
 
-QUANTISED = [INT8, K8V4]
+QUANTISED = [INT8, K8V4, K4V4]
 
 
 @pytest.mark.parametrize("dim", [2, 16, 64, 80, 96, 128, 256])
@@ -110,34 +111,39 @@ def test_edges_are_bounded(bits):
 @pytest.mark.parametrize("dim", [16, 80])
 def test_rows_lie_as_the_format_says(form, dim):
     keys, values = torch.randn(2, 3, 2, 32, dim, generator=torch.Generator().manual_seed(4)).unbind(0)
-    stored = stored_rows(keys, values, form)
-    assert stored.shape == (3, 2, 32 * form.row_elems(dim))
+    stored = stored_rows(keys, values, form, segment_moments(keys))
+    assert stored.shape == (3, 2, form.part_elems(32, dim))
+    assert form.part_elems(32, dim) == 32 * form.row_elems(dim) + (4 * dim if form is K4V4 else 0)
     assert form.row_elems(dim) % 4 == 0
     found = QuantisedRows.of(stored, 32, dim, form).restored()
-    for got, x, bits in zip(found, (keys, values), (form.key_bits, form.value_bits), strict=True):
-        torch.testing.assert_close(got.double(), restored(x, bits), atol=0.02, rtol=0.02)
+    for got, want in zip(found, restored_pair(keys, values, form.name, 32), strict=True):
+        torch.testing.assert_close(got.double(), want, atol=0.02, rtol=0.02)
 
 
 def test_layouts_of_codes_are_counted_in_bytes():
-    for form, row in ((WIDE, 256), (INT8, 132), (K8V4, 100)):
+    for form, row, header in ((WIDE, 256, 0), (INT8, 132, 0), (K8V4, 100, 0), (K4V4, 68, 256)):
         layout = SlabLayout(KEPT, 64, SEGMENT, form=form)
-        assert layout.slab_bytes(2) == KEPT.sum() * row
-        assert layout.byte_share(2) == pytest.approx(KEPT.sum() * row / (KEPT.size * SEGMENT * 256))
-        ends = layout.key_offset + KEPT * layout.row_elems
-        assert sorted([*layout.key_offset.ravel(), layout.slab_elems]) == sorted([0, *ends.ravel()])
+        assert layout.slab_bytes(2) == KEPT.sum() * row + KEPT.size * header
+        assert layout.byte_share(2) == pytest.approx(layout.slab_bytes(2) / (KEPT.size * SEGMENT * 256))
+        starts = layout.key_offset - header
+        ends = layout.key_offset + KEPT * form.row_elems(64)
+        assert sorted([*starts.ravel(), layout.slab_elems]) == sorted([0, *ends.ravel()])
         assert not (layout.key_offset % 16).any()
         assert not (layout.value_offset % 16).any()
     # Twice as many numbers of 16 bits as bytes, and what scales take.
-    assert K8V4.token_share(0.2, 128, 2) == pytest.approx(0.2 * 512 / 196)
-    assert INT8.token_share(0.5, 64, 2) == pytest.approx(0.5 * 256 / 132)
-    assert K8V4.token_share(0.5, 64, 2) == 1
-    assert WIDE.token_share(0.3, 64, 2) == 0.3
+    assert K8V4.token_share(0.2, 128, 2, 256) == pytest.approx(0.2 * 512 / 196)
+    assert INT8.token_share(0.5, 64, 2, 256) == pytest.approx(0.5 * 256 / 132)
+    assert K8V4.token_share(0.5, 64, 2, 256) == 1
+    assert K4V4.token_share(0.1, 64, 2, 256) == pytest.approx((0.1 * 256 * 256 - 256) / (68 * 256))
+    assert WIDE.token_share(0.3, 64, 2, 256) == 0.3
+    with pytest.raises(RaggedConfigError, match="4 divides"):
+        SlabLayout(KEPT, 6, SEGMENT, form=K4V4)
     with pytest.raises(RaggedConfigError, match="even head dimension"):
         SlabLayout(KEPT, 7, SEGMENT, form=INT8)
 
 
 def test_formats_by_name_and_by_ratio():
-    with pytest.raises(RaggedConfigError, match="unknown --ragged-slab-dtype 'int3'; known: auto, wide, int8, k8v4"):
+    with pytest.raises(RaggedConfigError, match="'int3'; known: auto, wide, int8, k8v4, k4v4"):
         settle_share("int3", 0.5, 128, 2)
     for name, form in FORMATS.items():
         assert settle_share(name, 0.3, 128, 2) == Share(0.3, form)
@@ -171,11 +177,11 @@ def test_attention_reads_what_was_stored(form, scorer, per_head, dim):
     compare(outputs, want)
 
 
-def compare(outputs, want) -> None:
+def compare(outputs, want, alike=0.99) -> None:
     """Where two ways of rounding differ by a code, one output differs by a code's share of it."""
     for output, right in zip(outputs, want, strict=True):
         difference = (output.double() - right).abs()
-        assert (difference < 1e-4).double().mean() >= 0.99
+        assert (difference < 1e-4).double().mean() >= alike
         assert difference.max() < 0.05
 
 
@@ -214,9 +220,9 @@ def test_a_foreign_nan_does_not_spread(form):
     sequences = [Sequence(length + 1, *KEPT.shape, 2, 16, "keydiff", seed=6 + length) for length in lengths]
     rig.extend(sequences, [0, 0], lengths)
     output = rig.decode(sequences, lengths)
-    compare(
-        [output], [torch.stack([s.expected(KEPT, form=form.name)[n] for s, n in zip(sequences, lengths, strict=True)])]
-    )
+    want = torch.stack([s.expected(KEPT, form=form.name)[n] for s, n in zip(sequences, lengths, strict=True)])
+    # One head and segment in which a code differs is a twentieth of so few outputs.
+    compare([output], [want], alike=0.9)
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=str)

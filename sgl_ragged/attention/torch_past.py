@@ -1,7 +1,7 @@
 """What decode in torch reads of sealed segments, in numbers or in codes: logits with its keys, sums of its values.
 
 Codes are multiplied as they are: scales go into logits and weights, which are head_dim times fewer, queries are rotated
-once, and the rotation of the values is undone once, in the output.
+once, or once per segment where keys are centred, and the rotation of the values is undone once, in the output.
 """
 
 from __future__ import annotations
@@ -83,6 +83,25 @@ class QuantisedPast(Past):
         return sums @ rotation_matrix(sums.shape[-1], sums.device)
 
 
+class CentredPast(QuantisedPast):
+    """Rows in codes, of keys less their segment's mean, in units of its root mean square."""
+
+    def __init__(self, rows: QuantisedRows) -> None:
+        super().__init__(rows)
+        assert rows.moments is not None, "the format's keys are centred"
+        # [entries * heads, d, 1] and [entries * heads, 1, d]
+        mean, spread = rows.moments.flatten(0, 1).float().unbind(1)
+        self._mean, self._spread = mean[:, :, None], spread[:, None]
+
+    def asking(self, queries: torch.Tensor) -> torch.Tensor:
+        return queries
+
+    def logits(self, queries: torch.Tensor) -> torch.Tensor:
+        return super().logits(super().asking(queries * self._spread)).add_(torch.bmm(queries, self._mean))
+
+
 def past_of(rows: torch.Tensor | QuantisedRows) -> Past:
     """What `SlabStore.gather` found."""
-    return QuantisedPast(rows) if isinstance(rows, QuantisedRows) else WidePast(rows)
+    if not isinstance(rows, QuantisedRows):
+        return WidePast(rows)
+    return QuantisedPast(rows) if rows.moments is None else CentredPast(rows)

@@ -31,6 +31,7 @@ class CostModel:
         context: tokens of each of them before compression.
         other_bytes: weights of the whole model that are no head's, read once per step: every rank has an equal part.
         weight_itemsize, kv_itemsize: bytes per element; of codes of few bits a fraction, with their scales.
+        header_bytes: of what a place reads of every segment beside its rows; places that store nothing are few.
     """
 
     hidden: int
@@ -42,10 +43,11 @@ class CostModel:
     other_bytes: int = 0
     weight_itemsize: int = 2
     kv_itemsize: float = 2
+    header_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            least = {"other_bytes": 0, "kv_itemsize": 1 / 4}.get(name, 1)
+            least = {"other_bytes": 0, "header_bytes": 0, "kv_itemsize": 1 / 4}.get(name, 1)
             if getattr(self, name) < least:
                 raise RaggedConfigError(f"cost model: {name} must be at least {least}, not {getattr(self, name)}")
 
@@ -73,6 +75,11 @@ class CostModel:
         """Weights of one place in one layer: q_per_kv heads' rows of q, one head's of k and v, columns of o."""
         return 2 * (self.q_per_kv + 1) * self.head_dim * self.hidden * self.weight_itemsize
 
+    @property
+    def place_headers(self) -> float:
+        """Bytes of the headers that one place reads in one layer."""
+        return self.batch * self.context / self.segment * self.header_bytes
+
     def kv_bytes(self, load: np.ndarray) -> np.ndarray:
         """Float64, shaped like `load` (kept tokens per segment): bytes of keys and values that are read."""
         tokens = self.batch * self.context * np.asarray(load, dtype=np.float64) / self.segment
@@ -86,5 +93,7 @@ class CostModel:
             places: places of each rank in each layer.
         """
         num_layers, ranks = load.shape
-        attention = float(self.kv_bytes(load).max(axis=1).sum()) + num_layers * places * self.place_bytes
+        attention = float(self.kv_bytes(load).max(axis=1).sum()) + num_layers * places * (
+            self.place_bytes + self.place_headers
+        )
         return attention + self.other_bytes / ranks

@@ -1,7 +1,7 @@
-"""Keys and values in few bits: codes and scales, a pure function of each row. Torch: the oracle, and what runs on CPUs.
+"""Keys and values in few bits: codes and scales, a pure function of each row and of its segment's moments.
 
-Sources: rotation by Hadamard matrices against outliers, QuaRot (2404.00456); one scale per token and head, KIVI
-(2402.02750) for values. Here both, for segments that never change again.
+Torch: the oracle, and what runs on CPUs. Sources: rotation by Hadamard matrices against outliers, QuaRot (2404.00456);
+one scale per token and head, KIVI (2402.02750) for values. Here both, for segments that never change again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ragged.slab_format import SlabFormat
-
-LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
-"""The smallest and largest positive numbers of float16. A row of zeros has the smallest."""
+from sgl_ragged.mem_pool.segment_moments import centred
+from sgl_ragged.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
 
 
 def rotation_block(head_dim: int) -> int:
@@ -54,7 +52,8 @@ def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int8 like x [..., d], rotated, and scales float16 [...]: a number is its code times its row's scale.
 
     The scale is rounded before it is used, so what is stored is the nearest that its own scale allows: an error of half
-    a scale at most. A row with NaN has NaN as its scale, and stays NaN; what is too large for the scale saturates.
+    a scale at most. A row of zeros has the least scale. A row with NaN has NaN as its scale, and stays NaN; what is too
+    large for the scale saturates.
     """
     rows, most = rotated(x), largest_code(bits)
     scale = (rows.abs().amax(dim=-1) / most).clamp(LEAST_SCALE, MOST_SCALE).half()
@@ -82,12 +81,23 @@ def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([stored & 15, stored >> 4], dim=-2).flatten(-3).view(torch.int8) - 8
 
 
-def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
-    """uint8 [..., kept * row bytes]: what heads of a slab hold of keys and values [..., kept, d]."""
+def stored_rows(
+    keys: torch.Tensor, values: torch.Tensor, form: SlabFormat, moments: torch.Tensor | None = None
+) -> torch.Tensor:
+    """uint8 [..., part bytes]: what heads of a slab hold of keys and values [..., kept, d].
+
+    Args:
+        moments: `segment_moments` of the heads' segments, where the format's keys are centred.
+    """
+    header = []
+    if form.centred:
+        assert moments is not None, "centred keys come with their moments"
+        keys = centred(keys, moments)
+        header = [moments.contiguous().view(torch.uint8)]
     key_codes, key_scales = quantised(keys, form.key_bits)
     value_codes, value_scales = quantised(values, form.value_bits)
     scales = torch.stack([key_scales, value_scales], dim=-1).contiguous().view(torch.uint8)
-    parts = packed(key_codes, form.key_bits), packed(value_codes, form.value_bits), scales
+    parts = *header, packed(key_codes, form.key_bits), packed(value_codes, form.value_bits), scales
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
@@ -95,29 +105,32 @@ def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> t
 class QuantisedRows:
     """Views of what heads of slabs hold.
 
-    keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)].
+    keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)]. moments: as in
+    `stored_rows`.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     scales: torch.Tensor
     form: SlabFormat
+    moments: torch.Tensor | None = None
 
     @classmethod
     def of(cls, stored: torch.Tensor, kept: int, head_dim: int, form: SlabFormat) -> QuantisedRows:
-        """Of the bytes that `stored_rows` made, uint8 [..., kept * row bytes]."""
-        key_end = kept * form.key_elems(head_dim)
-        value_end = key_end + kept * form.value_elems(head_dim)
-        keys, values = stored[..., :key_end], stored[..., key_end:value_end]
+        """Of the bytes that `stored_rows` made, uint8 [..., part bytes]."""
+        parts = form.header_elems(head_dim), kept * form.key_elems(head_dim), kept * form.value_elems(head_dim)
+        header, keys, values, scales = stored.split([*parts, stored.shape[-1] - sum(parts)], dim=-1)
         return cls(
             keys.unflatten(-1, (kept, -1)),
             values.unflatten(-1, (kept, -1)),
-            stored[..., value_end:].view(torch.float16).unflatten(-1, (kept, 2)),
+            scales.view(torch.float16).unflatten(-1, (kept, 2)),
             form,
+            header.view(torch.float16).unflatten(-1, (2, head_dim)) if form.centred else None,
         )
 
     def rotated_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 codes [..., kept, d] and scales [..., kept]; their products are keys, rotated."""
+        """float32 codes [..., kept, d] and scales [..., kept]; their products are keys, centred if the format's are,
+        and rotated."""
         return unpacked(self.keys, self.form.key_bits).float(), self.scales[..., 0].float()
 
     def rotated_values(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,4 +142,8 @@ class QuantisedRows:
         pairs = (self.rotated_keys(), self.rotated_values())
         keys, values = ((codes * scale[..., None]) for codes, scale in pairs)
         matrix = rotation_matrix(keys.shape[-1], keys.device)
-        return keys @ matrix, values @ matrix
+        keys, values = keys @ matrix, values @ matrix
+        if self.moments is not None:
+            mean, spread = self.moments.float()[..., None, :].unbind(-3)
+            keys = torch.addcmul(mean, keys, spread)
+        return keys, values

@@ -152,8 +152,8 @@ class SlabStore:
     def band_elems(self, layer: int, band: Band) -> torch.Tensor:
         """View [num_slots, heads of band, elements] of the band's storage."""
         start = int(self.layout.layer_start[layer]) + band.offset
-        width = len(band.heads) * band.kept * self.layout.row_elems
-        return self.slabs[:, start : start + width].unflatten(1, (len(band.heads), -1))
+        width = self.layout.part_elems(band.kept)
+        return self.slabs[:, start : start + len(band.heads) * width].unflatten(1, (len(band.heads), width))
 
     def band_view(self, layer: int, band: Band) -> torch.Tensor:
         """View [num_slots, heads of band, 2 (K, V), kept, head_dim] of the band's storage, which is wide."""
@@ -187,12 +187,24 @@ class SlabStore:
         rows = QuantisedRows.of(self.band_elems(layer, band)[slots], band.kept, layout.head_dim, layout.form)
         return torch.stack(rows.restored(), dim=2).to(dtype)
 
-    def write_band(self, layer: int, band: Band, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write_band(
+        self,
+        layer: int,
+        band: Band,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        moments: torch.Tensor | None = None,
+    ) -> None:
         """Write what a band keeps of segments: keys and values [slots, heads of band, kept, head_dim], as the cache
-        holds them, FP8 as bytes."""
+        holds them, FP8 as bytes.
+
+        Args:
+            moments: `segment_moments` of these segments and heads, where the format's keys are centred.
+        """
         form = self.layout.form
         if form.quantised:
-            self.band_elems(layer, band)[slots] = stored_rows(keys, values, form)
+            self.band_elems(layer, band)[slots] = stored_rows(keys, values, form, moments)
             return
         view = movable(self.band_view(layer, band))
         view[slots] = torch.stack([keys, values], dim=2).to(view.dtype)

@@ -123,6 +123,7 @@ def _cost(plan: ServingPlan, model_config: Any, kv_itemsize: int) -> CostModel:
         segment=plan.segment,
         weight_itemsize=model_config.dtype.itemsize,
         kv_itemsize=plan.form.row_bytes(plan.geometry.head_dim, kv_itemsize) / (2 * plan.geometry.head_dim),
+        header_bytes=plan.form.header_bytes(plan.geometry.head_dim, kv_itemsize),
     )
 
 

@@ -13,7 +13,7 @@ from sgl_ragged.budgets import profile_kept
 from sgl_ragged.slab_format import FORMATS
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
-from tests.quantised_oracle import BITS, restored
+from tests.quantised_oracle import restored_pair
 from tests.server.client import Answer, flush, generate, generate_all, server_settings
 from tests.server.test_host_tier import conversation
 
@@ -29,12 +29,12 @@ class CodedOracle(Oracle):
 
     def __init__(self, form: str, *args, **more) -> None:
         super().__init__(*args, **more)
-        self.bits = BITS[form]
+        self.form = form
 
     def _attention(self, module, query, key, value, attention_mask, scaling, **_):
         per_head = query.shape[1] // key.shape[1]
         output = torch.empty_like(query)
-        past = [restored(x, bits).float() for x, bits in zip((key, value), self.bits, strict=True)]
+        past = [x.float() for x in restored_pair(key, value, self.form, self.segment)]
         places = torch.arange(query.shape[2]) // self.segment
         own = places[:, None] == places
         for head in range(key.shape[1]):
@@ -63,15 +63,18 @@ def close(found: Answer, expected: Answer) -> None:
     assert difference.max() < 1e-2
 
 
-@pytest.mark.parametrize("form", ["k8v4", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "form", ["k4v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("k8v4", "int8"))]
+)
 def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))
     with nursery.serve(MODEL, *given, log=tmp_path / "server.log") as server:
-        info, row = server_settings(server), FORMATS[form].row_bytes(DIM, ITEMSIZE)
+        info, full = server_settings(server), 2 * DIM * ITEMSIZE
+        row, header = (count(DIM, ITEMSIZE) for count in (FORMATS[form].row_bytes, FORMATS[form].header_bytes))
         assert info["slab_dtype"] == form
         assert info["kept_bytes_ratio"] == pytest.approx(RATIO, abs=0.005)
-        assert info["kept_ratio"] == pytest.approx(info["kept_bytes_ratio"] * 2 * DIM * ITEMSIZE / row, abs=1e-4)
+        assert info["kept_ratio"] == pytest.approx((info["kept_bytes_ratio"] * full - header / SEGMENT) / row, abs=1e-4)
         firsts = []
         for prompt in PROMPTS:
             flush(server)
@@ -88,7 +91,7 @@ def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
             close(found, generate(server, prompt, NEW))
         flush(server)
         every = generate(server, PROMPTS[1], 2, logprobs_from=0)
-    share = FORMATS[form].token_share(RATIO, DIM, ITEMSIZE)
+    share = FORMATS[form].token_share(RATIO, DIM, ITEMSIZE, SEGMENT)
     kept = profile_kept(profile, share, SEGMENT)
     oracle = CodedOracle(form, str(MODEL), kept, SEGMENT, "keydiff")
     expected = oracle.logprobs(PROMPTS[1])
