@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sgl_ragged import slab_format
-from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, seal, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, seal, segment_moments, tiles
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 FP8 = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """Caches narrower than the queries, which are bf16 then; and the largest number of each. fp8e4nv is E4M3."""
-CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised and not one.centred}
+CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised}
 """Formats of slabs in codes, beside tails and queries in bf16."""
+SEALED = (seal.gather_kernel, segment_moments.segment_moments_kernel)
+"""Kernels that differ where slabs are of codes, beside attention."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
-NO_CODES = {"KEY_BITS": 0, "VALUE_BITS": 0}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -49,6 +50,7 @@ class Build:
     dtype: str
     head_dim: int
     label: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def builds(architecture: int) -> Iterator[Build]:
     for dtype in CODES:
         for dim in (64, 128, 256):
             yield from _attention_builds(dtype, dim, architecture)
-            yield next(one for one in _storage_builds(dtype, dim) if one.kernel is seal.gather_kernel)
+            yield from (one for one in _storage_builds(dtype, dim) if one.kernel in SEALED)
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
@@ -102,11 +104,12 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
     query, itemsize = f"*{query_dtype}", ITEMSIZE[query_dtype]
     element, slabs = (query, "*u8") if dtype in CODES else (f"*{dtype}", f"*{dtype}")
     common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "TAIL": SEGMENT, "HEAD_DIM": dim}
-    common |= {"PARTIAL": False, "VALUE_BITS": CODES[dtype].value_bits if dtype in CODES else 0}
+    form = CODES.get(dtype, slab_format.WIDE)
+    common |= {"PARTIAL": False, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
     kernels = (
         (
             decode.decode_kernel,
-            tiles.decode_tile(dim, itemsize),
+            tiles.decode_tile(dim, itemsize, centred=form.centred),
             {"queries_ptr": query, "slabs_ptr": slabs, "tails_ptr": element, "slots_ptr": "*i32"}
             | {
                 "rows_ptr": "*i64",
@@ -125,7 +128,7 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         ),
         (
             extend.extend_kernel,
-            tiles.extend_tile(dim, itemsize, architecture // 10, fp8=dtype in FP8, codes=dtype in CODES),
+            tiles.extend_tile(dim, itemsize, architecture // 10, fp8=dtype in FP8, form=form),
             {"queries_ptr": query, "keys_ptr": element, "values_ptr": element, "slabs_ptr": slabs}
             | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
             | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": query}
@@ -156,12 +159,15 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
 
 
 def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
-    element, is_fp8, codes = f"*{dtype}" if dtype not in CODES else "*bf16", dtype in FP8, CODES.get(dtype)
+    element, is_fp8 = f"*{dtype}" if dtype not in CODES else "*bf16", dtype in FP8
+    form = CODES.get(dtype, slab_format.WIDE)
     pointers: dict[Any, list[str]] = {
         append.append_kernel: ["tails_ptr"] if is_fp8 else ["keys_ptr", "values_ptr", "tails_ptr"],
         seal.score_kernel: ["keys_ptr", "values_ptr"],
         seal.gather_kernel: ["keys_ptr", "values_ptr", "slabs_ptr"],
     }
+    if form.centred:
+        pointers[segment_moments.segment_moments_kernel] = ["keys_ptr"]
     if is_fp8:
         pointers[narrow.narrow_kernel] = ["stored_keys_ptr", "stored_values_ptr"]
     else:
@@ -174,7 +180,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
     for kernel, elements in pointers.items():
         types = {}
         for name in kernel.arg_names:
-            if codes and name == "slabs_ptr":
+            if form.quantised and name == "slabs_ptr":
                 types[name] = "*u8"
             elif name in elements:
                 types[name] = element
@@ -184,13 +190,15 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         constants |= {
             "SCORER": "keydiff",
             "BLOCK_T": seal.score_block(dim),
-            "BLOCK_R": seal.gather_rows(codes or slab_format.WIDE),
+            "BLOCK_R": seal.gather_rows(form),
         }
         constants |= {"LARGEST": FP8.get(dtype), "WIDTH": HEADS * dim, "BLOCK": narrow.MOST_BLOCK} | plain
-        constants |= {"KEY_BITS": codes.key_bits, "VALUE_BITS": codes.value_bits} if codes else NO_CODES
+        constants |= {"KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        yield Build(kernel, types, constants, 1 if kernel is append.append_kernel else 4, dtype, dim)
+        warps = 1 if kernel is append.append_kernel else 4
+        options = segment_moments.OPTIONS if kernel is segment_moments.segment_moments_kernel else {}
+        yield Build(kernel, types, constants, warps, dtype, dim, options=options)
 
 
 def compile_build(build: Build, architecture: int) -> Resources:
@@ -202,7 +210,9 @@ def compile_build(build: Build, architecture: int) -> Resources:
     }
     signature = {n: build.types.get(n, "constexpr") for n in build.kernel.arg_names}
     source = ASTSource(build.kernel, signature, build.constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": build.warps})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": build.warps} | build.options
+    )
     usage, code = _disassemble(compiled.asm["cubin"])
     waits = re.findall(r"async_wait[^\n]*num = (\d+)", compiled.asm["ttgir"])
     wide = len(re.findall(r"\b(?:LDG|LDGSTS)\.[A-Z0-9.]*128", code))
@@ -266,7 +276,7 @@ By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
 FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
-queries are bf16 there. int8 and k8v4 are slabs of codes (`slab-formats.md`), tails and queries bf16.
+queries are bf16 there. int8, k8v4 and k4v4 are slabs of codes (`slab-formats.md`), tails and queries bf16.
 """
     lines = [
         intro,

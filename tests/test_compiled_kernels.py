@@ -37,7 +37,7 @@ def cells() -> Iterator[ParameterSet]:
         if architecture >= 89 or dtype == "fp8e5":
             yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
     for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, CODES, HEAD_DIMS):
-        by_default = (architecture, dtype, head_dim) in ((80, "int8", 256), (90, "k8v4", 128))
+        by_default = (architecture, dtype, head_dim) in ((80, "int8", 256), (90, "k8v4", 128), (100, "k4v4", 64))
         yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
 
 

@@ -73,11 +73,9 @@ class TritonOps(Operations):
         self.cta_map = cta_map
         # Tiles of keys and values have the queries' dtype once they are loaded.
         itemsize = store.query_dtype.itemsize
-        self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize)
+        self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize, centred=layout.form.centred)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-        self.extend_tile = tiles.extend_tile(
-            layout.head_dim, itemsize, architecture, fp8=store.fp8, codes=layout.form.quantised
-        )
+        self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8, form=layout.form)
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)
         self._opens = [_opens(layer, device) for layer in layout.bands]
@@ -211,7 +209,7 @@ class TritonOps(Operations):
             self.extend_tile,
             self._opens[layer],
             lse,
-            store.layout.form.value_bits,
+            store.layout.form,
         )
 
     def decode(
@@ -260,7 +258,7 @@ class TritonOps(Operations):
             self._lse,
             self.decode_tile,
             self._opens[layer],
-            store.layout.form.value_bits,
+            store.layout.form,
         )
 
 

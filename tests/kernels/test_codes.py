@@ -11,11 +11,12 @@ import torch
 from sgl_ragged.attention.kernels import seal
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
-from sgl_ragged.slab_format import INT8, K8V4
+from sgl_ragged.mem_pool.segment_moments import segment_moments
+from sgl_ragged.slab_format import INT8, K4V4, K8V4
 from tests.kernels.operations import triton_operations
 from tests.kernels.test_seal import generator
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
-from tests.test_quantise import compare
+from tests.test_quantise import QUANTISED, compare
 
 MIXED = KEPT[:1]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]
@@ -23,7 +24,7 @@ LONG = [10 * SEGMENT + 7]
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("form", [INT8, K8V4], ids=lambda one: one.name)
+@pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
 @pytest.mark.parametrize("dim", [16, thorough(64), 80, 96, 128, thorough(240), thorough(256)])
 @pytest.mark.parametrize("source", ["tails", "chunk"])
 def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
@@ -46,8 +47,9 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
     for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
         for head, count in enumerate(kept[0]):
             chosen = positions[number, head, :count].long()
-            stored = stored_rows(tails[row, 0, 0, head, chosen], tails[row, 0, 1, head, chosen], form)
-            start = int(layout.key_offset[0, head])
+            keys, values = tails[row, 0, :, head]
+            stored = stored_rows(keys[chosen], values[chosen], form, segment_moments(keys))
+            start = int(layout.key_offset[0, head]) - form.header_elems(dim)
             want[slot, start : start + len(stored)] = stored
     # A NaN may have any of its bits.
     nan = want.view(torch.float16).isnan()
@@ -63,6 +65,11 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
         (K8V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
         thorough(K8V4, "value_key_norm", 8, 256, [SEGMENT + 7]),
         (K8V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        (K4V4, "keydiff", 4, 64, EDGES),
+        thorough(K4V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
+        (K4V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        thorough(K4V4, "keydiff", 2, 16, LONG),
+        thorough(K4V4, "keydiff", 2, 256, [SEGMENT + 7]),
         (INT8, "keydiff", 2, 16, LONG),
         (INT8, "value_key_norm", 4, 96, [1, SEGMENT, SEGMENT + 7]),
         thorough(K8V4, "keydiff", 4, 80, EDGES),

@@ -16,8 +16,9 @@ from sgl_ragged.attention.kernels.dims import cells
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
-from sgl_ragged.attention.kernels.walk_codes import walk_sealed
+from sgl_ragged.attention.kernels.walk_sealed import walk_sealed
 from sgl_ragged.attention.view import DecodeView
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 
 @triton.jit(do_not_specialize=["slots_stride"])
@@ -52,6 +53,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr,
     VALUE_BITS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     request = tl.program_id(0)
     cta = tl.program_id(1)
@@ -100,6 +102,7 @@ def decode_kernel(
         history_last,
         scale2,
         VALUE_BITS,
+        CENTRED,
         HEAD_DIM,
         BLOCK_M,
         BLOCK_N,
@@ -175,7 +178,7 @@ def decode_parts(
     lse: torch.Tensor,
     tile: Tile,
     opens: torch.Tensor | None = None,
-    value_bits: int = 0,
+    form: SlabFormat = WIDE,
 ) -> object:
     """Attention of each part of the CTA map.
 
@@ -191,7 +194,7 @@ def decode_parts(
             Both are overwritten: parts in head-major order, natural logarithm, -inf for a part without rows.
         opens: int32 [heads], 0 for heads that do not attend to the open segment, else 1; None where all do. `kept` may
             only be 0 with it.
-        value_bits: of the slabs' format; 0 where they are wide.
+        form: of the slabs.
 
     Returns:
         The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
@@ -228,7 +231,8 @@ def decode_parts(
         STAGES=tile.stages,
         PRECISION=tile.precision,
         PARTIAL=opens is not None,
-        VALUE_BITS=value_bits,
+        VALUE_BITS=form.value_bits,
+        CENTRED=form.centred,
         num_warps=tile.warps,
     )
 

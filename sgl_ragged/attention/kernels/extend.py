@@ -18,8 +18,9 @@ from sgl_ragged.attention.kernels.dims import cells, cells_until
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
-from sgl_ragged.attention.kernels.walk_codes import walk_sealed
+from sgl_ragged.attention.kernels.walk_sealed import walk_sealed
 from sgl_ragged.attention.view import TILE_COLUMNS
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 
@@ -64,6 +65,7 @@ def extend_kernel(
     PARTIAL: tl.constexpr,
     LSE: tl.constexpr,
     VALUE_BITS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     table = tiles_ptr + tl.program_id(0) * _COLUMNS
     request = tl.load(table)
@@ -111,6 +113,7 @@ def extend_kernel(
         end,
         scale2,
         VALUE_BITS,
+        CENTRED,
         HEAD_DIM,
         BLOCK_M,
         BLOCK_N,
@@ -238,14 +241,14 @@ def extend(
     tile: Tile,
     opens: torch.Tensor | None = None,
     head_lse: torch.Tensor | None = None,
-    value_bits: int = 0,
+    form: SlabFormat = WIDE,
 ) -> object:
     """Attention of a chunk. Changes `output` and `head_lse` alone; every token of the batch must be in a tile.
 
     Args:
         queries: [tokens, heads, q_per_kv, d]. keys, values: [tokens, heads, d], as the cache holds them. Token strides
             may be any.
-        slabs, tails, kept, key_blocks, scale, value_scale, value_bits: as in `decode.decode_parts`.
+        slabs, tails, kept, key_blocks, scale, value_scale, form: as in `decode.decode_parts`.
         slots: int32 [lists, most], the lists of slots that tiles see.
         rows: integers [requests], rows of `tails`.
         tiles: int32 [tiles, len(TILE_COLUMNS)], `view.ExtendView.tiles`.
@@ -299,7 +302,8 @@ def extend(
         DIVIDED=scratch is not None,
         PARTIAL=opens is not None,
         LSE=head_lse is not None,
-        VALUE_BITS=value_bits,
+        VALUE_BITS=form.value_bits,
+        CENTRED=form.centred,
         num_warps=tile.warps,
     )
     if scratch is not None:

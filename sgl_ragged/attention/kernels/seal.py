@@ -14,6 +14,7 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
 from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.row_moments import centred, write_moments
 from sgl_ragged.budgets import GUARD, SINKS
 from sgl_ragged.slab_format import WIDE, SlabFormat
 
@@ -200,6 +201,7 @@ def gather_kernel(
     BLOCK_R: tl.constexpr,
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     segment = tl.program_id(0)
     head = tl.program_id(1)
@@ -222,6 +224,8 @@ def gather_kernel(
         tl.store(target + rows_at, keys, mask=cells(inside, HEAD_DIM))
         tl.store(target + kept * HEAD_DIM + rows_at, values, mask=cells(inside, HEAD_DIM))
     else:
+        if CENTRED:
+            keys = centred(keys, target, BLOCK_R, HEAD_DIM)
         codes, key_scales = quantised(keys, KEY_BITS, BLOCK_R, HEAD_DIM)
         store_row_codes(target, codes, row, inside, KEY_BITS, BLOCK_R, HEAD_DIM)
         target += kept * (HEAD_DIM * KEY_BITS // 8)
@@ -316,6 +320,8 @@ def gather(
     """
     segments, heads, segment = positions.shape
     rows = gather_rows(form)
+    if form.centred:
+        write_moments(source, slabs, slots, kept, key_blocks, segment, head_dim)
     gather_kernel[(segments, heads, triton.cdiv(most_kept, rows))](
         source.keys,
         source.values,
@@ -338,5 +344,6 @@ def gather(
         BLOCK_R=rows,
         KEY_BITS=form.key_bits,
         VALUE_BITS=form.value_bits,
+        CENTRED=form.centred,
         num_warps=4,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.slab_format import WIDE, SlabFormat
 
 HEAD_DIM_STEP, MOST_HEAD_DIM = 16, 256
 """Head dimensions are multiples of the one, for rows that are aligned, up to the other."""
@@ -30,12 +31,15 @@ class Tile:
     precision: str = "tf32x3"
 
 
-def decode_tile(head_dim: int, itemsize: int) -> Tile:
+def decode_tile(head_dim: int, itemsize: int, *, centred: bool = False) -> Tile:
     """The tile of the decode kernel; 16 query rows, the fewest that a tensor core takes.
 
     Args:
         itemsize: bytes per element of the queries, whose dtype keys and values are brought to.
+        centred: whether keys of slabs are, whose tiles are of one segment.
     """
+    if centred and itemsize == 2:
+        return Tile(16, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
     if itemsize == 4:
         if head_dim <= 64:
             return Tile(16, 16, 4)
@@ -43,21 +47,25 @@ def decode_tile(head_dim: int, itemsize: int) -> Tile:
     return Tile(16, 64, 4) if head_dim <= 128 else Tile(16, 32, 8)
 
 
-def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = False, codes: bool = False) -> Tile:
+def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = False, form: SlabFormat = WIDE) -> Tile:
     """The tile of the extend kernel; query rows are (token, query head) pairs.
 
     Args:
         architecture: compute capability, major number: from 9 on the accumulators need fewer registers.
-        fp8, codes: whether slabs are, which before 9 takes registers to convert; from 10 on codes do where rows are
-            narrower than tiles.
+        fp8: whether slabs are, which before 9 takes registers to convert. form: of slabs; codes take them, too, and from
+            10 on where rows are narrower than tiles.
     """
     if itemsize == 4:
         if head_dim <= 64:
             return Tile(32, 16, 4)
         return Tile(32, 16, 8) if head_dim <= 128 else Tile(16, 16, 4, precision="ieee")
-    if codes and architecture < 9 and head_dim > 64:
+    if form.centred:
+        if head_dim > 128:
+            return Tile(16, 16, 8)
+        return Tile(64, 32, 8) if architecture >= 9 or head_dim <= 64 else Tile(32, 32, 8)
+    if form.quantised and architecture < 9 and head_dim > 64:
         return Tile(32, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
-    if codes and architecture >= 10 and 64 < head_dim < 128:
+    if form.quantised and architecture >= 10 and 64 < head_dim < 128:
         return Tile(128, 32, 8)
     if fp8 and architecture < 9 and head_dim > 64:
         return Tile(64, 32 if head_dim <= 128 else 16, 8)

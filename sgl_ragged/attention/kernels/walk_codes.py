@@ -1,4 +1,4 @@
-"""The walk over kept rows in codes of few bits (`slab_format`), and that over sealed segments of any format.
+"""The walk over kept rows in codes of few bits (`slab_format`).
 
 Queries are rotated before it and outputs after it, once per CTA. Scales of keys go into logits, those of values into
 weights: codes are multiplied as they are.
@@ -9,20 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.codes import joined, rotated
+from sgl_ragged.attention.kernels.coded_rows import accumulate_codes, float16_of, outputs_of
+from sgl_ragged.attention.kernels.codes import rotated
 from sgl_ragged.attention.kernels.dims import cells_until
-from sgl_ragged.attention.kernels.walk import segment_of, walk_history
-
-
-@triton.jit
-def _float16(bits):
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _nibbles(packed, dtype: tl.constexpr):
-    """Codes in the lower and in the upper halves of bytes, as numbers."""
-    return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
+from sgl_ragged.attention.kernels.walk import segment_of
 
 
 @triton.jit
@@ -85,88 +75,8 @@ def walk_codes(
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
 
         logits = tl.dot(turned, tl.trans(keys.to(query.dtype)), input_precision=PRECISION)
-        logits = tl.where(valid[None, :], logits * (_float16(scales & 0xFFFF) * scale2)[None, :], float("-inf"))
-        new_best = tl.maximum(best, tl.max(logits, axis=1))
-        weights = tl.exp2(logits - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, axis=1)
-        weights = (weights * _float16(scales >> 16)[None, :]).to(query.dtype)
-        output = output * shrink[:, None]
-        if VALUE_BITS == 8:
-            codes = packed.to(tl.int8, bitcast=True).to(query.dtype)
-            output += tl.dot(weights, codes, input_precision=PRECISION)
-        else:
-            low, high = _nibbles(packed, query.dtype)
-            output += tl.dot(weights, low, input_precision=PRECISION)
-            other = other * shrink[:, None]
-            other += tl.dot(weights, high, input_precision=PRECISION)
-        best = new_best
-    if VALUE_BITS == 8:
-        return best, total, rotated(output, BLOCK_M, HEAD_DIM)
-    else:
-        return best, total, rotated(joined(output, other, BLOCK_M, HEAD_DIM), BLOCK_M, HEAD_DIM)
-
-
-@triton.jit
-def walk_sealed(
-    query,
-    best,
-    total,
-    output,
-    slabs_ptr,
-    slots_at,
-    key_blocks_at,
-    slab_elems,
-    kept,
-    begin,
-    end,
-    scale2,
-    VALUE_BITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """`walk.walk_history` over slabs of any format, before anything else is attended to. VALUE_BITS: 0 where wide."""
-    if VALUE_BITS == 0:
-        best, total, output = walk_history(
-            query,
-            best,
-            total,
-            output,
-            slabs_ptr,
-            slots_at,
-            key_blocks_at,
-            slab_elems,
-            kept,
-            begin,
-            end,
-            scale2,
-            HEAD_DIM,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-            PARTIAL,
+        logits = tl.where(valid[None, :], logits * (float16_of(scales & 0xFFFF) * scale2)[None, :], float("-inf"))
+        best, total, output, other = accumulate_codes(
+            logits, packed, float16_of(scales >> 16), query.dtype, best, total, output, other, VALUE_BITS, PRECISION
         )
-    else:
-        best, total, output = walk_codes(
-            query,
-            slabs_ptr,
-            slots_at,
-            key_blocks_at,
-            slab_elems,
-            kept,
-            begin,
-            end,
-            scale2,
-            VALUE_BITS,
-            HEAD_DIM,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            PRECISION,
-            PARTIAL,
-        )
-    return best, total, output
+    return best, total, outputs_of(output, other, VALUE_BITS, BLOCK_M, HEAD_DIM)

@@ -1,0 +1,64 @@
+"""Rows of codes in a tile: their numbers, and sums of values in codes. What all walks over codes have in common."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sgl_ragged.attention.kernels.codes import joined, rotated
+
+
+@triton.jit
+def float16_of(bits):
+    """The number, in float32, of which an integer has the sixteen bits."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def nibbles(packed, dtype: tl.constexpr):
+    """Codes of the first and of the second half of the dimensions, as numbers."""
+    return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
+
+
+@triton.jit
+def accumulate_codes(
+    logits,
+    packed,
+    scales,
+    dtype: tl.constexpr,
+    best,
+    total,
+    output,
+    other,
+    VALUE_BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `parts.accumulate`, of values in codes: the new (best, total, output, other).
+
+    Logits are to base 2, and -inf where there is no row; every query has one. Of four bits, `output` and `other` are
+    the two halves of the dimensions.
+    """
+    new_best = tl.maximum(best, tl.max(logits, axis=1))
+    weights = tl.exp2(logits - new_best[:, None])
+    shrink = tl.exp2(best - new_best)
+    total = total * shrink + tl.sum(weights, axis=1)
+    weights = (weights * scales[None, :]).to(dtype)
+    output = output * shrink[:, None]
+    if VALUE_BITS == 8:
+        codes = packed.to(tl.int8, bitcast=True).to(dtype)
+        output += tl.dot(weights, codes, input_precision=PRECISION)
+    else:
+        low, high = nibbles(packed, dtype)
+        output += tl.dot(weights, low, input_precision=PRECISION)
+        other = other * shrink[:, None]
+        other += tl.dot(weights, high, input_precision=PRECISION)
+    return new_best, total, output, other
+
+
+@triton.jit
+def outputs_of(output, other, VALUE_BITS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """What `accumulate_codes` has summed, rotated back: [BLOCK_M, HEAD_DIM]."""
+    if VALUE_BITS == 8:
+        return rotated(output, BLOCK_M, HEAD_DIM)
+    else:
+        return rotated(joined(output, other, BLOCK_M, HEAD_DIM), BLOCK_M, HEAD_DIM)

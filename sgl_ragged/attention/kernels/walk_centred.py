@@ -1,0 +1,76 @@
+"""The walk over kept rows in codes of keys that are centred: less their segment's mean, in units of its spread.
+
+Moments belong to a segment, so a tile holds rows of one: those at a segment's end may leave some of it empty. Keys are
+turned back into numbers in registers, and from there on are what a wide slab would have held.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sgl_ragged.attention.kernels.coded_rows import accumulate_codes, float16_of, nibbles, outputs_of
+from sgl_ragged.attention.kernels.codes import joined, rotated
+from sgl_ragged.attention.kernels.segment_moments import load_moments
+
+
+@triton.jit
+def walk_centred(
+    query,
+    slabs_ptr,
+    slots_at,
+    key_blocks_at,
+    slab_bytes,
+    kept,
+    begin,
+    end,
+    scale2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """As `walk_codes.walk_codes`; keys and values have 4 bits."""
+    ROW_BYTES: tl.constexpr = HEAD_DIM // 2
+    tile_rows = tl.arange(0, BLOCK_N)
+    byte = tl.arange(0, ROW_BYTES)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    output = tl.zeros([BLOCK_M, ROW_BYTES], tl.float32)
+    other = tl.zeros([BLOCK_M, ROW_BYTES], tl.float32)
+    key_at = tl.load(key_blocks_at) * 16
+    value_at = kept * ROW_BYTES
+    scale_at = value_at * 2
+    # A head that only other ranks store has no rows here, and nothing to divide.
+    divisor = tl.maximum(kept, 1)
+    per_segment = (divisor + BLOCK_N - 1) // BLOCK_N
+    last = tl.maximum(end - 1, 0)
+    first_tile = begin // divisor * per_segment + begin % divisor // BLOCK_N
+    last_tile = last // divisor * per_segment + last % divisor // BLOCK_N
+    end_tile = tl.where(begin < end, last_tile + 1, first_tile)
+    slot = tl.load(slots_at + first_tile // per_segment, mask=begin < end, other=0)
+    for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
+        segment = tile // per_segment
+        row = (tile - segment * per_segment) * BLOCK_N + tile_rows
+        number = segment * divisor + row
+        valid = (row < kept) & (number >= begin) & (number < end)
+        part = slabs_ptr + slot.to(tl.int64) * slab_bytes + key_at
+        scales = tl.load((part + scale_at + row * 4).to(tl.pointer_type(tl.int32)), mask=valid, other=0)
+        rows_at = part + (row * ROW_BYTES)[:, None] + byte[None, :]
+        key_bytes = tl.load(rows_at, mask=valid[:, None], other=0)
+        value_bytes = tl.load(rows_at + value_at, mask=valid[:, None], other=0)
+        mean, spread = load_moments(part, HEAD_DIM)
+        following = tile + 1
+        slot = tl.load(slots_at + following // per_segment, mask=following < end_tile, other=0)
+
+        low, high = nibbles(key_bytes, tl.float32)
+        codes = joined(low, high, BLOCK_N, HEAD_DIM)
+        keys = rotated(codes, BLOCK_N, HEAD_DIM) * float16_of(scales & 0xFFFF)[:, None]
+        keys = (keys * spread[None, :] + mean[None, :]).to(query.dtype)
+        logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale2
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        best, total, output, other = accumulate_codes(
+            logits, value_bytes, float16_of(scales >> 16), query.dtype, best, total, output, other, 4, PRECISION
+        )
+    return best, total, outputs_of(output, other, 4, BLOCK_M, HEAD_DIM)

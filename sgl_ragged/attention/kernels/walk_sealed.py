@@ -1,0 +1,93 @@
+"""The walk over sealed segments of any format: which of the walks it is."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sgl_ragged.attention.kernels.walk import walk_history
+from sgl_ragged.attention.kernels.walk_centred import walk_centred
+from sgl_ragged.attention.kernels.walk_codes import walk_codes
+
+
+@triton.jit
+def walk_sealed(
+    query,
+    best,
+    total,
+    output,
+    slabs_ptr,
+    slots_at,
+    key_blocks_at,
+    slab_elems,
+    kept,
+    begin,
+    end,
+    scale2,
+    VALUE_BITS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """`walk.walk_history` over slabs of any format, before anything else is attended to. VALUE_BITS: 0 where wide."""
+    if VALUE_BITS == 0:
+        best, total, output = walk_history(
+            query,
+            best,
+            total,
+            output,
+            slabs_ptr,
+            slots_at,
+            key_blocks_at,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            HEAD_DIM,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
+    elif CENTRED:
+        best, total, output = walk_centred(
+            query,
+            slabs_ptr,
+            slots_at,
+            key_blocks_at,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+        )
+    else:
+        best, total, output = walk_codes(
+            query,
+            slabs_ptr,
+            slots_at,
+            key_blocks_at,
+            slab_elems,
+            kept,
+            begin,
+            end,
+            scale2,
+            VALUE_BITS,
+            HEAD_DIM,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            PRECISION,
+            PARTIAL,
+        )
+    return best, total, output
