@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sgl_ragged import slab_format
-from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, seal, segment_moments, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, row_moments, seal, tiles
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -33,7 +33,7 @@ FP8 = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """Caches narrower than the queries, which are bf16 then; and the largest number of each. fp8e4nv is E4M3."""
 CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised}
 """Formats of slabs in codes, beside tails and queries in bf16."""
-SEALED = (seal.gather_kernel, segment_moments.segment_moments_kernel)
+SEALED = (seal.gather_kernel, row_moments.row_moments_kernel)
 """Kernels that differ where slabs are of codes, beside attention."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -167,7 +167,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         seal.gather_kernel: ["keys_ptr", "values_ptr", "slabs_ptr"],
     }
     if form.centred:
-        pointers[segment_moments.segment_moments_kernel] = ["keys_ptr"]
+        pointers[row_moments.row_moments_kernel] = ["keys_ptr"]
     if is_fp8:
         pointers[narrow.narrow_kernel] = ["stored_keys_ptr", "stored_values_ptr"]
     else:
@@ -197,7 +197,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         warps = 1 if kernel is append.append_kernel else 4
-        options = segment_moments.OPTIONS if kernel is segment_moments.segment_moments_kernel else {}
+        options = row_moments.OPTIONS if kernel is row_moments.row_moments_kernel else {}
         yield Build(kernel, types, constants, warps, dtype, dim, options=options)
 
 

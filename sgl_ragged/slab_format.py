@@ -54,7 +54,7 @@ class SlabFormat:
         return self.key_elems(head_dim) + self.value_elems(head_dim) + scales
 
     def header_elems(self, head_dim: int) -> int:
-        """Elements of a slab that a head's moments take, whatever it keeps."""
+        """Elements of a slab that a head's moments take, whatever else it keeps."""
         return 2 * SCALE_BYTES * head_dim if self.centred else 0
 
     def part_elems(self, kept: int, head_dim: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from scipy.linalg import block_diag, hadamard
@@ -10,7 +12,7 @@ BITS = {"int8": (8, 8), "k8v4": (8, 4), "k4v4": (4, 4)}
 """Of keys and values, by format."""
 
 CENTRED = {"k4v4"}
-"""Formats whose keys are stored less their segment's mean, in units of its root mean square."""
+"""Formats whose keys are stored less their mean, in units of their spread."""
 
 
 def rotation(dim: int) -> np.ndarray:
@@ -32,31 +34,42 @@ def restored(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def moments(keys: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """float64 mean and root mean square [..., 1, d] of keys [..., S, d], each rounded to float16."""
+    """float64 mean and spread [1, d] of the rows [kept, d], each rounded to float16."""
     x = np.clip(np.nan_to_num(keys.double().numpy(), nan=0.0), -65504.0, 65504.0)
-    mean = x.mean(axis=-2, keepdims=True).astype(np.float16).astype(np.float64)
-    spread = np.sqrt(((x - mean) ** 2).mean(axis=-2, keepdims=True))
-    return mean, np.clip(spread, 2.0**-24, 65504.0).astype(np.float16).astype(np.float64)
+    mean = x.mean(axis=0, keepdims=True).astype(np.float16).astype(np.float64)
+    spread = ((x - mean) ** 2).mean(axis=0, keepdims=True) ** 0.25
+    return mean, np.maximum(spread, 2.0**-24).astype(np.float16).astype(np.float64)
 
 
-def restored_segment(keys: torch.Tensor, bits: int) -> torch.Tensor:
-    """float64 like keys [..., S, d], a whole segment's: as centred codes give them back."""
-    mean, spread = moments(keys)
-    rows = torch.from_numpy((keys.double().numpy() - mean) / spread)
-    return restored(rows, bits) * torch.from_numpy(spread) + torch.from_numpy(mean)
+def restored_keys(keys: torch.Tensor, form: str) -> torch.Tensor:
+    """float64 like keys [kept, d], all that a head keeps at one place: as a slab gives them back."""
+    bits = BITS[form][0]
+    if form not in CENTRED:
+        return restored(keys, bits)
+    mean, spread = (torch.from_numpy(x) for x in moments(keys))
+    return restored((keys.double() - mean) / spread, bits) * spread + mean
 
 
-def restored_pair(
-    keys: torch.Tensor, values: torch.Tensor, form: str, segment: int
+def restored_past(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    form: str,
+    segment: int,
+    kept: np.ndarray,
+    parts: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [..., T, d] as slabs of this format give them back; as they are for `wide`.
+    """Keys and values [T, d] of a head as slabs give them back; as they are for `wide`.
 
-    segment: tokens of each; those of the last, if it is open, are nobody's past.
+    Args:
+        segment: tokens of each; those of the last, if it is open, are nobody's past.
+        kept: bool [T]. parts: of how many rows, where the head's are at several places.
     """
     if form == "wide":
         return keys.double(), values.double()
-    bits = BITS[form]
-    if form not in CENTRED:
-        return restored(keys, bits[0]), restored(values, bits[1])
-    past = torch.cat([restored_segment(own, bits[0]) for own in keys.split(segment, dim=-2)], dim=-2)
-    return past, restored(values, bits[1])
+    past = keys.double().clone()
+    for first in range(0, len(keys), segment):
+        rows = torch.from_numpy(np.flatnonzero(kept[first : first + segment]) + first)
+        for own in rows.split(list(parts)) if parts and len(rows) == sum(parts) else [rows]:
+            if len(own):
+                past[own] = restored_keys(keys[own], form)
+    return past, restored(values, BITS[form][1])

@@ -24,7 +24,7 @@ from sgl_ragged.scorers import get_scorer
 from sgl_ragged.slab_format import WIDE, SlabFormat
 from tests.bounded_oracle import views
 from tests.oracle import Tokens, visible
-from tests.quantised_oracle import restored_pair
+from tests.quantised_oracle import restored_past
 
 SEGMENT = 64
 # 16 is the guard alone and 64 all tokens; between them scores decide.
@@ -76,6 +76,7 @@ class Sequence:
         sinks: torch.Tensor | None = None,
         fetched: Mapping[tuple[int, int], list[int]] = MappingProxyType({}),
         form: str = "wide",
+        placement: Placement | None = None,
     ) -> torch.Tensor:
         """float64 like `q`: attention with what each head keeps, by a dense mask; of the segments `seen` alone.
 
@@ -83,6 +84,7 @@ class Sequence:
 
         sinks: [layers, heads, q_per_kv], a logit more in each softmax, which has no value.
         fetched: tokens that the last query of a layer and head sees, too.
+        placement: where heads are, if any is in parts.
         """
         output = torch.zeros(self.q.shape, dtype=torch.float64)
         for layer, head in np.ndindex(*kept.shape):
@@ -97,13 +99,14 @@ class Sequence:
                 statistics=statistics(kept.shape[1], queries.shape[1], keys.shape[1])[head],
             )
             mask = visible(self.scorer, tokens, int(kept[layer, head]), SEGMENT)
+            parts = None if placement is None else placement.kept[layer][placement.heads[layer] == head].tolist()
+            past_keys, past_values = restored_past(keys, values, form, SEGMENT, mask[-1].copy(), parts)
             for number in range(-(-len(mask) // SEGMENT)) if seen is not None else ():
                 for other in set(range(number)) - set(seen(number)):
                     mask[number * SEGMENT : (number + 1) * SEGMENT, other * SEGMENT : (other + 1) * SEGMENT] = False
             mask[-1, fetched.get((layer, head), [])] = True
             places = torch.arange(len(mask)) // SEGMENT
             own = places[:, None] == places
-            past_keys, past_values = restored_pair(keys, values, form, SEGMENT)
             logits = torch.where(own, queries_by(queries, keys), queries_by(queries, past_keys)) * 0.5
             logits.masked_fill_(torch.from_numpy(~mask), -torch.inf)
             if sinks is not None:

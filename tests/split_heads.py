@@ -74,7 +74,7 @@ def check_parts(
     kept, placement = PLACEMENTS[case]
     lengths = [1, SEGMENT, 3 * SEGMENT - 33]
     sequences = [Sequence(length + 30 + steps, *kept.shape, 2, 16, scorer, i) for i, length in enumerate(lengths)]
-    expected = [sequence.expected(kept, form=form.name) for sequence in sequences]
+    expected = [sequence.expected(kept, form=form.name, placement=placement) for sequence in sequences]
     rigs = [
         Rig(kept, 16, scorer, 3, 6, placement=placement, rank=rank, make_operations=make_operations, form=form)
         for rank in range(placement.ranks)

@@ -84,7 +84,7 @@ class QuantisedPast(Past):
 
 
 class CentredPast(QuantisedPast):
-    """Rows in codes, of keys less their segment's mean, in units of its root mean square."""
+    """Rows in codes, of keys less their mean in each segment, in units of their spread."""
 
     def __init__(self, rows: QuantisedRows) -> None:
         super().__init__(rows)

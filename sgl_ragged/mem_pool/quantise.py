@@ -1,4 +1,4 @@
-"""Keys and values in few bits: codes and scales, a pure function of each row and of its segment's moments.
+"""Keys and values in few bits: codes and scales, a pure function of the rows that a head keeps.
 
 Torch: the oracle, and what runs on CPUs. Sources: rotation by Hadamard matrices against outliers, QuaRot (2404.00456);
 one scale per token and head, KIVI (2402.02750) for values. Here both, for segments that never change again.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ragged.mem_pool.segment_moments import centred
+from sgl_ragged.mem_pool.row_moments import centred, row_moments
 from sgl_ragged.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
 
 
@@ -81,19 +81,12 @@ def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack([stored & 15, stored >> 4], dim=-2).flatten(-3).view(torch.int8) - 8
 
 
-def stored_rows(
-    keys: torch.Tensor, values: torch.Tensor, form: SlabFormat, moments: torch.Tensor | None = None
-) -> torch.Tensor:
-    """uint8 [..., part bytes]: what heads of a slab hold of keys and values [..., kept, d].
-
-    Args:
-        moments: `segment_moments` of the heads' segments, where the format's keys are centred.
-    """
+def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
+    """uint8 [..., part bytes]: what heads of a slab hold of keys and values [..., kept, d]."""
     header = []
     if form.centred:
-        assert moments is not None, "centred keys come with their moments"
-        keys = centred(keys, moments)
-        header = [moments.contiguous().view(torch.uint8)]
+        moments = row_moments(keys)
+        keys, header = centred(keys, moments), [moments.view(torch.uint8)]
     key_codes, key_scales = quantised(keys, form.key_bits)
     value_codes, value_scales = quantised(values, form.value_bits)
     scales = torch.stack([key_scales, value_scales], dim=-1).contiguous().view(torch.uint8)
@@ -105,8 +98,8 @@ def stored_rows(
 class QuantisedRows:
     """Views of what heads of slabs hold.
 
-    keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)]. moments: as in
-    `stored_rows`.
+    keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)]. moments:
+    `row_moments` of the keys, where the format's are centred.
     """
 
     keys: torch.Tensor

@@ -187,24 +187,12 @@ class SlabStore:
         rows = QuantisedRows.of(self.band_elems(layer, band)[slots], band.kept, layout.head_dim, layout.form)
         return torch.stack(rows.restored(), dim=2).to(dtype)
 
-    def write_band(
-        self,
-        layer: int,
-        band: Band,
-        slots: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        moments: torch.Tensor | None = None,
-    ) -> None:
+    def write_band(self, layer: int, band: Band, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write what a band keeps of segments: keys and values [slots, heads of band, kept, head_dim], as the cache
-        holds them, FP8 as bytes.
-
-        Args:
-            moments: `segment_moments` of these segments and heads, where the format's keys are centred.
-        """
+        holds them, FP8 as bytes."""
         form = self.layout.form
         if form.quantised:
-            self.band_elems(layer, band)[slots] = stored_rows(keys, values, form, moments)
+            self.band_elems(layer, band)[slots] = stored_rows(keys, values, form)
             return
         view = movable(self.band_view(layer, band))
         view[slots] = torch.stack([keys, values], dim=2).to(view.dtype)

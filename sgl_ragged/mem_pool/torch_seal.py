@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sgl_ragged.mem_pool.kv_dtype import movable
-from sgl_ragged.mem_pool.segment_moments import segment_moments
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.scorers import keep_positions, rank_positions
 
@@ -27,7 +26,6 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
             continue
         heads = store.band_heads(layer, index)
         keys, values = every_key.index_select(1, heads), every_value.index_select(1, heads)
-        moments = segment_moments(keys) if store.layout.form.centred else None
         stored = slice(band.first, band.first + band.kept)
         if band.total < store.layout.segment:
             if order is None:
@@ -38,4 +36,4 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
             keys, values = keys.gather(2, places), values.gather(2, places)
         else:
             keys, values = keys[:, :, stored], values[:, :, stored]
-        store.write_band(layer, band, segments.slots.long(), keys, values, moments)
+        store.write_band(layer, band, segments.slots.long(), keys, values)

@@ -11,7 +11,6 @@ import torch
 from sgl_ragged.attention.kernels import seal
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
-from sgl_ragged.mem_pool.segment_moments import segment_moments
 from sgl_ragged.slab_format import INT8, K4V4, K8V4
 from tests.kernels.operations import triton_operations
 from tests.kernels.test_seal import generator
@@ -48,7 +47,7 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
         for head, count in enumerate(kept[0]):
             chosen = positions[number, head, :count].long()
             keys, values = tails[row, 0, :, head]
-            stored = stored_rows(keys[chosen], values[chosen], form, segment_moments(keys))
+            stored = stored_rows(keys[chosen], values[chosen], form)
             start = int(layout.key_offset[0, head]) - form.header_elems(dim)
             want[slot, start : start + len(stored)] = stored
     # A NaN may have any of its bits.

@@ -13,7 +13,7 @@ from sgl_ragged.budgets import profile_kept
 from sgl_ragged.slab_format import FORMATS
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
-from tests.quantised_oracle import restored_pair
+from tests.quantised_oracle import restored_past
 from tests.server.client import Answer, flush, generate, generate_all, server_settings
 from tests.server.test_host_tier import conversation
 
@@ -34,16 +34,18 @@ class CodedOracle(Oracle):
     def _attention(self, module, query, key, value, attention_mask, scaling, **_):
         per_head = query.shape[1] // key.shape[1]
         output = torch.empty_like(query)
-        past = [x.float() for x in restored_pair(key, value, self.form, self.segment)]
         places = torch.arange(query.shape[2]) // self.segment
         own = places[:, None] == places
         for head in range(key.shape[1]):
             tokens = Tokens(key[0, head].double().numpy(), value[0, head].double().numpy())
-            blocked = torch.from_numpy(~self._visible(tokens, module.layer_idx, head))
+            visible = self._visible(tokens, module.layer_idx, head)
+            blocked = torch.from_numpy(~visible)
+            pair = restored_past(key[0, head], value[0, head], self.form, self.segment, visible[-1])
+            past_keys, past_values = (x.float() for x in pair)
             for q in range(head * per_head, (head + 1) * per_head):
-                now, before = (query[0, q] @ keys[0, head].T * scaling for keys in (key, past[0]))
+                now, before = (query[0, q] @ keys.T * scaling for keys in (key[0, head], past_keys))
                 weights = torch.where(own, now, before).masked_fill(blocked, -torch.inf).softmax(-1)
-                output[0, q] = (weights * own) @ value[0, head] + (weights * ~own) @ past[1][0, head]
+                output[0, q] = (weights * own) @ value[0, head] + (weights * ~own) @ past_values
         return output.transpose(1, 2).contiguous(), None
 
 

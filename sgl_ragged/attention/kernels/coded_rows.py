@@ -16,7 +16,7 @@ def float16_of(bits):
 
 @triton.jit
 def nibbles(packed, dtype: tl.constexpr):
-    """Codes of the first and of the second half of the dimensions, as numbers."""
+    """Codes in the lower and in the upper halves of bytes, as numbers."""
     return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
 
 
@@ -36,7 +36,7 @@ def accumulate_codes(
     """As `parts.accumulate`, of values in codes: the new (best, total, output, other).
 
     Logits are to base 2, and -inf where there is no row; every query has one. Of four bits, `output` and `other` are
-    the two halves of the dimensions.
+    the dimensions of the lower and of the upper halves of bytes.
     """
     new_best = tl.maximum(best, tl.max(logits, axis=1))
     weights = tl.exp2(logits - new_best[:, None])
@@ -57,7 +57,7 @@ def accumulate_codes(
 
 @triton.jit
 def outputs_of(output, other, VALUE_BITS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """What `accumulate_codes` has summed, rotated back: [BLOCK_M, HEAD_DIM]."""
+    """What `accumulate_codes` has summed, rotated back: [BLOCK_M, next power of 2]."""
     if VALUE_BITS == 8:
         return rotated(output, BLOCK_M, HEAD_DIM)
     else:

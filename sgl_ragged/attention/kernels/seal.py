@@ -321,7 +321,7 @@ def gather(
     segments, heads, segment = positions.shape
     rows = gather_rows(form)
     if form.centred:
-        write_moments(source, slabs, slots, kept, key_blocks, segment, head_dim)
+        write_moments(source, slabs, slots, positions, kept, key_blocks, head_dim)
     gather_kernel[(segments, heads, triton.cdiv(most_kept, rows))](
         source.keys,
         source.values,

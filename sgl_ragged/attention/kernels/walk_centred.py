@@ -1,6 +1,6 @@
-"""The walk over kept rows in codes of keys that are centred: less their segment's mean, in units of its spread.
+"""The walk over kept rows in codes of keys that are centred: less their mean, in units of their spread.
 
-Moments belong to a segment, so a tile holds rows of one: those at a segment's end may leave some of it empty. Keys are
+Moments belong to a head and segment, so a tile holds rows of one: those at a segment's end may leave some of it empty. Keys are
 turned back into numbers in registers, and from there on are what a wide slab would have held.
 """
 
@@ -11,7 +11,8 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.coded_rows import accumulate_codes, float16_of, nibbles, outputs_of
 from sgl_ragged.attention.kernels.codes import joined, rotated
-from sgl_ragged.attention.kernels.segment_moments import load_moments
+from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.row_moments import load_moments
 
 
 @triton.jit
@@ -33,12 +34,13 @@ def walk_centred(
 ):
     """As `walk_codes.walk_codes`; keys and values have 4 bits."""
     ROW_BYTES: tl.constexpr = HEAD_DIM // 2
+    BYTE_COLUMNS: tl.constexpr = triton.next_power_of_2(ROW_BYTES)
     tile_rows = tl.arange(0, BLOCK_N)
-    byte = tl.arange(0, ROW_BYTES)
+    byte = tl.arange(0, BYTE_COLUMNS)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, ROW_BYTES], tl.float32)
-    other = tl.zeros([BLOCK_M, ROW_BYTES], tl.float32)
+    output = tl.zeros([BLOCK_M, BYTE_COLUMNS], tl.float32)
+    other = tl.zeros([BLOCK_M, BYTE_COLUMNS], tl.float32)
     key_at = tl.load(key_blocks_at) * 16
     value_at = kept * ROW_BYTES
     scale_at = value_at * 2
@@ -58,8 +60,11 @@ def walk_centred(
         part = slabs_ptr + slot.to(tl.int64) * slab_bytes + key_at
         scales = tl.load((part + scale_at + row * 4).to(tl.pointer_type(tl.int32)), mask=valid, other=0)
         rows_at = part + (row * ROW_BYTES)[:, None] + byte[None, :]
-        key_bytes = tl.load(rows_at, mask=valid[:, None], other=0)
-        value_bytes = tl.load(rows_at + value_at, mask=valid[:, None], other=0)
+        mask = cells(valid, ROW_BYTES)
+        key_bytes = tl.load(rows_at, mask=mask, other=0)
+        # Columns beyond the row's bytes come to codes of -8: of keys, queries have nothing there, and of values, nobody
+        # writes them.
+        value_bytes = tl.load(rows_at + value_at, mask=mask, other=0)
         mean, spread = load_moments(part, HEAD_DIM)
         following = tile + 1
         slot = tl.load(slots_at + following // per_segment, mask=following < end_tile, other=0)

@@ -1,4 +1,4 @@
-"""Moments of finished segments' keys, as `mem_pool.segment_moments` defines them, bit for bit; and rows by them.
+"""Moments of the keys that heads keep, as `mem_pool.row_moments` defines them, bit for bit; and rows by them.
 
 They are a launch of their own before `seal.gather`: every CTA that rounds some of a head's rows needs those of all.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.mem_pool.segment_moments import BLOCK
+from sgl_ragged.mem_pool.row_moments import BLOCK
 
 if TYPE_CHECKING:
     from sgl_ragged.attention.kernels.seal import Source
@@ -24,13 +24,13 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def moments_at(key_at, HEAD_DIM: tl.constexpr):
-    """Where a head's moments lie, float16 [2 (mean, root mean square), HEAD_DIM]: in front of its keys."""
+    """Where a head's moments lie, float16 [2 (mean, spread), HEAD_DIM]: in front of its keys."""
     return (key_at - 4 * HEAD_DIM).to(tl.pointer_type(tl.float16))
 
 
 @triton.jit
 def load_moments(key_at, HEAD_DIM: tl.constexpr):
-    """Mean and root mean square in float32, [next power of 2]: 0 and 1 beyond the head."""
+    """Mean and spread in float32, [next power of 2]: 0 and 1 beyond the head."""
     at, dims = moments_at(key_at, HEAD_DIM), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     mean = tl.load(at + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
     spread = tl.load(at + HEAD_DIM + dims, mask=dims < HEAD_DIM, other=1.0).to(tl.float32)
@@ -39,7 +39,7 @@ def load_moments(key_at, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def centred(keys, key_at, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """A tile of keys less their mean, in units of their root mean square, in float32."""
+    """A tile of keys less their mean, in units of their spread, in float32."""
     mean, spread = load_moments(key_at, HEAD_DIM)
     wide = tl.broadcast_to(spread[None, :], [ROWS, triton.next_power_of_2(HEAD_DIM)])
     return tl.div_rn(keys.to(tl.float32) - mean[None, :], wide)
@@ -53,29 +53,32 @@ def _folded(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _averaged(total, SEGMENT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Mean over the segment of what [BLOCK, COLUMNS] partial sums add up to, in a fixed order."""
+def _averaged(total, kept, COLUMNS: tl.constexpr):
+    """Mean over the rows of what [BLOCK, COLUMNS] partial sums add up to, in a fixed order."""
     total = _folded(total, 16, COLUMNS)
     total = _folded(total, 8, COLUMNS)
     total = _folded(total, 4, COLUMNS)
     total = tl.reshape(_folded(total, 2, COLUMNS), [COLUMNS])
-    return tl.div_rn(total, tl.full([COLUMNS], SEGMENT, tl.float32))
+    return tl.div_rn(total, tl.zeros([COLUMNS], tl.float32) + kept)
 
 
 @triton.jit
-def _bounded(keys):
-    """As numbers of float16's range; NaN as zero."""
-    keys = keys.to(tl.float32)
+def _bounded(keys_at, token_at, key_stride, HEAD_DIM: tl.constexpr):
+    """The keys of some tokens as numbers of float16's range; NaN as zero."""
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    at = tl.load(token_at)[:, None].to(tl.int64) * key_stride + dims[None, :]
+    keys = tl.load(keys_at + at, mask=dims[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
     keys = tl.where(keys == keys, keys, 0.0)
     return tl.minimum(tl.maximum(keys, -65504.0), 65504.0)
 
 
 @triton.jit
-def segment_moments_kernel(
+def row_moments_kernel(
     keys_ptr,
     firsts_ptr,
     slabs_ptr,
     slots_ptr,
+    positions_ptr,
     kept_ptr,
     key_blocks_ptr,
     key_first_stride,
@@ -90,26 +93,26 @@ def segment_moments_kernel(
     COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
     segment = tl.program_id(0)
     head = tl.program_id(1)
-    if tl.load(kept_ptr + head) == 0:
+    kept = tl.load(kept_ptr + head)
+    if kept == 0:
         return
     first = tl.load(firsts_ptr + segment).to(tl.int64)
     keys_at = keys_ptr + first * key_first_stride + head // HEADS * layer_stride + head % HEADS * head_stride
+    tokens_at = positions_ptr + (segment * tl.num_programs(1) + head) * SEGMENT + tl.arange(0, _BLOCK)
     dims = tl.arange(0, COLUMNS)
     inside = dims < HEAD_DIM
-    block_at = keys_at + tl.arange(0, _BLOCK)[:, None] * key_stride + dims[None, :]
 
     total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
-    for start in range(0, SEGMENT, _BLOCK):
-        total += _bounded(tl.load(block_at + start * key_stride, mask=inside[None, :], other=0.0))
-    mean = _averaged(total, SEGMENT, COLUMNS).to(tl.float16)
+    for start in range(0, kept, _BLOCK):
+        total += _bounded(keys_at, tokens_at + start, key_stride, HEAD_DIM)
+    mean = _averaged(total, kept, COLUMNS).to(tl.float16)
 
     total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
-    for start in range(0, SEGMENT, _BLOCK):
-        keys = _bounded(tl.load(block_at + start * key_stride, mask=inside[None, :], other=0.0))
-        distance = keys - mean.to(tl.float32)[None, :]
+    for start in range(0, kept, _BLOCK):
+        distance = _bounded(keys_at, tokens_at + start, key_stride, HEAD_DIM) - mean.to(tl.float32)[None, :]
         total += distance * distance
-    spread = tl.sqrt_rn(_averaged(total, SEGMENT, COLUMNS))
-    spread = tl.minimum(tl.maximum(spread, 2.0**-24), 65504.0).to(tl.float16)
+    spread = tl.sqrt_rn(tl.sqrt_rn(_averaged(total, kept, COLUMNS)))
+    spread = tl.maximum(spread, 2.0**-24).to(tl.float16)
 
     slot = tl.load(slots_ptr + segment).to(tl.int64)
     target = moments_at(slabs_ptr + slot * slab_elems + tl.load(key_blocks_ptr + head) * 16, HEAD_DIM)
@@ -121,17 +124,18 @@ def write_moments(
     source: Source,
     slabs: torch.Tensor,
     slots: torch.Tensor,
+    positions: torch.Tensor,
     kept: torch.Tensor,
     key_blocks: torch.Tensor,
-    segment: int,
     head_dim: int,
 ) -> None:
     """Write the moments of each segment and head that keeps anything to its slab; arguments as in `seal.gather`."""
-    segment_moments_kernel[(len(slots), source.num_heads)](
+    row_moments_kernel[positions.shape[:2]](
         source.keys,
         source.firsts,
         slabs,
         slots,
+        positions,
         kept,
         key_blocks,
         source.key_first_stride,
@@ -140,7 +144,7 @@ def write_moments(
         source.head_stride,
         slabs.stride(0),
         HEADS=source.heads,
-        SEGMENT=segment,
+        SEGMENT=positions.shape[2],
         HEAD_DIM=head_dim,
         num_warps=4,
         **OPTIONS,
