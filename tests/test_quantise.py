@@ -174,15 +174,18 @@ def test_attention_reads_what_was_stored(form, scorer, per_head, dim):
         outputs.append(rig.decode(sequences, [length + step for length in lengths], padding=1))
     want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
     want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
-    compare(outputs, want)
+    compare(outputs, want, form)
 
 
-def compare(outputs, want, alike=0.99) -> None:
-    """Where two ways of rounding differ by a code, one output differs by a code's share of it."""
+def compare(outputs, want, form=K8V4, alike=0.99) -> None:
+    """Where two ways of rounding differ by a code, one output differs by a code's share of it.
+
+    A code of a key in 4 bits is 18 times one in 8, and moves a logit as much.
+    """
     for output, right in zip(outputs, want, strict=True):
         difference = (output.double() - right).abs()
         assert (difference < 1e-4).double().mean() >= alike
-        assert difference.max() < 0.05
+        assert difference.max() < (0.3 if form is K4V4 else 0.05)
 
 
 @examples(20)
@@ -222,7 +225,7 @@ def test_a_foreign_nan_does_not_spread(form):
     output = rig.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT, form=form.name)[n] for s, n in zip(sequences, lengths, strict=True)])
     # One head and segment in which a code differs is a twentieth of so few outputs.
-    compare([output], [want], alike=0.9)
+    compare([output], [want], form, alike=0.9)
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=str)

@@ -111,6 +111,6 @@ def test_heads_that_keep_little_of_outlying_channels():
     rig = Rig(KEPT, 16, "keydiff", 2, 6, form=K4V4)
     outputs = rig.extend(sequences, [0, 0], lengths)
     expected = [sequence.expected(KEPT, form="k4v4") for sequence in sequences]
-    compare(outputs, [e[:n] for e, n in zip(expected, lengths, strict=True)], alike=0.97)
+    compare(outputs, [e[:n] for e, n in zip(expected, lengths, strict=True)], K4V4, alike=0.97)
     decoded = torch.stack([e[n] for e, n in zip(expected, lengths, strict=True)])
-    compare([rig.decode(sequences, lengths)], [decoded], alike=0.9)
+    compare([rig.decode(sequences, lengths)], [decoded], K4V4, alike=0.9)

@@ -93,7 +93,7 @@ def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, 
         outputs.append(rig.decode(sequences, [length + step for length in lengths], padding=2))
     want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
     want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
-    compare(outputs, want)
+    compare(outputs, want, form)
 
 
 def test_sinks_and_divided_heads_of_codes():

@@ -1,7 +1,7 @@
 """The walk over kept rows in codes of keys that are centred: less their mean, in units of their spread.
 
-Moments belong to a head and segment, so a tile holds rows of one: those at a segment's end may leave some of it empty. Keys are
-turned back into numbers in registers, and from there on are what a wide slab would have held.
+Moments belong to a head and segment, so a tile holds rows of one segment, and the last of each may be half empty. Keys
+are turned back into numbers in registers, and from there on are what a wide slab would have held.
 """
 
 from __future__ import annotations
