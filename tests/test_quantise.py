@@ -177,14 +177,14 @@ def test_attention_reads_what_was_stored(form, scorer, per_head, dim):
     compare(outputs, want, form)
 
 
-def compare(outputs, want, form=K8V4, alike=0.99) -> None:
+def compare(outputs, want, form=K8V4, alike=None) -> None:
     """Where two ways of rounding differ by a code, one output differs by a code's share of it.
 
     A code of a key in 4 bits is 18 times one in 8, and moves a logit as much.
     """
     for output, right in zip(outputs, want, strict=True):
         difference = (output.double() - right).abs()
-        assert (difference < 1e-4).double().mean() >= alike
+        assert (difference < 1e-4).double().mean() >= (alike or (0.98 if form is K4V4 else 0.99))
         assert difference.max() < (0.3 if form is K4V4 else 0.05)
 
 
