@@ -89,9 +89,9 @@ def profile_kept(profile: Profile, ratio: float, segment: int) -> np.ndarray:
         return fit_kept(weights, ratio, segment, profile.scope)
     if not np.isclose(ratio, profile.ratio):
         raise RaggedConfigError(
-            f"the profile applies Eq. 5 as written (fit=paper), so it serves {profile.ratio:g} of the tokens, as it was "
-            f"calibrated, not {ratio:.4g}: serve it with --ragged-slab-dtype wide --ragged-ratio {profile.ratio:g}, or "
-            f"calibrate with --fit exact"
+            f"the profile applies Eq. 5 as written (fit=paper), so it serves {profile.ratio:g} of the tokens, for which "
+            f"it was calibrated, not {ratio:.4g}: serve it with --ragged-slab-dtype wide --ragged-ratio "
+            f"{profile.ratio:g}, or calibrate with --fit exact"
         )
     check_segment(segment)
     # Rounded first: shares come in float32, and a hair above a whole unit is not another unit.

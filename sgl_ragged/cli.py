@@ -75,7 +75,7 @@ def show_layout(options: argparse.Namespace) -> None:
     itemsize = DTYPE_BYTES[options.dtype]
     readable = itemsize > 1 and options.reservoir is None
     geometry = read_geometry(options)
-    share = settle_share(options.slab_dtype, options.ratio, geometry.head_dim, itemsize, readable)
+    share = settle_share(options.slab_dtype, options.ratio, geometry.head_dim, itemsize, options.segment, readable)
     form = share.form
     if form.quantised and not readable:
         raise RaggedConfigError(

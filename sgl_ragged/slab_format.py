@@ -112,6 +112,10 @@ EIGHT_BIT_TOKENS = 0.75
 """The least share of the tokens that `auto` keeps in eight bits. Where they hold fewer, values take four: measured on
 SmolLM2-135M, eight bits lose less at .78 of the tokens and more at .58 (docs/slab-formats.md)."""
 
+FOUR_BIT_TOKENS = 0.25
+"""Where K8V4 holds a smaller share of the tokens than this, `auto` gives keys four bits, too: measured on the same
+model, four bits lose as much where K8V4 holds .26, and less where it holds .13."""
+
 CODED_RATIO, WIDE_RATIO = 0.3, 0.5
 """What --ragged-ratio is where nobody says: by the format, since codes lose less of three tenths of the bytes than wide
 slabs of a half (docs/slab-formats.md)."""
@@ -125,11 +129,13 @@ class Share:
     form: SlabFormat
 
 
-def settle_share(asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, readable: bool = True) -> Share:
+def settle_share(
+    asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, segment: int, readable: bool = True
+) -> Share:
     """What values of --ragged-slab-dtype and --ragged-ratio mean; None where nobody said a ratio.
 
     `auto` is wide at ratio 1, where exactness is promised; else eight bits where most tokens fit in them, else eight
-    for keys and four for values.
+    for keys and four for values, or four for both where few tokens fit in those.
 
     Args:
         readable: whether what serves can read codes; else `auto` is `wide`.
@@ -146,5 +152,8 @@ def settle_share(asked: str, ratio: float | None, head_dim: int, cache_itemsize:
         return Share(ratio, FORMATS[asked])
     if wide or ratio == 1 or head_dim % 2:
         return Share(ratio, WIDE)
-    enough = INT8.token_share(ratio, head_dim, cache_itemsize) >= EIGHT_BIT_TOKENS
-    return Share(ratio, INT8 if enough else K8V4)
+    sizes = (ratio, head_dim, cache_itemsize, segment)
+    if INT8.token_share(*sizes) >= EIGHT_BIT_TOKENS:
+        return Share(ratio, INT8)
+    few = K8V4.token_share(*sizes) < FOUR_BIT_TOKENS and head_dim % 4 == 0
+    return Share(ratio, K4V4 if few else K8V4)

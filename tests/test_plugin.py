@@ -251,7 +251,7 @@ def test_files_are_read_once_by_the_launcher(llama, tmp_path):
     args = resolved(llama, "--kv-pool", "ragged", "--ragged-profile", str(path))
     path.write_bytes(b"another file")
     plan = getattr(pickle.loads(pickle.dumps(args)), ATTRIBUTE).plan
-    tokens = plan.form.token_share(0.3, 64, 2)
+    tokens = plan.form.token_share(0.3, 64, 2, 256)
     assert plan.layout(0).kept.tolist() == profile_kept(profile, tokens, 256).tolist()
     assert plan.rank_statistics(0) == [{}, {}, {}]
     assert plan.digest == getattr(args, ATTRIBUTE).plan.digest

@@ -144,18 +144,22 @@ def test_layouts_of_codes_are_counted_in_bytes():
 
 def test_formats_by_name_and_by_ratio():
     with pytest.raises(RaggedConfigError, match="'int3'; known: auto, wide, int8, k8v4, k4v4"):
-        settle_share("int3", 0.5, 128, 2)
+        settle_share("int3", 0.5, 128, 2, 256)
     for name, form in FORMATS.items():
-        assert settle_share(name, 0.3, 128, 2) == Share(0.3, form)
-    chosen = {ratio: settle_share("auto", ratio, 128, 2).form for ratio in (1, 0.9, 0.4, 0.38, 0.05)}
-    assert chosen == {1: WIDE, 0.9: INT8, 0.4: INT8, 0.38: K8V4, 0.05: K8V4}
+        assert settle_share(name, 0.3, 128, 2, 256) == Share(0.3, form)
+    chosen = {ratio: settle_share("auto", ratio, 128, 2, 256).form for ratio in (1, 0.9, 0.4, 0.38, 0.1, 0.09)}
+    assert chosen == {1: WIDE, 0.9: INT8, 0.4: INT8, 0.38: K8V4, 0.1: K8V4, 0.09: K4V4}
     # Eight bits are a quarter of 32.
-    assert settle_share("auto", 0.3, 128, 4).form is INT8
-    assert settle_share("auto", 0.3, 128, 2, readable=False).form is WIDE
-    assert settle_share("auto", 0.3, 7, 2).form is WIDE
+    assert settle_share("auto", 0.3, 128, 4, 256).form is INT8
+    assert settle_share("auto", 0.3, 128, 2, 256, readable=False).form is WIDE
+    assert settle_share("auto", 0.3, 7, 2, 256).form is WIDE
     # Nobody said a ratio.
-    assert settle_share("auto", None, 128, 2) == settle_share("k8v4", None, 128, 2) == Share(0.3, K8V4)
-    assert settle_share("wide", None, 128, 2) == settle_share("auto", None, 128, 1, readable=False) == Share(0.5, WIDE)
+    assert settle_share("auto", None, 128, 2, 256) == settle_share("k8v4", None, 128, 2, 256) == Share(0.3, K8V4)
+    assert (
+        settle_share("wide", None, 128, 2, 256)
+        == settle_share("auto", None, 128, 1, 256, readable=False)
+        == Share(0.5, WIDE)
+    )
 
 
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
@@ -184,7 +188,7 @@ def compare(outputs, want, form=K8V4, alike=None) -> None:
     """
     for output, right in zip(outputs, want, strict=True):
         difference = (output.double() - right).abs()
-        assert (difference < 1e-4).double().mean() >= (alike or (0.98 if form is K4V4 else 0.99))
+        assert (difference < 1e-4).double().mean() >= (alike or (0.95 if form is K4V4 else 0.99))
         assert difference.max() < (0.3 if form is K4V4 else 0.05)
 
 

@@ -182,7 +182,7 @@ def choose_share(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype, hea
         )
         if applies
     ]
-    share = settle_share(options.slab_dtype, options.ratio, head_dim, kv_dtype.itemsize, not reasons)
+    share = settle_share(options.slab_dtype, options.ratio, head_dim, kv_dtype.itemsize, options.segment, not reasons)
     if share.form.quantised and reasons:
         raise RaggedConfigError(f"--ragged-slab-dtype {share.form.name} is not available here: {reasons[0]}")
     return share

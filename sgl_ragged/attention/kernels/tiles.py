@@ -52,8 +52,8 @@ def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = 
 
     Args:
         architecture: compute capability, major number: from 9 on the accumulators need fewer registers.
-        fp8: whether slabs are, which before 9 takes registers to convert. form: of slabs; codes take them, too, and from
-            10 on where rows are narrower than tiles.
+        fp8: whether slabs are, which before 9 takes registers to convert.
+        form: of slabs; codes take registers, too, and from 10 on where rows are narrower than tiles.
     """
     if itemsize == 4:
         if head_dim <= 64:
