@@ -89,8 +89,8 @@ def profile_kept(profile: Profile, ratio: float, segment: int) -> np.ndarray:
         return fit_kept(weights, ratio, segment, profile.scope)
     if not np.isclose(ratio, profile.ratio):
         raise RaggedConfigError(
-            f"the profile applies Eq. 5 as written (fit=paper), so it serves {profile.ratio:g} of the tokens, for which "
-            f"it was calibrated, not {ratio:.4g}: serve it with --ragged-slab-dtype wide --ragged-ratio "
+            f"the profile applies Eq. 5 as written (fit=paper), so it serves {profile.ratio:g} of the tokens, for "
+            f"which it was calibrated, not {ratio:.4g}: serve it with --ragged-slab-dtype wide --ragged-ratio "
             f"{profile.ratio:g}, or calibrate with --fit exact"
         )
     check_segment(segment)

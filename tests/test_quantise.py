@@ -184,12 +184,12 @@ def test_attention_reads_what_was_stored(form, scorer, per_head, dim):
 def compare(outputs, want, form=K8V4, alike=None) -> None:
     """Where two ways of rounding differ by a code, one output differs by a code's share of it.
 
-    A code of a key in 4 bits is 18 times one in 8, and moves a logit as much.
+    A code of a key in 4 bits is 18 times one in 8, and moves a logit as much; these logits spread over 8 at d = 256.
     """
     for output, right in zip(outputs, want, strict=True):
         difference = (output.double() - right).abs()
         assert (difference < 1e-4).double().mean() >= (alike or (0.95 if form is K4V4 else 0.99))
-        assert difference.max() < (0.3 if form is K4V4 else 0.05)
+        assert difference.max() < (0.6 if form is K4V4 else 0.05)
 
 
 @examples(20)
