@@ -2,8 +2,8 @@
 
     python -m benchmarks.kernel_resources [--json] [--output docs/kernel-resources.md]     (two to three minutes)
 
-Compiles every kernel for every architecture, dtype and head dimension, and reads what the assembler made of it. No GPU
-is used, so this says what a kernel needs, not how fast it is.
+Compiles every kernel for every architecture and dtype and for some head dimensions, and reads what the assembler made
+of it. No GPU is used, so this says what a kernel needs, not how fast it is.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised}
 """Formats of slabs in codes, beside tails and queries in bf16."""
 SEALED = (seal.gather_kernel, row_moments.row_moments_kernel)
 """Kernels that differ where slabs are of codes, beside attention."""
+HEAD_DIMS, PADDED_DIMS = (64, 128, 256), (80, 96)
+"""Powers of two, whose tiles are as wide as rows; others, whose tiles are those of the next power of two."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -75,21 +77,26 @@ class Resources:
     tile: str
 
 
+def head_dims(dtype: str) -> tuple[int, ...]:
+    """Those that a dtype is compiled for. Of rows narrower than their tiles, bf16 stands for fp16."""
+    return HEAD_DIMS if dtype == "fp16" else tuple(sorted(HEAD_DIMS + PADDED_DIMS))
+
+
 def builds(architecture: int) -> Iterator[Build]:
-    """Every kernel with every supported dtype and head dimension, for a compute capability times ten."""
+    """Every kernel with every dtype and its head dimensions, for a compute capability times ten."""
     for dtype in ITEMSIZE:
-        for dim in (64, 128, 256):
+        for dim in head_dims(dtype):
             yield from _attention_builds(dtype, dim, architecture)
             # What only moves or scores rows is compiled alike for both 16-bit dtypes.
             if dtype != "fp16":
                 yield from _storage_builds(dtype, dim)
     for dtype in FP8:
         # Before 8.9 the machine cannot convert E4M3, nor does Triton (`kernel_choice.check_cache`).
-        for dim in (64, 128, 256) if dtype == "fp8e5" or architecture >= 89 else ():
+        for dim in head_dims(dtype) if dtype == "fp8e5" or architecture >= 89 else ():
             yield from _attention_builds(dtype, dim, architecture)
             yield from _storage_builds(dtype, dim)
     for dtype in CODES:
-        for dim in (64, 128, 256):
+        for dim in head_dims(dtype):
             yield from _attention_builds(dtype, dim, architecture)
             yield from (one for one in _storage_builds(dtype, dim) if one.kernel in SEALED)
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
@@ -276,7 +283,8 @@ By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
 FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
-queries are bf16 there. int8, k8v4 and k4v4 are slabs of codes (`slab-formats.md`), tails and queries bf16.
+queries are bf16 there. int8, k8v4 and k4v4 are slabs of codes (`slab-formats.md`), tails and queries bf16. Head
+dimensions 80 and 96 stand for those that are no powers of two.
 """
     lines = [
         intro,

@@ -15,13 +15,24 @@ import pytest
 import triton
 from _pytest.mark import ParameterSet
 
-from benchmarks.kernel_resources import ARCHITECTURES, CODES, FP8, Build, Resources, builds, compile_build, markdown
+from benchmarks.kernel_resources import (
+    ARCHITECTURES,
+    CODES,
+    FP8,
+    HEAD_DIMS,
+    PADDED_DIMS,
+    Build,
+    Resources,
+    builds,
+    compile_build,
+    markdown,
+)
 from sgl_ragged.attention.kernels import decode, extend
 
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-DTYPES, HEAD_DIMS = ("fp16", "bf16", "fp32"), (64, 128, 256)
+DTYPES = ("fp16", "bf16", "fp32")
 ATTENTION = (decode.decode_kernel, extend.extend_kernel)
 
 
@@ -39,6 +50,10 @@ def cells() -> Iterator[ParameterSet]:
     for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, CODES, HEAD_DIMS):
         by_default = (architecture, dtype, head_dim) in ((80, "int8", 256), (90, "k8v4", 128), (100, "k4v4", 64))
         yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
+    for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, ("bf16", "fp32", *FP8, *CODES), PADDED_DIMS):
+        by_default = (architecture, dtype, head_dim) in ((80, "k8v4", 80), (90, "bf16", 96))
+        if architecture >= 89 or dtype != "fp8e4nv":
+            yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
 
 
 @pytest.mark.parametrize(("architecture", "dtype", "head_dim"), cells())
