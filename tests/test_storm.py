@@ -95,8 +95,10 @@ class Quiet(QuietServer):
     def __init__(self, *given: list[float]) -> None:
         self.given = itertools.cycle(given)
 
-    def _forced(self, survivor, *, flush=True, behind=0):
-        return np.array(next(self.given))
+    def _forced(self, survivor, *, flush, behind):
+        """The likeliest tokens have -0.5."""
+        own = np.array(next(self.given))
+        return own, np.full(len(own), -0.5)
 
     def _flush(self):
         pass
@@ -118,6 +120,17 @@ def test_answers_that_differ_are_a_problem():
     outcome = Outcome(("fp8",), inexact=("documented",))
     _compare(Quiet([-1.0]), [survivor(-1.1)], outcome, False, lambda: None)
     assert (outcome.above, outcome.problems) == (1, [])
+
+
+def test_greedy_answers_without_logprobs_took_the_likeliest_tokens():
+    silent = Survivor((5, 6), (1, 1), None, None, True, 0, 0)
+    for own, above in (([-0.5, -0.50005], 0), ([-0.5, -0.6], 1)):
+        outcome = Outcome(("mixed-chunk",))
+        _compare(Quiet(own, own), [silent], outcome, False, lambda: None)
+        # Its own decode takes the same tokens, whatever they are.
+        assert (outcome.above + outcome.ties, outcome.compared) == (above, 1)
+    assert Quiet([0.0, 0.0]).decoded_difference(silent) == 0
+    assert Quiet([0.0]).decoded_difference(silent) == np.inf
 
 
 def test_nan_is_no_answer():

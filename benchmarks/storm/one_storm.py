@@ -124,6 +124,8 @@ def run_storm(
                 adapters=settings.adapters,
                 # Under overlays, decoding is not what prefill is: only what is decoded can be compared.
                 greedy="reservoir" in names,
+                # Where one asks for log-probabilities, SGLang decodes in batches of their own.
+                asks="mixed-chunk" not in names,
                 advance=advance,
             )
         outcome.storm_s = round(time.monotonic() - started, 1)

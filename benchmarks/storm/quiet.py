@@ -30,11 +30,11 @@ class QuietServer:
 
         What stands at a position depends on the tokens before it alone, whether it was decoded or prefilled.
         """
-        return float(np.abs(self._forced(survivor) - survivor.logprobs).max())
+        return float(self._differences(survivor).max())
 
     def begins(self, survivor: Survivor) -> int:
         """The first token of the answer with more than a difference of rounding."""
-        return int(np.argmax(~(np.abs(self._forced(survivor) - survivor.logprobs) <= TOLERANCE)))
+        return int(np.argmax(~(self._differences(survivor) <= TOLERANCE)))
 
     def nearest(self, survivor: Survivor) -> float:
         """The smallest difference among answers to the same request, which this server computes in several ways.
@@ -50,13 +50,15 @@ class QuietServer:
             self._flush()
             if cut := int(len(survivor.prompt) * share):
                 self._ask(survivor.prompt[:cut], survivor.adapter, 1)
-            found.append(float(np.abs(self._forced(survivor, flush=False, behind=behind) - survivor.logprobs).max()))
+            found.append(float(self._differences(survivor, flush=False, behind=behind).max()))
         return min(found)
 
     def decoded_difference(self, survivor: Survivor) -> float:
         """The same to what this server decodes by itself, up to where it takes another token; for greedy survivors."""
         self._flush()
         given = self._ask(survivor.prompt, survivor.adapter, len(survivor.tokens))["output_token_logprobs"]
+        if survivor.logprobs is None:
+            return 0.0 if survivor.tokens == tuple(entry[1] for entry in given) else np.inf
         largest = 0.0
         for token, logprob, (own, decoded, *_) in zip(survivor.tokens, survivor.logprobs, given, strict=False):
             largest = max(largest, abs(own - logprob))
@@ -65,13 +67,22 @@ class QuietServer:
                 break
         return largest
 
-    def _forced(self, survivor: Survivor, *, flush: bool = True, behind: int = 0) -> np.ndarray:
+    def _differences(self, survivor: Survivor, *, flush: bool = True, behind: int = 0) -> np.ndarray:
+        """Of each token's log-probability; without one, to the best token's, which is what greedy answers take."""
+        own, best = self._forced(survivor, flush=flush, behind=behind)
+        return best - own if survivor.logprobs is None else np.abs(own - survivor.logprobs)
+
+    def _forced(self, survivor: Survivor, *, flush: bool, behind: int) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities of the answer's tokens, and those of the likeliest ones in their places."""
         if flush:
             self._flush()
         whole = [*survivor.prompt, *survivor.tokens, *itertools.repeat(survivor.prompt[0], behind)]
-        meta = self._ask(whole, survivor.adapter, 1, logprob_start_len=len(survivor.prompt) - 1)
+        start = len(survivor.prompt) - 1
+        meta = self._ask(whole, survivor.adapter, 1, logprob_start_len=start, top_logprobs_num=1)
         # The first one has nothing before it here.
-        return np.array([entry[0] for entry in meta["input_token_logprobs"][1 : 1 + len(survivor.tokens)]])
+        answer = slice(1, 1 + len(survivor.tokens))
+        own = [entry[0] for entry in meta["input_token_logprobs"][answer]]
+        return np.array(own), np.array([best[0][0] for best in meta["input_top_logprobs"][answer]])
 
     def _flush(self) -> None:
         self._post("/flush_cache?timeout=30", None)

@@ -25,11 +25,11 @@ TRUNK_TOKENS, LONGEST_TOKENS = 700, 1300
 
 @dataclass(frozen=True)
 class Survivor:
-    """A request that was answered: its prompt, the tokens of the answer and their log-probabilities."""
+    """A request that was answered: its prompt, the tokens of the answer and their log-probabilities, if it asked."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
     adapter: str | None
     greedy: bool
     cached: int
@@ -46,10 +46,19 @@ class Collected:
 
 
 class _Client:
+    """`asks`: for log-probabilities; if not, it decodes greedily, in short answers."""
+
     def __init__(
-        self, url: str, number: int, seed: int, trunks: Sequence[list[int]], adapters: Sequence[str], greedy: bool
+        self,
+        url: str,
+        number: int,
+        seed: int,
+        trunks: Sequence[list[int]],
+        adapters: Sequence[str],
+        greedy: bool,
+        asks: bool,
     ) -> None:
-        self._url, self._adapters, self._always_greedy = url, adapters, greedy
+        self._url, self._adapters, self._always_greedy, self._asks = url, adapters, greedy, asks
         self._random = random.Random(f"{seed}-{number}")
         self._trunks = trunks
         self._conversations: list[tuple[list[int], str | None]] = []
@@ -80,12 +89,13 @@ class _Client:
         prompt, adapter = self._prompt()
         if LONGEST_TOKENS < len(prompt) < CONTEXT_TOKENS:
             prompt = prompt[-LONGEST_TOKENS // 2 :]
-        greedy = self._always_greedy or dice.random() < 0.5
+        greedy = self._always_greedy or not self._asks or dice.random() < 0.5
         # Greedy decoding soon says the same over and over, and equal tokens tie.
         new = 1 if dice.random() < 0.15 else dice.randint(2, 24 if greedy and not self._always_greedy else 90)
         if dice.random() < 0.4:
             # Ends where a segment does, or one token behind: the last one that is answered is not in the cache.
-            new, greedy = -len(prompt) % SEGMENT + dice.choice((1, 1, 2)), self._always_greedy
+            new = -len(prompt) % SEGMENT + dice.choice((1, 1, 2))
+            greedy = self._always_greedy or not self._asks
         rid = uuid.UUID(int=dice.getrandbits(128)).hex
         body: dict[str, Any] = {
             "input_ids": prompt,
@@ -95,7 +105,7 @@ class _Client:
                 "max_new_tokens": new,
                 "ignore_eos": dice.random() < 0.8,
             },
-            "return_logprob": True,
+            "return_logprob": self._asks,
         }
         if adapter is not None:
             body["lora_path"] = adapter
@@ -147,11 +157,11 @@ class _Client:
         meta = answer["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             return ("aborted" if abort_after_s is not None else f"aborted by nobody: {meta['finish_reason']}"), None
-        given = meta["output_token_logprobs"]
+        given = meta["output_token_logprobs"] if self._asks else None
         return "answered", Survivor(
             prompt=tuple(body["input_ids"]),
-            tokens=tuple(entry[1] for entry in given),
-            logprobs=tuple(entry[0] for entry in given),
+            tokens=tuple(answer["output_ids"] if given is None else (entry[1] for entry in given)),
+            logprobs=None if given is None else tuple(entry[0] for entry in given),
             adapter=body.get("lora_path"),
             greedy=body["sampling_params"]["temperature"] == 0,
             cached=meta["cached_tokens"],
@@ -176,6 +186,7 @@ def storm(
     seed: int,
     adapters: Sequence[str],
     greedy: bool,
+    asks: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Collected:
     """Send random requests from CLIENTS clients until that many are done, or the time is over.
@@ -183,6 +194,7 @@ def storm(
     Args:
         requests: at most. seconds: after these no request is sent any more; those that run are waited for.
         adapters: names that requests may ask for. greedy: no request samples.
+        asks: whether requests ask for log-probabilities; if not, none samples either.
         advance: called after each request.
     """
     rng = random.Random(seed)
@@ -205,7 +217,7 @@ def storm(
                 collected.problems.append(f"an answer that is none: {type(error).__name__} {error}")
             advance()
 
-    clients = [_Client(url, number, seed, trunks, adapters, greedy) for number in range(CLIENTS)]
+    clients = [_Client(url, number, seed, trunks, adapters, greedy, asks) for number in range(CLIENTS)]
     threads = [threading.Thread(target=work, args=(client,)) for client in clients]
     for thread in threads:
         thread.start()
