@@ -45,7 +45,10 @@ time.sleep(300)
 def test_nothing_is_left_when_the_starter_ends(tmp_path, end):
     pids, lock = tmp_path / "pids", tmp_path / "lock"
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTER, str(lock), CALIBRATION, str(pids)], stderr=subprocess.PIPE
+        [sys.executable, "-c", STARTER, str(lock), CALIBRATION, str(pids)],
+        stderr=subprocess.PIPE,
+        # A shell that runs the tests in the background has them ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not pids.is_file():
         assert starter.poll() is None, starter.stderr.read()

@@ -56,6 +56,12 @@ def cells() -> Iterator[ParameterSet]:
             yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
 
 
+@pytest.fixture(autouse=True)
+def sglang_without_a_gpu(monkeypatch):
+    """SGLang replaces this function where it finds no GPU; kernels must not call it."""
+    monkeypatch.setattr(triton, "next_power_of_2", lambda n: 1 << (n - 1).bit_length())
+
+
 @pytest.mark.parametrize(("architecture", "dtype", "head_dim"), cells())
 def test_kernels_compile_without_spills_and_pipelined(architecture, dtype, head_dim):
     for build in builds(architecture):

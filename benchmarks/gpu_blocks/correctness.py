@@ -244,10 +244,10 @@ def _kept(
     store, segment, form = trial.stage.store, trial.case.segment, trial.case.form
     layout = store.layout
     count, start = int(layout.kept[layer, head]), int(layout.key_offset[layer, head])
-    kept, wrong = {}, []
+    kept, wrong, width = {}, [], form.row_elems(layout.head_dim)
     for number in range((trial.lengths[request] + STEPS) // segment):
         slot = int(trial.stage.table[request + 1, number * segment]) // segment
-        slab = rows_of(store.slabs[slot, start : start + count * layout.row_elems], count, layout.head_dim, form)
+        slab = rows_of(store.slabs[slot, start : start + count * width], count, layout.head_dim, form)
         own = slice(number * segment, (number + 1) * segment)
         rows = rows_to_store(*(part[own] for part in stored), form)
         positions, message = kept_positions(

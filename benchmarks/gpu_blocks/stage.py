@@ -106,7 +106,7 @@ def _fill(storage: torch.Tensor, fill: float | None, layout: SlabLayout) -> None
         storage.random_(0, 256)
         row_codes = layout.form.key_elems(layout.head_dim) + layout.form.value_elems(layout.head_dim)
         for start, kept in zip(layout.key_offset.flat, layout.kept.flat, strict=True):
-            scales = storage[:, start + kept * row_codes : start + kept * layout.row_elems]
+            scales = storage[:, start + kept * row_codes : start + kept * layout.form.row_elems(layout.head_dim)]
             scales.view(torch.float16).fill_(CODE_SCALE)
     elif is_fp8(storage.dtype):
         # Random numbers are made wide: a part at a time, so that they need no memory to speak of.

@@ -182,6 +182,7 @@ def test_engine_gives_the_same(request, nursery, folder, prompts, cold):
         kv_pool="ragged",
         ragged_ratio=RATIO,
         ragged_segment=SEGMENT,
+        ragged_slab_dtype="wide",
         ragged_profile=str(folder / "profile.safetensors"),
     )
     wanted = folder / "engine.json"

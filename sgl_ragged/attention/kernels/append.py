@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import columns
 from sgl_ragged.attention.kernels.narrow import reciprocals, saturated
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
@@ -35,7 +36,7 @@ def append_kernel(
     token = tl.load(tokens_ptr + copy).to(tl.int64)
     place = tl.load(places_ptr + copy)
     row = tl.load(rows_ptr + tl.load(requests_ptr + copy)).to(tl.int64)
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     inside = dims < HEAD_DIM
     target = tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM + place * HEAD_DIM + dims
     source = head * HEAD_DIM + dims

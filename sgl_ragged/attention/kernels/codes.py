@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells, columns
 from sgl_ragged.mem_pool.quantise import rotation_block
 
 _ROUND = tl.constexpr(12582912.0)
@@ -36,7 +36,7 @@ def rotated(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     x = x.to(tl.float32)
     for step in tl.static_range(_STEPS):
         if (1 << step) < _block(HEAD_DIM):
-            x = _mixed(x, 1 << step, ROWS, triton.next_power_of_2(HEAD_DIM))
+            x = _mixed(x, 1 << step, ROWS, columns(HEAD_DIM))
     return x * (_block(HEAD_DIM) ** -0.5)
 
 
@@ -49,7 +49,7 @@ def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr)
     scale = tl.minimum(tl.maximum(tl.div_rn(largest, tl.full([ROWS], MOST, tl.float32)), 2.0**-24), 65504.0)
     undefined = tl.max((x != x).to(tl.int32), axis=1) > 0
     scale = tl.where(undefined, float("nan"), scale).to(tl.float16)
-    wide = tl.broadcast_to(scale.to(tl.float32)[:, None], [ROWS, triton.next_power_of_2(HEAD_DIM)])
+    wide = tl.broadcast_to(scale.to(tl.float32)[:, None], [ROWS, columns(HEAD_DIM)])
     codes = tl.minimum(tl.maximum(tl.div_rn(x, wide), -MOST), MOST)
     codes = tl.where(undefined[:, None], 0.0, codes)
     return (codes + _ROUND) - _ROUND, scale
@@ -58,7 +58,7 @@ def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr)
 @triton.jit
 def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The first and the second half of each block of a tile's dimensions: two tiles of half the columns."""
-    COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    COLUMNS: tl.constexpr = columns(HEAD_DIM)
     BLOCK: tl.constexpr = _block(HEAD_DIM)
     blocks = tl.reshape(x, [ROWS, COLUMNS // BLOCK, 2, BLOCK // 2])
     low, high = tl.split(tl.permute(blocks, (0, 1, 3, 2)))
@@ -68,7 +68,7 @@ def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 @triton.jit
 def joined(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """What `halves` took apart."""
-    COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    COLUMNS: tl.constexpr = columns(HEAD_DIM)
     BLOCK: tl.constexpr = _block(HEAD_DIM)
     blocks = tl.reshape(tl.join(low, high), [ROWS, COLUMNS // BLOCK, BLOCK // 2, 2])
     return tl.reshape(tl.permute(blocks, (0, 1, 3, 2)), [ROWS, COLUMNS])
@@ -86,11 +86,11 @@ def store_row_codes(
 ):
     """Write a tile of whole-number codes as packed rows, bytes from `target` on."""
     if BITS == 8:
-        dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+        dims = tl.arange(0, columns(HEAD_DIM))
         at = rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=cells(inside, HEAD_DIM))
     else:
         low, high = halves(codes.to(tl.int32) + 8, ROWS, HEAD_DIM)
-        dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM // 2))
+        dims = tl.arange(0, columns(HEAD_DIM // 2))
         at = rows[:, None] * (HEAD_DIM // 2) + dims[None, :]
         tl.store(target + at, (low | (high << 4)).to(tl.uint8), mask=cells(inside, HEAD_DIM // 2))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells, columns
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
@@ -73,7 +73,7 @@ def decode_kernel(
     end = tl.minimum(units * (part + 1) // parts * 16, rows_in_all)
 
     query_rows = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     lse_at = lse_ptr + place * Q_PER_KV + query_rows
     if begin >= end:
         tl.store(lse_at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=query_rows < Q_PER_KV)
@@ -84,7 +84,7 @@ def decode_kernel(
     scale2 = scale * LOG2E
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    output = tl.zeros([BLOCK_M, columns(HEAD_DIM)], tl.float32)
 
     history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
     tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
@@ -158,7 +158,7 @@ def combine_kernel(
     output, head_lse = merge_parts(partial_ptr, lse_ptr, place * Q_PER_KV + query, Q_PER_KV, parts, HEAD_DIM, BLOCK_P)
     if PARTIAL:
         tl.store(head_lse_ptr + (request * HEADS + head) * Q_PER_KV + query, head_lse)
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + dims
     tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 

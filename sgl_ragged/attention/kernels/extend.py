@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells, cells_until
+from sgl_ragged.attention.kernels.dims import cells, cells_until, columns
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
@@ -81,7 +81,7 @@ def extend_kernel(
     parts = tl.load(cta + 2)
     kept = tl.load(kept_ptr + head)
 
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     pair = first_row + tl.arange(0, BLOCK_M)
     token = pair // Q_PER_KV
@@ -92,7 +92,7 @@ def extend_kernel(
     scale2 = scale * LOG2E
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    output = tl.zeros([BLOCK_M, triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    output = tl.zeros([BLOCK_M, columns(HEAD_DIM)], tl.float32)
 
     history = seen_segments * kept
     begin, end = 0, history
@@ -216,7 +216,7 @@ def combine_tiles_kernel(
     if LSE:
         tl.store(head_lse_ptr + (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head, head_lse)
     output_at = (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     tl.store(output_ptr + output_at + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
 

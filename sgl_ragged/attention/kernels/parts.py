@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells, columns
 
 COMBINED_PARTS = 32
 """Parts that the combine kernel reads at a time."""
@@ -34,10 +34,10 @@ def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constex
 
     Part p lies at row first + p * stride of partial results [rows, HEAD_DIM] and log-sum-exps [rows].
     """
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     best = float("-inf")
     total = 0.0
-    output = tl.zeros([triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    output = tl.zeros([columns(HEAD_DIM)], tl.float32)
     for start in range(0, parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
         at = first + part * stride

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.dims import columns
 from sgl_ragged.mem_pool.row_moments import BLOCK
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def moments_at(key_at, HEAD_DIM: tl.constexpr):
 @triton.jit
 def load_moments(key_at, HEAD_DIM: tl.constexpr):
     """Mean and spread in float32, [next power of 2]: 0 and 1 beyond the head."""
-    at, dims = moments_at(key_at, HEAD_DIM), tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    at, dims = moments_at(key_at, HEAD_DIM), tl.arange(0, columns(HEAD_DIM))
     mean = tl.load(at + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
     spread = tl.load(at + HEAD_DIM + dims, mask=dims < HEAD_DIM, other=1.0).to(tl.float32)
     return mean, spread
@@ -41,7 +42,7 @@ def load_moments(key_at, HEAD_DIM: tl.constexpr):
 def centred(keys, key_at, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """A tile of keys less their mean, in units of their spread, in float32."""
     mean, spread = load_moments(key_at, HEAD_DIM)
-    wide = tl.broadcast_to(spread[None, :], [ROWS, triton.next_power_of_2(HEAD_DIM)])
+    wide = tl.broadcast_to(spread[None, :], [ROWS, columns(HEAD_DIM)])
     return tl.div_rn(keys.to(tl.float32) - mean[None, :], wide)
 
 
@@ -65,7 +66,7 @@ def _averaged(total, kept, COLUMNS: tl.constexpr):
 @triton.jit
 def _bounded(keys_at, token_at, key_stride, HEAD_DIM: tl.constexpr):
     """The keys of some tokens as numbers of float16's range; NaN as zero."""
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     at = tl.load(token_at)[:, None].to(tl.int64) * key_stride + dims[None, :]
     keys = tl.load(keys_at + at, mask=dims[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
     keys = tl.where(keys == keys, keys, 0.0)
@@ -90,7 +91,7 @@ def row_moments_kernel(
     SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = triton.next_power_of_2(HEAD_DIM)
+    COLUMNS: tl.constexpr = columns(HEAD_DIM)
     segment = tl.program_id(0)
     head = tl.program_id(1)
     kept = tl.load(kept_ptr + head)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells, columns
 from sgl_ragged.attention.kernels.row_moments import centred, write_moments
 from sgl_ragged.budgets import GUARD, SINKS
 from sgl_ragged.slab_format import WIDE, SlabFormat
@@ -72,7 +72,7 @@ class Source:
 
 @triton.jit
 def _rows(pointer, rows, stride, valid, HEAD_DIM: tl.constexpr):
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     at = rows[:, None].to(tl.int64) * stride + dims[None, :]
     return tl.load(pointer + at, mask=cells(valid, HEAD_DIM), other=0.0)
 
@@ -104,7 +104,7 @@ def score_kernel(
     scores_at = scores_ptr + (segment * tl.num_programs(1) + head) * SEGMENT
     tokens = tl.arange(0, BLOCK_T)
 
-    anchor = tl.zeros([triton.next_power_of_2(HEAD_DIM)], tl.float32)
+    anchor = tl.zeros([columns(HEAD_DIM)], tl.float32)
     if SCORER == "keydiff":
         for start in range(0, SEGMENT, BLOCK_T):
             token = start + tokens
@@ -219,7 +219,7 @@ def gather_kernel(
     keys = _rows(keys_at, token, key_stride, inside, HEAD_DIM)
     values = _rows(values_at, token, value_stride, inside, HEAD_DIM)
     if KEY_BITS == 0:
-        dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+        dims = tl.arange(0, columns(HEAD_DIM))
         rows_at = row[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target + rows_at, keys, mask=cells(inside, HEAD_DIM))
         tl.store(target + kept * HEAD_DIM + rows_at, values, mask=cells(inside, HEAD_DIM))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import cells_until
+from sgl_ragged.attention.kernels.dims import cells_until, columns
 from sgl_ragged.attention.kernels.parts import accumulate
 
 
@@ -46,7 +46,7 @@ def walk_history(
 
     `key_blocks_at` points to where the head's keys start in a slab, in blocks of 16 elements; `scale2` is to base 2.
     """
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     # A constant factor is what tells the compiler that rows are aligned.
     key_offset = tl.load(key_blocks_at) * 16
@@ -91,7 +91,7 @@ def walk_tail(
     PRECISION: tl.constexpr,
 ):
     """Attend to the rows [begin, end) of a head's tail, which starts at `tail_at`: the new (best, total, output)."""
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.coded_rows import accumulate_codes, float16_of, nibbles, outputs_of
 from sgl_ragged.attention.kernels.codes import joined, rotated
-from sgl_ragged.attention.kernels.dims import cells
+from sgl_ragged.attention.kernels.dims import cells, columns
 from sgl_ragged.attention.kernels.row_moments import load_moments
 
 
@@ -34,7 +34,7 @@ def walk_centred(
 ):
     """As `walk_codes.walk_codes`; keys and values have 4 bits."""
     ROW_BYTES: tl.constexpr = HEAD_DIM // 2
-    BYTE_COLUMNS: tl.constexpr = triton.next_power_of_2(ROW_BYTES)
+    BYTE_COLUMNS: tl.constexpr = columns(ROW_BYTES)
     tile_rows = tl.arange(0, BLOCK_N)
     byte = tl.arange(0, BYTE_COLUMNS)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.coded_rows import accumulate_codes, float16_of, outputs_of
 from sgl_ragged.attention.kernels.codes import rotated
-from sgl_ragged.attention.kernels.dims import cells_until
+from sgl_ragged.attention.kernels.dims import cells_until, columns
 from sgl_ragged.attention.kernels.walk import segment_of
 
 
@@ -40,8 +40,8 @@ def walk_codes(
     `scale2` is to base 2.
     """
     VALUE_BYTES: tl.constexpr = HEAD_DIM * VALUE_BITS // 8
-    VALUE_COLUMNS: tl.constexpr = triton.next_power_of_2(VALUE_BYTES)
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    VALUE_COLUMNS: tl.constexpr = columns(VALUE_BYTES)
+    dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
