@@ -31,8 +31,11 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     while width < block:
         pairs = x.unflatten(-1, (head_dim // (2 * width), 2, width))
-        one, other = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack([one + other, one - other], dim=-2).flatten(-3)
+        one, other = pairs.unbind(-2)
+        mixed = torch.empty(pairs.shape, device=x.device)
+        torch.add(one, other, out=mixed[..., 0, :])
+        torch.sub(one, other, out=mixed[..., 1, :])
+        x = mixed.flatten(-3)
         width *= 2
     return x * block**-0.5
 
