@@ -101,7 +101,7 @@ def test_pictures_in_slabs_of_codes(vision, serve):
         assert server_settings(server)["slab_dtype"] == "k8v4"
     assert warm.cached > len(BEFORE) + SEGMENT
     assert other.cached == len(BEFORE) // SEGMENT * SEGMENT
-    close(warm, cold)
+    close([warm], [cold])
     assert np.abs(other.output_logprobs - cold.output_logprobs).max() > 0.1
 
 

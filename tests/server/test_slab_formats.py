@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -57,17 +58,16 @@ def flags(form: str, *more: str) -> list[str]:
     ]
 
 
-def close(found: Answer, expected: Answer) -> None:
+def close(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Where chunks or batches move the last bit of a key, a code may move by one."""
-    assert found.tokens == expected.tokens
-    difference = np.abs(found.output_logprobs - expected.output_logprobs)
-    assert (difference < 1e-4).mean() >= 0.9
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    pairs = zip(found, expected, strict=True)
+    difference = np.abs(np.concatenate([one.output_logprobs - other.output_logprobs for one, other in pairs]))
+    assert (difference < 1e-4).mean() >= 0.99
     assert difference.max() < 1e-2
 
 
-@pytest.mark.parametrize(
-    "form", ["k4v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("k8v4", "int8"))]
-)
+@pytest.mark.parametrize("form", ["k8v4", "k4v4", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))
@@ -82,15 +82,15 @@ def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
             flush(server)
             firsts.append(generate(server, prompt, NEW))
         flush(server)
-        for together, first in zip(generate_all(server, PROMPTS, NEW), firsts, strict=True):
-            close(together, first)
+        found, expected = generate_all(server, PROMPTS, NEW), list(firsts)
         seconds = [[*prompt, *first.tokens, *LATER] for prompt, first in zip(PROMPTS, firsts, strict=True)]
         warm = [generate(server, prompt, NEW) for prompt in seconds]
-        for prompt, found in zip(PROMPTS, warm, strict=True):
-            assert found.cached >= len(prompt) // SEGMENT * SEGMENT
-        for prompt, found in zip(seconds, warm, strict=True):
+        for prompt, hit in zip(PROMPTS, warm, strict=True):
+            assert hit.cached >= len(prompt) // SEGMENT * SEGMENT
+        for prompt in seconds:
             flush(server)
-            close(found, generate(server, prompt, NEW))
+            expected.append(generate(server, prompt, NEW))
+        close([*found, *warm], expected)
         flush(server)
         every = generate(server, PROMPTS[1], 2, logprobs_from=0)
     share = FORMATS[form].token_share(RATIO, DIM, ITEMSIZE, SEGMENT)
@@ -113,5 +113,4 @@ def test_ranks_agree(nursery, tmp_path):
         with nursery.serve(MODEL, *given, "--tp", str(ranks), log=tmp_path / "server.log", env=env) as server:
             assert server_settings(server)["fairkv"] == ("permute" if ranks > 1 else "none")
             answers.append([generate(server, prompt, NEW) for prompt in PROMPTS])
-    for one, other in zip(*answers, strict=True):
-        close(other, one)
+    close(*answers)
