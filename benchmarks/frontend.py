@@ -88,6 +88,8 @@ def server_args(pool: str, kv_bytes: str, ratio: float, segment: int) -> list[st
     # A random model would fill its answer with spaces that JSON allows.
     args += ["--constrained-json-disable-any-whitespace"]
     ragged = ["--ragged-ratio", str(ratio), "--ragged-segment", str(segment), "--ragged-profile", "uniform"]
+    # Codes of a cache of 32 bits would keep every token, and outputs would be equal though much is compressed.
+    ragged += ["--ragged-slab-dtype", "wide"]
     return args + (ragged if pool == "ragged" else [])
 
 

@@ -10,7 +10,7 @@ import torch.multiprocessing
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plan import ServingPlan, choose_budgets
 from sgl_ragged.plugin.ranks import require_equal_digests
 
 
@@ -27,6 +27,15 @@ def test_digests_are_about_what_is_served():
     placed = plan_placement(plan().kept, 2, "permute")
     others = (plan(mean=0.6), plan(more=16), plan(scorer="h2o"), plan(segment=128), plan(placement=placed))
     assert len({one.digest for one in (plan(), *others)}) == 6
+
+
+def test_heads_that_keep_every_token_need_no_budgets():
+    geometry = ModelGeometry("toy", "0" * 16, num_layers=3, num_heads=2, q_per_kv=1, head_dim=16)
+    for profile in ("auto", "uniform"):
+        chosen = choose_budgets(geometry, profile=profile, scorer="gate", ratio=1, segment=64)
+        assert (chosen.kept == 64).all()
+        assert chosen.kept.shape == (3, 2)
+        assert chosen.source == "every token is kept: heads need no budgets"
 
 
 def join(rank: int, digests: tuple[str, str], rendezvous: str, results: str) -> None:

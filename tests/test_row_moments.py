@@ -101,7 +101,7 @@ def test_edges_are_bounded():
 
 
 def test_heads_that_keep_little_of_outlying_channels():
-    """Attention by moments of all tokens, of keys with channels that four bits without them would not bear."""
+    """Attention to keys with channels that four bits without them would not bear."""
     lengths = [SEGMENT + 1, 3 * SEGMENT + 5]
     sequences = [Sequence(length + 1, *KEPT.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
     for sequence in sequences:
