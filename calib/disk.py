@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from calib.attended import MOST_WINDOWS, TOP
+from calib.codebook import queries_per_sample
 from calib.gate import FEATURES
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
@@ -72,6 +73,9 @@ def disk_need(
     heads = geometry.num_layers * geometry.num_heads
     # Scores and two kinds of peaks in float32; of windows, a position and a float16 for each of the best tokens.
     recordings = heads * (4 * tokens * (scores + 2) + 6 * TOP * MOST_WINDOWS * len(samples))
+    # The codebook: a query and two outputs in float16, two masses in float32.
+    queries = heads * geometry.q_per_kv * queries_per_sample(len(samples)) * len(samples)
+    recordings += queries * (6 * geometry.head_dim + 8)
     if trained:
         # Scores of gates, and their weights.
         recordings += 4 * heads * tokens

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from calib.attended import ANSWERING, STARTS, choose_windows
+from calib.codebook import choose_queries, queries_per_sample
 from calib.hidden_states import keep_hidden_states
 from calib.query_moments import seen_from_the_end
 from calib.recorder import (
     ANSWERS,
+    CODEBOOK_QUERIES,
     LAYERS,
     MOMENTS,
     ROPE,
@@ -85,7 +87,9 @@ def measure(
         advance()
     trained = any(get_scorer(name).trained for name in settings.scorers)
     for number in missing:
-        recording = engine.record(samples[number], layers if trained else range(0))
+        recording = engine.record(
+            samples[number], layers if trained else range(0), codebook=queries_per_sample(len(samples))
+        )
         if trained:
             keep_hidden_states(folder, number, layers)
         save(recording, names[number])
@@ -215,13 +219,14 @@ class Engine:
         self._engine = sglang.Engine(**self.arguments)
 
     def record(
-        self, sample: TokenizedSample, layers: range = range(0), *, alone: bool = False
+        self, sample: TokenizedSample, layers: range = range(0), *, alone: bool = False, codebook: int = 0
     ) -> dict[str, torch.Tensor]:
         """Prefill one sample; returns what the recorders of all ranks wrote, heads side by side.
 
         Args:
             layers: whose hidden states `hidden_states_recording` is to hold.
             alone: nothing else is recorded, and nothing returned.
+            codebook: of how many tokens queries are recorded for the codebook.
 
         Raises:
             RaggedConfigError: a recorder could not write.
@@ -236,6 +241,8 @@ class Engine:
         (self.folder / WINDOWS).write_text(
             json.dumps(choose_windows(len(sample.input_ids), self.segment, sample.answers))
         )
+        asked = choose_queries(len(sample.input_ids), self.segment, codebook)
+        (self.folder / CODEBOOK_QUERIES).write_text(json.dumps(asked))
         (self.folder / LAYERS).write_text(json.dumps([layers.start, layers.stop, alone]))
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         self._engine.generate(input_ids=list(sample.input_ids), sampling_params=sampling)

@@ -16,8 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW, most_attended
+from calib.codebook import join_queries, recorded_queries
 from calib.query_moments import Rope, before_rope, rope_of
 from sgl_ragged.attention.view import ExtendView
+from sgl_ragged.codebook import ROPE as ROPE
+from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
 
@@ -27,15 +30,15 @@ ANSWERS = "answers.json"
 WINDOWS = "windows.json"
 """Beside the recording: [start, ..], first queries of the windows of the current sample to record, ascending."""
 
+CODEBOOK_QUERIES = "codebook.json"
+"""Beside the recording: [position, ..], ascending, tokens of the current sample whose queries go to the codebook."""
+
 LAYERS = "layers.json"
 """Beside the recording: [start, stop, alone], the layers whose hidden states are recorded, of the current sample, and
 whether nothing else is; without the file, those of all layers beside everything else."""
 
 MOMENTS = ("query_mean", "query_covariance")
 """Sums over queries before RoPE."""
-
-ROPE = ("rope_frequencies", "rope_order")
-"""The model's rotary embedding (`query_moments.Rope`), for every layer."""
 
 STATISTICS = (*MOMENTS, *ROPE)
 """Statistics that can be calibrated."""
@@ -56,7 +59,9 @@ class Recorder:
         peaks.all: float32 [layers, heads, n * S], the largest attention that a query of a later segment pays to the
             token, over the group's query heads;
         peaks.answers: the same for those queries that predict a token of ANSWERS; only if there are any;
-        what heads attend to in the windows of WINDOWS: ATTENDED of `calib.attended`.
+        what heads attend to in the windows of WINDOWS: ATTENDED of `calib.attended`;
+        the queries of CODEBOOK_QUERIES, as `calib.codebook.recorded_queries` gives them, [layers, ..], and ROPE; unless
+            the model has no rotary embedding that all layers share.
     With `reads_hidden_states` rank 0 also writes `hidden_states_recording`, which holds HIDDEN_STATES: float16 [layers
     of LAYERS, n * S, hidden size], what entered the attention layers.
     With `moments` it holds, instead of all that, sums over all queries before RoPE: query_mean [layers, heads,
@@ -86,9 +91,12 @@ class Recorder:
         return replace(self, rank=rank, _state=_Sequence())
 
     def prepare(self, model: torch.nn.Module, store: SlabStore) -> None:
-        """Call before anything is recorded: reads the model's rotary embedding, if it is needed."""
-        if self.moments:
+        """Call before anything is recorded: reads the model's rotary embedding."""
+        try:
             self._state.rope = rope_of(model, store.layout.head_dim)
+        except RaggedConfigError:
+            if self.moments:
+                raise
 
     def extend(
         self,
@@ -105,7 +113,8 @@ class Recorder:
         (prefix,), (length,) = batch.prefixes, batch.lengths
         if prefix == 0 and layer == 0:
             folder = Path(self.folder)
-            self._state.reset(store, self, _answer_queries(folder / ANSWERS), _windows(folder / WINDOWS))
+            asked = [_positions(folder / name) for name in (WINDOWS, CODEBOOK_QUERIES)]
+            self._state.reset(store, self, _answer_queries(folder / ANSWERS), *asked)
             self._state.choose_layers(folder / LAYERS, store.layout.num_layers)
         if length == 0:
             return
@@ -163,16 +172,23 @@ def _answer_queries(path: Path) -> torch.Tensor:
     return torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64)
 
 
-def _windows(path: Path) -> list[int]:
+def _positions(path: Path) -> list[int]:
     return json.loads(path.read_text()) if path.is_file() else []
 
 
 class _Sequence:
     """The state of the current sequence, and the model's rotary embedding."""
 
-    rope: Rope
+    rope: Rope | None = None
 
-    def reset(self, store: SlabStore, recorder: Recorder, answer_queries: torch.Tensor, windows: list[int]) -> None:
+    def reset(
+        self,
+        store: SlabStore,
+        recorder: Recorder,
+        answer_queries: torch.Tensor,
+        windows: list[int],
+        codebook: list[int],
+    ) -> None:
         layers = store.layout.num_layers
         self.segment, self.length = store.layout.segment, 0
         self.scorers: dict[str, Scorer] = {name: get_scorer(name) for name in recorder.scorers}
@@ -187,6 +203,8 @@ class _Sequence:
         self.answer_queries = answer_queries.to(device)
         self.kinds = ("all", "answers") if len(answer_queries) else ("all",)
         self.windows = windows
+        self.codebook = codebook if self.rope is not None else []
+        self.queries: list[list[dict[str, torch.Tensor]]] = [[] for _ in range(layers)]
         # Per layer, TOKENS and WEIGHTS [heads, windows, TOP] of the windows so far, segment by segment.
         none = torch.empty((store.layout.num_heads, 0, TOP), device=device)
         self.attended: list[list[tuple[torch.Tensor, torch.Tensor]]] = [
@@ -215,7 +233,7 @@ class _Sequence:
                 "the recorder needs chunks that start on a segment border; do not decode while recording"
             )
         self.length = prefix + length
-        self._add_attention(store, layer, queries, keys, view)
+        self._add_attention(store, layer, queries, keys, values, view)
         self.values[layer] = self.values[layer] + values[:length].double().sum(dim=0).cpu()
         finished = length // self.segment
         if finished == 0:
@@ -236,21 +254,23 @@ class _Sequence:
             self.scores[name][layer].append(scorer.score(data))
 
     def _add_attention(
-        self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, view: ExtendView
+        self,
+        store: SlabStore,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        view: ExtendView,
     ) -> None:
         """Raise the peak attention [kinds, heads, tokens] of every earlier segment's tokens by this chunk's queries.
 
-        And what this chunk's windows attend to, which needs the same attention.
+        And what this chunk's windows attend to and the codebook's queries see, which needs the same attention.
         """
         (prefix,), (length,) = view.prefixes, view.lengths
         heads, device = keys.shape[1], keys.device
-        everything = keys.transpose(0, 1)
-        if prefix:
-            (band,) = store.layout.bands[layer]
-            slabs = store.band_view(layer, band)[view.pages[0, : prefix // self.segment].long(), :, 0]
-            slabs = store.from_cache(layer, 0, slabs)
-            everything = torch.cat([slabs.to(keys.dtype).transpose(0, 1).flatten(1, 2), everything], dim=1)
-        everything = everything.float()
+        everything, every_value = (
+            self._with_prefix(store, layer, part, own, view) for part, own in enumerate((keys, values))
+        )
         peaks = everything.new_zeros((len(self.kinds), heads, everything.shape[1]))
         if prefix:
             peaks[..., :prefix] = self.peaks[layer]
@@ -264,7 +284,8 @@ class _Sequence:
             logits = block @ everything[:, None, :seen].transpose(-1, -2)
             later = torch.arange(seen, device=device) > positions[:, None]
             # [heads, queries, earlier tokens]: the largest of the group's query heads.
-            weights = logits.masked_fill(later, -torch.inf).softmax(dim=-1)[..., :past].amax(dim=1)
+            logits = logits.masked_fill(later, -torch.inf)
+            weights = logits.softmax(dim=-1)[..., :past].amax(dim=1)
             peaks[0, :, :past] = torch.maximum(peaks[0, :, :past], weights.amax(dim=1))
             answering = torch.isin(positions, self.answer_queries)
             if answering.any():
@@ -272,7 +293,27 @@ class _Sequence:
             windows = [first - past for first in self.windows if past <= first < seen]
             if windows:
                 self.attended[layer].append(most_attended(weights, windows))
+            asked = [place for place in self.codebook if past <= place < seen]
+            if asked:
+                assert self.rope is not None, "without it nothing is asked for"
+                rows = torch.tensor([place - past for place in asked], device=device)
+                own, seen_values = queries[start:stop][rows], every_value[:, :seen]
+                self.queries[layer].append(
+                    recorded_queries(own, logits[:, :, rows], seen_values, self.segment, asked, self.rope)
+                )
         self.peaks[layer] = peaks
+
+    def _with_prefix(
+        self, store: SlabStore, layer: int, part: int, own: torch.Tensor, view: ExtendView
+    ) -> torch.Tensor:
+        """float32 [heads, tokens, d]: keys (part 0) or values (1) of a chunk behind those of its prefix."""
+        own, (prefix,) = own.transpose(0, 1), view.prefixes
+        if prefix:
+            (band,) = store.layout.bands[layer]
+            slabs = store.band_view(layer, band)[view.pages[0, : prefix // self.segment].long(), :, part]
+            slabs = store.from_cache(layer, part, slabs)
+            own = torch.cat([slabs.to(own.dtype).transpose(0, 1).flatten(1, 2), own], dim=1)
+        return own.float()
 
     def results(self) -> dict[str, torch.Tensor]:
         # Nothing looks back at a segment that no token follows.
@@ -290,6 +331,9 @@ class _Sequence:
         for place, name in enumerate((TOKENS, WEIGHTS)):
             layers = [torch.cat([part[place] for part in parts], dim=1) for parts in self.attended]
             tensors[name] = torch.stack(layers).cpu()
+        if all(self.queries):
+            of_layers = [join_queries(parts) for parts in self.queries]
+            tensors |= {name: torch.stack([one[name] for one in of_layers]) for name in of_layers[0]} | self.of_rope()
         return tensors
 
     def choose_layers(self, path: Path, layers: int) -> None:
@@ -302,6 +346,7 @@ class _Sequence:
         return {HIDDEN_STATES: torch.stack([torch.cat(self.hidden_states[n])[:finished] for n in self.layers])}
 
     def add_moments(self, layer: int, queries: torch.Tensor, first: int) -> None:
+        assert self.rope is not None, "the recorder refuses models without it"
         sample = before_rope(queries, first, self.rope).permute(1, 2, 0, 3)
         moments = [sample.sum(dim=2), sample.transpose(2, 3) @ sample]
         before = self.sums[layer] or [torch.zeros_like(m) for m in moments]
@@ -311,8 +356,13 @@ class _Sequence:
 
     def moments(self) -> dict[str, torch.Tensor]:
         total = {name: torch.stack([s[i] for s in self.sums]).cpu() for i, name in enumerate(MOMENTS)}
+        return total | self.of_rope() | {"count": torch.tensor(self.length)}
+
+    def of_rope(self) -> dict[str, torch.Tensor]:
+        """ROPE, the same for every layer."""
+        assert self.rope is not None, "it is asked for where it is known"
         of_layers = (
             tensor.float().expand(len(self.sums), 1, -1).contiguous()
             for tensor in (self.rope.frequencies, self.rope.order)
         )
-        return total | dict(zip(ROPE, of_layers, strict=True)) | {"count": torch.tensor(self.length)}
+        return dict(zip(ROPE, of_layers, strict=True))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
 
-RECORDINGS = 5
+RECORDINGS = 6
 """Version of what the folder holds: recordings, and the gates that were trained on them."""
 
 _SETTINGS_FILE = "settings.json"

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from calib.attached import end_with_input
 from calib.built_in import SAMPLES
+from calib.codebook import codebook
 from calib.derive import derive_profile
 from calib.disk import AT_A_TIME, disk_need
 from calib.gate import train_gates
@@ -165,7 +166,8 @@ def run(options: argparse.Namespace) -> None:
         if need.layers_at_once == need.layers:
             engine.close()
         statistics, held_out = calibrated_statistics(settings, work), None
-        statistics |= {VALUE_MEAN: value_mean(recordings)}
+        of_codebook = codebook(recordings, config.context_len, options.segment)
+        statistics |= {VALUE_MEAN: value_mean(recordings)} | of_codebook
         if trained:
             task = progress.add_task("training gates, layers", total=geometry.num_layers)
             hidden = HiddenStates(engine, samples, work, need.layers_at_once, need.layers)
@@ -182,7 +184,7 @@ def run(options: argparse.Namespace) -> None:
     scope = options.scope or DEFAULT_SCOPE[options.method]
     reports = []
     for scorer in options.scorer:
-        wanted = (VALUE_MEAN, *get_scorer(scorer).statistics)
+        wanted = dict.fromkeys((VALUE_MEAN, *of_codebook, *get_scorer(scorer).statistics))
         of_heads = head_statistics(recordings, scorer, queries, options.tau_stable, options.tau_sim)
         profile = derive_profile(
             recordings,

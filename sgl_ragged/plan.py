@@ -13,6 +13,7 @@ import numpy as np
 
 from sgl_ragged.budgets import GUARD, check_budgets, profile_kept, uniform_kept
 from sgl_ragged.bundled import find_bundled
+from sgl_ragged.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.geometry import ModelGeometry
@@ -71,6 +72,7 @@ class ServingPlan:
     tier: what is kept below the device, if anything is.
     history: how much of its history a request sees, if that is bounded.
     value_mean: float32 [layers, heads, head_dim], mean values of the model's heads, if the profile has them.
+    unfitted: why kept keys and values stay as they are; None where they are fitted, by CODEBOOK among `statistics`.
     retrieval: how what heads dropped is fetched again, if it is; roles: then, who watches for whom.
     """
 
@@ -93,6 +95,14 @@ class ServingPlan:
     retrieval: Retrieval | None = None
     roles: HeadRoles | None = None
     form: SlabFormat = WIDE
+    unfitted: str | None = "it was not asked for"
+
+    @property
+    def fit(self) -> str:
+        """Whether and how what heads keep is fitted, for the log."""
+        if self.unfitted is not None:
+            return f"kept keys and values stay as they are: {self.unfitted}"
+        return f"kept keys and values are fitted to {self.statistics[0][QUERIES].shape[1]} queries per head"
 
     @functools.cached_property
     def digest(self) -> str:
@@ -269,11 +279,13 @@ def make_plan(
     retrieval: Retrieval | None = None,
     form: SlabFormat = WIDE,
     itemsize: int = 2,
+    unfitted: str | None = None,
 ) -> ServingPlan:
     """Read the files that are named, and fit the budgets; heads are not placed yet.
 
     Args:
         ratio: kept / full KV bytes. itemsize: bytes per element of an uncompressed cache.
+        unfitted: why nothing is to be fitted, whatever the profile has.
 
     Raises:
         RaggedConfigError: as `choose_budgets`, `scorers.statistics.scorer_statistics`, `head_roles` and `with_pivots`
@@ -295,6 +307,17 @@ def make_plan(
         geometry.num_heads,
         {"head_dim": geometry.head_dim, "q_per_kv": geometry.q_per_kv},
     )
+    shared = tuple(get_scorer(scorer).shared_statistics)
+    of_layers = [{name: tensor.numpy() for name, tensor in layer.items()} for layer in statistics]
+    if unfitted is None:
+        unfitted = why_unfitted(chosen, segment)
+    if unfitted is None:
+        assert chosen.profile is not None, "or there would be a reason"
+        of_codebook = {name: chosen.profile.statistics[name] for name in (*CODEBOOK, *ROPE)}
+        of_layers = [
+            own | {name: array[layer] for name, array in of_codebook.items()} for layer, own in enumerate(of_layers)
+        ]
+        shared = tuple(dict.fromkeys((*shared, *ROPE)))
     return ServingPlan(
         geometry=geometry,
         ranks=ranks,
@@ -305,8 +328,9 @@ def make_plan(
         kernel=kernel,
         kept=kept,
         source=chosen.source,
-        statistics=tuple({name: tensor.numpy() for name, tensor in layer.items()} for layer in statistics),
-        shared=tuple(get_scorer(scorer).shared_statistics),
+        statistics=tuple(of_layers),
+        shared=shared,
+        unfitted=unfitted,
         value_mean=None if chosen.profile is None else chosen.profile.statistics.get(VALUE_MEAN),
         retrieval=retrieval,
         roles=roles,
@@ -323,6 +347,20 @@ def kept_share(geometry: ModelGeometry, ratio: float, segment: int, form: SlabFo
     form.check_head_dim(geometry.head_dim)
     check_budgets(ratio, segment, form.byte_share(GUARD, geometry.head_dim, itemsize))
     return form.token_share(ratio, geometry.head_dim, itemsize, segment)
+
+
+def why_unfitted(chosen: BudgetChoice, segment: int) -> str | None:
+    """Why what heads keep cannot be fitted with these budgets; None if it can."""
+    if (chosen.kept == segment).all():
+        return "every token is kept"
+    if chosen.profile is None:
+        return "fitting needs a calibrated profile"
+    if not set(CODEBOOK) <= set(chosen.profile.statistics):
+        return (
+            "the profile has no codebook: calibrating again (python -m calib run) brings one, with which the same "
+            "bytes lose less than half (docs/fitting.md)"
+        )
+    return None
 
 
 def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:

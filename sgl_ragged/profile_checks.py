@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sgl_ragged.budgets import UNIT, check_ratio, check_segment
+from sgl_ragged.codebook import codebook_faults
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.head_statistics import (
     DROPPED,
@@ -154,6 +155,7 @@ def _statistics(profile: Profile) -> Iterator[str]:
                 yield f"statistic {name} {statistics[name].shape} must be {[*shape, *more]}"
             yield from _within(f"statistic {name}", statistics[name], low, high, "")
     yield from _pivots(statistics, shape)
+    yield from codebook_faults(statistics, shape, profile.head_dim)
 
 
 def _pivots(statistics: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Iterator[str]:

@@ -461,7 +461,7 @@ def test_what_is_recorded_is_not_recorded_again(tmp_path, monkeypatch):
         engine.record = one
         return engine
 
-    def one(sample, layers):
+    def one(sample, layers, codebook):
         if len(seen) == 2:
             seen.append(-1)
             raise KeyboardInterrupt

@@ -12,6 +12,7 @@ from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import Finished, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ class TritonSealer:
         return self._every if layer is None else self._layers[layer]
 
     def __call__(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
+        if store.references is not None:
+            # Small dense problems, many at once: torch's batched solvers, without a wait for the device.
+            seal_in_torch(store, layer, segments)
+            return
         layout, heads = store.layout, self.heads(layer)
         if isinstance(segments, InTails):
             source = seal.Source.of_tails(store.tails, segments.rows, layer)

@@ -97,6 +97,21 @@ def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> t
     return torch.cat([part.flatten(-2) for part in parts], dim=-1)
 
 
+def stored_keys(keys: torch.Tensor, form: SlabFormat) -> torch.Tensor:
+    """float32 [..., kept, d]: what keys of heads of a slab will be in this format, if these are all that is kept."""
+    moments = row_moments(keys) if form.centred else None
+    codes, scales = quantised(keys if moments is None else centred(keys, moments), form.key_bits)
+    return _restored(codes.float(), scales.float(), moments)
+
+
+def _restored(codes: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
+    rows = (codes * scales[..., None]) @ rotation_matrix(codes.shape[-1], codes.device)
+    if moments is None:
+        return rows
+    mean, spread = moments.float()[..., None, :].unbind(-3)
+    return torch.addcmul(mean, rows, spread)
+
+
 @dataclass(frozen=True)
 class QuantisedRows:
     """Views of what heads of slabs hold.
@@ -135,11 +150,4 @@ class QuantisedRows:
 
     def restored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 keys and values [..., kept, d] that the codes stand for."""
-        pairs = (self.rotated_keys(), self.rotated_values())
-        keys, values = ((codes * scale[..., None]) for codes, scale in pairs)
-        matrix = rotation_matrix(keys.shape[-1], keys.device)
-        keys, values = keys @ matrix, values @ matrix
-        if self.moments is not None:
-            mean, spread = self.moments.float()[..., None, :].unbind(-3)
-            keys = torch.addcmul(mean, keys, spread)
-        return keys, values
+        return _restored(*self.rotated_keys(), self.moments), _restored(*self.rotated_values(), None)

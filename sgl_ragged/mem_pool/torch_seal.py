@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sgl_ragged.mem_pool.fitted import fit_band
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.scorers import keep_positions, rank_positions
@@ -31,9 +32,15 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
             if order is None:
                 data = store.segment_data(layer, segments, rows)
                 order = rank_positions(store.scorer.score(data), segments.numbers == 0)
-            kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
-            places = kept[..., None].expand(*kept.shape, store.layout.head_dim)
-            keys, values = keys.gather(2, places), values.gather(2, places)
+            kept = keep_positions(order.index_select(1, heads), band.total)
+            # Moments are those of the rows that are stored here: of other ranks' parts they are not known.
+            if store.references is not None and not (band.partial and store.layout.form.centred):
+                keys, values = fit_band(store, layer, heads, (keys, values), kept, segments.numbers)
+                keys, values = keys[:, :, stored], values[:, :, stored]
+            else:
+                kept = kept[..., stored]
+                places = kept[..., None].expand(*kept.shape, store.layout.head_dim)
+                keys, values = keys.gather(2, places), values.gather(2, places)
         else:
             keys, values = keys[:, :, stored], values[:, :, stored]
         store.write_band(layer, band, segments.slots.long(), keys, values)

@@ -90,6 +90,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
+        self.store.use_codebook()
         if self.store.fp8:
             self.store.kv_scales = kv_scales(layers, get_model().quantization_param_path)
         self.observer = observer

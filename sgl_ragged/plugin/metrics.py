@@ -182,6 +182,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "kept_max": max(int(layout.kept.max()) for layout in layouts),
         "kept_ratio": share,
         "slab_dtype": plan.form.name,
+        "fitted": plan.unfitted is None,
         "kept_bytes_ratio": of_bytes,
         "rank_imbalance": imbalance(layouts),
         "slots": size.num_slots,

@@ -49,6 +49,12 @@ def media_reason(model_config: Any, arch: str) -> str | None:
     return "multimodal models of this architecture have not been tested"
 
 
+def counts_pictures(text_config: Any) -> bool:
+    """Whether RoPE's positions are others than places in the sequence (M-RoPE); `text_config` as below."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    return "mrope_section" in rope
+
+
 def refuse_positions(text_config: Any, scorer: str) -> None:
     """Raise RaggedConfigError for a scorer that turns keys by their place in the sequence, where that is not RoPE's.
 
@@ -58,8 +64,7 @@ def refuse_positions(text_config: Any, scorer: str) -> None:
         text_config: of the language model, as SGLang reads it.
         scorer: its name.
     """
-    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
-    if get_scorer(scorer).counts_positions and "mrope_section" in rope:
+    if get_scorer(scorer).counts_positions and counts_pictures(text_config):
         raise RaggedConfigError(
             f"scorer {scorer!r} takes a token's place in the sequence for its position under RoPE, and this model has "
             f"three positions per token (M-RoPE); use another --ragged-scorer"

@@ -17,6 +17,9 @@ from sgl_ragged.plan import CODEC_NAMES, ServingPlan
 from sgl_ragged.slab_format import ASKED, CODED_RATIO, WIDE, WIDE_RATIO
 from sgl_ragged.slab_format import AUTO as BY_RATIO
 
+FITTED = "auto"
+"""Value of --ragged-fit with which heads are fitted."""
+
 ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
 
@@ -95,6 +98,12 @@ class RaggedOptions:
         "8 bits, values in 4; k4v4: both in 4; auto: by the ratio, wide at 1 and where codes cannot be served. The "
         "ratio is one of bytes, so fewer bits keep more tokens.",
         choices=ASKED,
+    )
+    fit: str = _flag(
+        FITTED,
+        "Whether what heads keep of a segment is fitted to stand for all of it. auto: with a profile that has a "
+        "codebook; none: as it is.",
+        choices=(FITTED, "none"),
     )
     kernel: str = _flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
     fairkv: str | None = _flag(

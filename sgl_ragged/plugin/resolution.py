@@ -23,8 +23,8 @@ from sgl_ragged.plugin.model_support import (
     refuse_kv_scheme,
     refuse_model,
 )
-from sgl_ragged.plugin.multimodal import refuse_positions
-from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, RaggedOptions, dashed
+from sgl_ragged.plugin.multimodal import counts_pictures, refuse_positions
+from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, FLAGS, RaggedOptions, dashed
 from sgl_ragged.plugin.retrieval_plan import plan_retrieval, refuse_shape
 from sgl_ragged.plugin.seams import (
     ADAPTER_ID,
@@ -188,6 +188,19 @@ def choose_share(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype, hea
     return share
 
 
+def why_unfitted(options: RaggedOptions, model_config: Any) -> str | None:
+    """Why what heads keep must stay as it is with these options and this model; None if they leave that open."""
+    if options.fit != FITTED:
+        return f"--ragged-fit {options.fit}"
+    if options.reservoir is not None:
+        return "what --ragged-reservoir gives back would count twice"
+    if model_config.has_attention_sinks:
+        return "calibration does not record this model's learned sinks"
+    if counts_pictures(model_config.hf_text_config):
+        return "this model has three positions per token (M-RoPE)"
+    return None
+
+
 def _decide(
     options: RaggedOptions,
     view: Any,
@@ -225,6 +238,7 @@ def _decide(
         retrieval=retrieval,
         form=share.form,
         itemsize=itemsize,
+        unfitted=why_unfitted(options, model_config),
     )
     return place_heads(plan, options, view, model_config)
 

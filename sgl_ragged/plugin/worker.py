@@ -231,6 +231,7 @@ def build_pool(
     logger.info("%s; digest of the plan %s", serving.source, serving.digest)
     if serving.placement is not None:
         logger.info("%s", describe_placement(serving.placement, serving.kept))
+    logger.info("%s", serving.fit)
     logger.info("%s", summary(serving, plan))
     if plan.warning is not None:
         logger.warning("%s", plan.warning)

@@ -1,0 +1,159 @@
+"""Fitted keys and values: their definition, what they are for, and what they never do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+from sgl_ragged.mem_pool.attention_matching import MOST_GROWTH, matched
+from sgl_ragged.mem_pool.quantise import stored_keys
+from sgl_ragged.mem_pool.references import References
+from sgl_ragged.slab_format import K4V4, K8V4
+from tests import fit_oracle
+from tests.quantised_oracle import restored_keys
+
+SEGMENT, DIM, HEADS, QUERIES_PER_HEAD = 64, 16, 2, 128
+FREQUENCIES = 10000.0 ** -(np.arange(DIM // 2) / (DIM // 2))
+SCALE = DIM**-0.5
+
+
+def codebook(seed: int = 0, order: np.ndarray | None = None) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng([7, seed])
+    order = np.arange(DIM) if order is None else order
+    made = {
+        QUERIES: rng.normal(size=(HEADS, QUERIES_PER_HEAD, DIM)) + 3,
+        MASSES: rng.normal(size=(HEADS, 2, QUERIES_PER_HEAD)) + 4,
+        OUTPUTS: 0.3 * rng.normal(size=(HEADS, 2, QUERIES_PER_HEAD, DIM)),
+        ROPE[0]: FREQUENCIES[None],
+        ROPE[1]: order[None].astype(float),
+    }
+    half = {QUERIES, OUTPUTS}
+    return {name: torch.from_numpy(x).to(torch.float16 if name in half else torch.float32) for name, x in made.items()}
+
+
+def book(statistics: dict[str, torch.Tensor], head: int) -> fit_oracle.Book:
+    queries, masses, outputs = (statistics[name][head].double().numpy() for name in (QUERIES, MASSES, OUTPUTS))
+    # What the device holds: queries times the scale, in float16.
+    queries = (statistics[QUERIES][head].float() * SCALE).half().double().numpy() / SCALE
+    return fit_oracle.Book(queries, masses, outputs, statistics[ROPE[0]][0].double().numpy())
+
+
+def segments(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = np.random.default_rng([3, seed])
+    shape = (count, HEADS, SEGMENT, DIM)
+    keys, values = rng.normal(size=shape), 0.5 * rng.normal(size=shape) + 1.5
+    return torch.from_numpy(keys).float(), torch.from_numpy(values).float()
+
+
+def chosen(count: int, kept: int, seed: int = 0) -> torch.Tensor:
+    rng = np.random.default_rng([5, seed])
+    every = [np.sort(rng.permutation(SEGMENT)[:kept]) for _ in range(count * HEADS)]
+    return torch.from_numpy(np.stack(every)).view(count, HEADS, kept)
+
+
+@pytest.mark.parametrize("kept", [16, 48])
+@pytest.mark.parametrize("form", [None, K8V4, K4V4])
+def test_keys_and_values_are_what_the_definition_says(form, kept):
+    (keys, values), places, numbers = segments(3), chosen(3, kept), torch.tensor([0, 5, 1])
+    statistics = codebook()
+    references = References.of(statistics, SCALE)
+    stored = (lambda x: x) if form is None else (lambda x: stored_keys(x, form))
+    fitted = matched(keys, values, places, numbers, references, stored)
+    in_numpy = (lambda x: x) if form is None else (lambda x: restored_keys(torch.from_numpy(x), form.name).numpy())
+    for segment, number in enumerate(numbers.tolist()):
+        for head in range(HEADS):
+            expected = fit_oracle.fitted(
+                keys[segment, head].double().numpy(),
+                values[segment, head].double().numpy(),
+                places[segment, head].numpy(),
+                number,
+                book(statistics, head),
+                SCALE,
+                in_numpy,
+            )
+            assert not np.allclose(expected[1], values[segment, head, places[segment, head]]), "it was fitted"
+            for found, wanted in zip(fitted, expected, strict=True):
+                # A key's code may move by one where float64 rounds another way, and the values follow.
+                close = np.isclose(found[segment, head].numpy(), wanted, atol=2e-4)
+                assert close.all() if form is None else close.mean() > 0.9
+
+
+def outputs(keys: torch.Tensor, values: torch.Tensor, number: int, head: int) -> np.ndarray:
+    own = book(codebook(), head)
+    queries = fit_oracle.turned(own.queries * SCALE, (number + 1) * SEGMENT - 1, FREQUENCIES)
+    shares, others = np.exp(queries @ keys.double().numpy().T), np.exp(own.masses[int(number == 0)])
+    total = shares @ values.double().numpy() + others[:, None] * own.outputs[int(number == 0)]
+    return total / (shares.sum(1) + others)[:, None]
+
+
+def test_outputs_come_nearer_than_by_selection():
+    (keys, values), places, numbers = segments(4), chosen(4, 32), torch.arange(4)
+    fitted = matched(keys, values, places, numbers, References.of(codebook(), SCALE), lambda x: x)
+    for segment, number in enumerate(numbers.tolist()):
+        for head in range(HEADS):
+            own = places[segment, head]
+            true = outputs(keys[segment, head], values[segment, head], number, head)
+            plain = outputs(keys[segment, head, own], values[segment, head, own], number, head)
+            better = outputs(fitted[0][segment, head], fitted[1][segment, head], number, head)
+            assert np.square(better - true).sum() < 0.3 * np.square(plain - true).sum()
+
+
+def test_segments_do_not_see_each_other_and_heads_have_their_own_queries():
+    (keys, values), places, numbers = segments(5), chosen(5, 32), torch.tensor([0, 1, 2, 3, 4])
+    references = References.of(codebook(), SCALE)
+    together = matched(keys, values, places, numbers, references, lambda x: x)
+    for one in range(5):
+        own = slice(one, one + 1)
+        alone = matched(keys[own], values[own], places[own], numbers[own], references, lambda x: x)
+        for a, b in zip(together, alone, strict=True):
+            torch.testing.assert_close(a[own], b, atol=1e-5, rtol=1e-5)
+    last = torch.tensor([1])
+    alone = matched(keys[:, last], values[:, last], places[:, last], numbers, references.heads(last), lambda x: x)
+    torch.testing.assert_close(together[1][:, last], alone[1], atol=1e-5, rtol=1e-5)
+
+
+def test_dimensions_may_be_rotated_in_another_order():
+    """Pairs that lie side by side: the same fit, with dimensions moved."""
+    order = np.arange(DIM).reshape(-1, 2).T.ravel()
+    back = torch.from_numpy(order.argsort())
+    (keys, values), places, numbers = segments(2), chosen(2, 32), torch.tensor([0, 3])
+    here = matched(keys, values, places, numbers, References.of(codebook(), SCALE), lambda x: x)
+    moved = References.of(codebook(order=order), SCALE)
+    there = matched(keys[..., back], values, places, numbers, moved, lambda x: x)
+    torch.testing.assert_close(there[0][..., torch.from_numpy(order)], here[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(there[1], here[1], atol=1e-5, rtol=1e-5)
+
+
+KINDS = ("random", "equal", "one dominates", "zeros", "huge", "nan", "inf", "far beyond the rest")
+
+
+@given(st.sampled_from(KINDS), st.sampled_from([16, 48]), st.integers(0, 9), st.sampled_from([None, K8V4, K4V4]))
+def test_degenerate_segments_keep_what_they_had(kind, kept, seed, form):
+    (keys, values), places = segments(2, seed), chosen(2, kept, seed)
+    if kind == "equal":
+        keys[:], values[:] = keys[:, :, :1], values[:, :, :1]
+    elif kind == "one dominates":
+        keys[:, :, 3] = 30.0
+    elif kind == "zeros":
+        keys[:] = 0.0
+        values[:] = 0.0
+    elif kind == "huge":
+        keys[:, :, 5] = 1e4
+    elif kind in ("nan", "inf"):
+        keys[0, 0, int(places[0, 0, 2])] = float(kind)
+        values[1, 1, 4] = float(kind)
+    elif kind == "far beyond the rest":
+        keys *= 50
+    stored = (lambda x: x) if form is None else (lambda x: stored_keys(x, form))
+    fitted = matched(keys, values, places, torch.tensor([0, 4]), References.of(codebook(seed), SCALE), stored)
+    index = places[..., None].expand(*places.shape, DIM)
+    for found, given_rows in zip(fitted, (keys, values), strict=True):
+        own = given_rows.gather(2, index)
+        assert (torch.isfinite(found) | ~torch.isfinite(own)).all(), "nothing finite becomes anything else"
+    finite = torch.isfinite(keys).all(-1).all(-1) & torch.isfinite(values).all(-1).all(-1)
+    most = values.gather(2, index).abs().amax(dim=(-1, -2))
+    assert (fitted[1].abs().amax(dim=(-1, -2)) <= MOST_GROWTH * most)[finite].all()
