@@ -1,0 +1,161 @@
+"""Servers whose segments are fitted: what comes from the cache is what would be computed, and what the definition
+says."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.demo import MODEL
+from sgl_ragged.budgets import profile_kept
+from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+from sgl_ragged.profile import Profile
+from sgl_ragged.slab_format import FORMATS
+from tests import fit_oracle
+from tests.models import make_profile
+from tests.oracle import Oracle, Tokens
+from tests.quantised_oracle import BITS, restored, restored_keys
+from tests.server.client import Answer, flush, generate, generate_all, server_settings
+from tests.server.test_host_tier import conversation
+from tests.server.test_slab_formats import close
+
+pytestmark = pytest.mark.server
+
+SEGMENT, NEW, DIM = 64, 12, 32
+RATIO = {"wide": 0.4, "k8v4": 0.1}
+PROMPTS = [conversation(seed, length) for seed, length in enumerate((400, 700, 10 * SEGMENT - 5))]
+LATER = conversation(9, 90)
+
+
+class FittedOracle(Oracle):
+    """History as the codebook corrects it and slabs give it back; a query's own segment as it is."""
+
+    def __init__(self, profile: Profile, form: str, kept: np.ndarray) -> None:
+        super().__init__(str(MODEL), kept, SEGMENT, "keydiff")
+        self.profile, self.form = profile, form
+
+    def _past(self, layer: int, head: int, tokens: Tokens, visible: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (torch.from_numpy(x.copy()) for x in (tokens.keys, tokens.values))
+        wide, statistics = self.form == "wide", self.profile.statistics
+        queries = (torch.from_numpy(statistics[QUERIES][layer, head]).float() * tokens.scale).half().double().numpy()
+        book = fit_oracle.Book(
+            queries / tokens.scale,
+            statistics[MASSES][layer, head].astype(np.float64),
+            statistics[OUTPUTS][layer, head].astype(np.float64),
+            statistics[ROPE[0]][layer, 0].astype(np.float64),
+        )
+
+        def stored(x: np.ndarray) -> np.ndarray:
+            return x if wide else restored_keys(torch.from_numpy(x), self.form).numpy()
+
+        for number in range(len(tokens) // SEGMENT):
+            own = slice(number * SEGMENT, (number + 1) * SEGMENT)
+            kept = np.flatnonzero(visible[-1, own]) if own.stop < len(tokens) else []
+            if not len(kept):
+                continue
+            pair = tokens.keys[own][kept], tokens.values[own][kept]
+            if len(kept) < SEGMENT:
+                pair = fit_oracle.fitted(tokens.keys[own], tokens.values[own], kept, number, book, tokens.scale, stored)
+            rows = torch.from_numpy(kept + own.start)
+            keys[rows] = torch.from_numpy(stored(pair[0]))
+            new = torch.from_numpy(pair[1])
+            values[rows] = new if wide else restored(new, BITS[self.form][1])
+        return keys.float(), values.float()
+
+    def _attention(self, module, query, key, value, attention_mask, scaling, **_):
+        per_head = query.shape[1] // key.shape[1]
+        output = torch.empty_like(query)
+        places = torch.arange(query.shape[2]) // self.segment
+        own = places[:, None] == places
+        for head in range(key.shape[1]):
+            tokens = Tokens(key[0, head].double().numpy(), value[0, head].double().numpy(), scale=scaling)
+            visible = self._visible(tokens, module.layer_idx, head)
+            blocked = torch.from_numpy(~visible)
+            past_keys, past_values = self._past(module.layer_idx, head, tokens, visible)
+            for q in range(head * per_head, (head + 1) * per_head):
+                now, before = (query[0, q] @ keys.T * scaling for keys in (key[0, head], past_keys))
+                weights = torch.where(own, now, before).masked_fill(blocked, -torch.inf).softmax(-1)
+                output[0, q] = (weights * own) @ value[0, head] + (weights * ~own) @ past_values
+        return output.transpose(1, 2).contiguous(), None
+
+
+def flags(form: str, folder, *more: str) -> list[str]:
+    return [
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "4"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO[form]), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(folder / "profile.safetensors"), "--ragged-slab-dtype", form),
+        *("--kv-bytes", "32MiB", "--chunked-prefill-size", "256", *more),
+    ]
+
+
+def equal(form: str, found: list[Answer], expected: list[Answer]) -> None:
+    """As near as unfitted answers of the same format are."""
+    if form != "wide":
+        close(found, expected)
+        return
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["wide", "k8v4"])
+def test_hits_equal_misses_and_both_what_the_definition_says(nursery, tmp_path, form):
+    profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
+    with nursery.serve(MODEL, *flags(form, tmp_path), log=tmp_path / "server.log") as server:
+        assert server_settings(server)["fitted"]
+        firsts = []
+        for prompt in PROMPTS:
+            flush(server)
+            firsts.append(generate(server, prompt, NEW))
+        flush(server)
+        found, expected = generate_all(server, PROMPTS, NEW), list(firsts)
+        seconds = [[*prompt, *first.tokens, *LATER] for prompt, first in zip(PROMPTS, firsts, strict=True)]
+        warm = [generate(server, prompt, NEW) for prompt in seconds]
+        for prompt, hit in zip(PROMPTS, warm, strict=True):
+            assert hit.cached >= len(prompt) // SEGMENT * SEGMENT
+        for prompt in seconds:
+            flush(server)
+            expected.append(generate(server, prompt, NEW))
+        equal(form, [*found, *warm], expected)
+        flush(server)
+        every = generate(server, PROMPTS[1], 2, logprobs_from=0)
+    assert "fitted to" in (tmp_path / "server.log").read_text()
+    share = FORMATS[form].token_share(RATIO[form], DIM, 4, SEGMENT)
+    wanted = FittedOracle(profile, form, profile_kept(profile, share, SEGMENT)).logprobs(PROMPTS[1])
+    difference = np.abs(every.input_logprobs - wanted[-len(every.input_logprobs) :])
+    if form == "wide":
+        assert difference.max() < 1e-4
+    else:
+        assert (difference < 1e-3).mean() > 0.99
+        assert difference.max() < 2e-2
+
+
+def test_without_it_answers_are_those_of_what_is_kept(nursery, tmp_path):
+    """And a profile without a codebook says so."""
+    make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
+    answers = []
+    for more in (("--ragged-fit", "none"), (), None):
+        if more is None:
+            make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
+        with nursery.serve(MODEL, *flags("wide", tmp_path, *(more or ())), log=tmp_path / "server.log") as server:
+            answers.append(generate(server, PROMPTS[1], 2, logprobs_from=0).input_logprobs)
+            assert server_settings(server)["fitted"] == (more == ())
+    assert "the profile has no codebook: calibrating again" in (tmp_path / "server.log").read_text()
+    np.testing.assert_allclose(answers[0], answers[2], atol=1e-6)
+    assert np.abs(answers[1] - answers[0]).max() > 1e-2
+
+
+@pytest.mark.parametrize("placed", ["permute", "split"])
+def test_ranks_agree(nursery, tmp_path, placed):
+    make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
+    answers = []
+    for ranks in (1, 2):
+        cores = sorted(os.sched_getaffinity(0))
+        env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if ranks > 1 else {}
+        more = ("--tp", "2", "--ragged-fairkv", placed) if ranks > 1 else ()
+        with nursery.serve(MODEL, *flags("wide", tmp_path, *more), log=tmp_path / "server.log", env=env) as server:
+            answers.append([generate(server, prompt, NEW) for prompt in PROMPTS])
+    equal("wide", *answers)
