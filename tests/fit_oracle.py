@@ -9,7 +9,7 @@ import numpy as np
 
 LEAST, MOST = 0.05, 20.0
 MASS_RIDGE, VALUE_RIDGE, BIAS_RIDGE = 3e-6, 3e-5, 1e-3
-STEPS = 60
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,12 @@ def fitted(
     book: Book,
     scale: float,
     stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    corrected: int = 64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys, before they are stored, and values of what is kept of a segment [S, d], its number counted from 0."""
+    """Keys, before they are stored, and values of what is kept of a segment [S, d], its number counted from 0.
+
+    corrected: how many of them are, at most: those with the largest shares of the queries' attention.
+    """
     end = (number + 1) * len(keys) - 1
     queries = turned(book.queries * scale, end, book.frequencies)
     own = int(number == 0)
@@ -64,20 +68,28 @@ def fitted(
     exps, others = np.exp(logits), np.exp(rest)
     mass, whole = exps.sum(1), exps.sum(1) + others
     true = (exps @ values + others[:, None] * output) / whole[:, None]
-    w = weights(exps[:, kept] / whole[:, None], mass / whole)
+    shares = exps[:, kept] / whole[:, None]
+    own = np.sort(np.argsort(-shares.sum(0), kind="stable")[:corrected])
+    w = np.ones(len(kept))
+    w[own] = weights(shares[:, own], mass / whole - np.delete(shares, own, axis=1).sum(1))
     gram = queries.T @ queries + BIAS_RIDGE * len(queries) * np.eye(queries.shape[1])
     longer = keys[kept] + np.log(w)[:, None] * np.linalg.solve(gram, queries.sum(0))
+    # What is not corrected counts as it was before it is stored.
+    in_slabs = keys[kept].copy()
+    in_slabs[own] = stored(longer)[own]
 
     def outputs(some_keys: np.ndarray, some_values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        shares = np.exp(queries @ some_keys.T)
-        total = shares.sum(1) + others
-        return shares / total[:, None], (shares @ some_values + others[:, None] * output) / total[:, None]
+        powers = np.exp(queries @ some_keys.T)
+        total = powers.sum(1) + others
+        return powers / total[:, None], (powers @ some_values + others[:, None] * output) / total[:, None]
 
-    shares, now = outputs(stored(longer), values[kept])
-    normal = shares.T @ shares + VALUE_RIDGE * len(queries) * np.eye(len(kept))
-    moved = values[kept] + np.linalg.solve(normal, shares.T @ (true - now))
+    shares, now = outputs(in_slabs, values[kept])
+    shares = shares[:, own]
+    normal = shares.T @ shares + VALUE_RIDGE * len(queries) * np.eye(len(own))
+    moved = values[kept].copy()
+    moved[own] += np.linalg.solve(normal, shares.T @ (true - now))
     before = ((outputs(keys[kept], values[kept])[1] - true) ** 2).sum()
-    after = ((outputs(stored(longer), moved)[1] - true) ** 2).sum()
+    after = ((outputs(in_slabs, moved)[1] - true) ** 2).sum()
     if after < before and np.abs(moved).max() <= 4 * np.abs(values[kept]).max():
         return longer, moved
     return keys[kept], values[kept]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
-from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+from benchmarks.storm.material import random_codebook
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
 from sgl_ragged.profile import VALUE_MEAN, Profile
@@ -57,18 +57,6 @@ def _save(model_class: type, config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def _codebook(model: Path, geometry: ModelGeometry, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    shape, count, dim = (geometry.num_layers, geometry.num_heads), 48 * geometry.q_per_kv, geometry.head_dim
-    theta = json.loads((model / "config.json").read_text()).get("rope_theta", 10000.0)
-    return {
-        QUERIES: (rng.normal(size=(*shape, count, dim)) + 2).astype(np.float16),
-        MASSES: rng.uniform(4, 7, size=(*shape, 2, count)).astype(np.float32),
-        OUTPUTS: (0.2 * rng.normal(size=(*shape, 2, count, dim))).astype(np.float16),
-        ROPE[0]: np.tile(theta ** -(np.arange(0, dim, 2, dtype=np.float32) / dim), (shape[0], 1, 1)),
-        ROPE[1]: np.tile(np.arange(dim, dtype=np.float32), (shape[0], 1, 1)),
-    }
-
-
 def make_profile(
     model: Path,
     path: Path,
@@ -108,7 +96,7 @@ def make_profile(
         statistics=MappingProxyType(
             {VALUE_MEAN: 0.1 * rng.normal(size=(*shape, geometry.head_dim)).astype(np.float32)}
             | ({PIVOT_ORDER: order, WATCHED: watched} if pivots else {})
-            | (_codebook(model, geometry, rng) if codebook else {})
+            | (random_codebook(geometry, rng) if codebook else {})
         ),
     )
     profile.save(path)

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
-from sgl_ragged.mem_pool.attention_matching import MOST_GROWTH, matched
-from sgl_ragged.mem_pool.quantise import stored_keys
+from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool import attention_matching
+from sgl_ragged.mem_pool.attention_matching import MOST_GROWTH, corrections
+from sgl_ragged.mem_pool.fitted import LayerFit
 from sgl_ragged.mem_pool.references import References
-from sgl_ragged.slab_format import K4V4, K8V4
+from sgl_ragged.slab_format import K4V4, K8V4, WIDE
 from tests import fit_oracle
 from tests.quantised_oracle import restored_keys
 
@@ -35,6 +37,26 @@ def codebook(seed: int = 0, order: np.ndarray | None = None) -> dict[str, torch.
     return {name: torch.from_numpy(x).to(torch.float16 if name in half else torch.float32) for name, x in made.items()}
 
 
+def matched(keys, values, places, numbers, references, form=None):
+    """What is kept of keys and values, corrected."""
+    kept = torch.zeros(keys.shape[:3], dtype=torch.bool).scatter_(2, places, True)
+    layout = SlabLayout(np.full((1, keys.shape[1]), places.shape[-1]), DIM, SEGMENT, form=form or WIDE)
+    fit = LayerFit.of(layout, 0, references)
+
+    def stored(rows, *asked):
+        return rows if form is None else fit.stored(rows, *asked, form)
+
+    found = corrections(keys, values, kept, numbers, references, stored)
+    index = found.places[..., None].expand_as(found.keys)
+    own = places[..., None].expand(*places.shape, DIM)
+    pairs = (keys, found.keys), (values, found.values)
+    every = [x.scatter(2, index, new) for x, new in pairs]
+    if torch.isfinite(keys).all() and torch.isfinite(values).all():
+        for new, old in zip(every, (keys, values), strict=True):
+            assert torch.equal(new[~kept], old[~kept]), "what is dropped is left alone"
+    return tuple(x.gather(2, own) for x in every)
+
+
 def book(statistics: dict[str, torch.Tensor], head: int) -> fit_oracle.Book:
     queries, masses, outputs = (statistics[name][head].double().numpy() for name in (QUERIES, MASSES, OUTPUTS))
     # What the device holds: queries times the scale, in float16.
@@ -55,14 +77,14 @@ def chosen(count: int, kept: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.stack(every)).view(count, HEADS, kept)
 
 
-@pytest.mark.parametrize("kept", [16, 48])
+@pytest.mark.parametrize(("kept", "corrected"), [(16, 64), (48, 64), (48, 20)])
 @pytest.mark.parametrize("form", [None, K8V4, K4V4])
-def test_keys_and_values_are_what_the_definition_says(form, kept):
+def test_keys_and_values_are_what_the_definition_says(monkeypatch, form, kept, corrected):
+    monkeypatch.setattr(attention_matching, "MOST_CORRECTED", corrected)
     (keys, values), places, numbers = segments(3), chosen(3, kept), torch.tensor([0, 5, 1])
     statistics = codebook()
     references = References.of(statistics, SCALE)
-    stored = (lambda x: x) if form is None else (lambda x: stored_keys(x, form))
-    fitted = matched(keys, values, places, numbers, references, stored)
+    fitted = matched(keys, values, places, numbers, references, form)
     in_numpy = (lambda x: x) if form is None else (lambda x: restored_keys(torch.from_numpy(x), form.name).numpy())
     for segment, number in enumerate(numbers.tolist()):
         for head in range(HEADS):
@@ -74,6 +96,7 @@ def test_keys_and_values_are_what_the_definition_says(form, kept):
                 book(statistics, head),
                 SCALE,
                 in_numpy,
+                corrected,
             )
             assert not np.allclose(expected[1], values[segment, head, places[segment, head]]), "it was fitted"
             for found, wanted in zip(fitted, expected, strict=True):
@@ -92,7 +115,7 @@ def outputs(keys: torch.Tensor, values: torch.Tensor, number: int, head: int) ->
 
 def test_outputs_come_nearer_than_by_selection():
     (keys, values), places, numbers = segments(4), chosen(4, 32), torch.arange(4)
-    fitted = matched(keys, values, places, numbers, References.of(codebook(), SCALE), lambda x: x)
+    fitted = matched(keys, values, places, numbers, References.of(codebook(), SCALE))
     for segment, number in enumerate(numbers.tolist()):
         for head in range(HEADS):
             own = places[segment, head]
@@ -105,14 +128,14 @@ def test_outputs_come_nearer_than_by_selection():
 def test_segments_do_not_see_each_other_and_heads_have_their_own_queries():
     (keys, values), places, numbers = segments(5), chosen(5, 32), torch.tensor([0, 1, 2, 3, 4])
     references = References.of(codebook(), SCALE)
-    together = matched(keys, values, places, numbers, references, lambda x: x)
+    together = matched(keys, values, places, numbers, references)
     for one in range(5):
         own = slice(one, one + 1)
-        alone = matched(keys[own], values[own], places[own], numbers[own], references, lambda x: x)
+        alone = matched(keys[own], values[own], places[own], numbers[own], references)
         for a, b in zip(together, alone, strict=True):
             torch.testing.assert_close(a[own], b, atol=1e-5, rtol=1e-5)
     last = torch.tensor([1])
-    alone = matched(keys[:, last], values[:, last], places[:, last], numbers, references.heads(last), lambda x: x)
+    alone = matched(keys[:, last], values[:, last], places[:, last], numbers, references.heads(last))
     torch.testing.assert_close(together[1][:, last], alone[1], atol=1e-5, rtol=1e-5)
 
 
@@ -121,9 +144,9 @@ def test_dimensions_may_be_rotated_in_another_order():
     order = np.arange(DIM).reshape(-1, 2).T.ravel()
     back = torch.from_numpy(order.argsort())
     (keys, values), places, numbers = segments(2), chosen(2, 32), torch.tensor([0, 3])
-    here = matched(keys, values, places, numbers, References.of(codebook(), SCALE), lambda x: x)
+    here = matched(keys, values, places, numbers, References.of(codebook(), SCALE))
     moved = References.of(codebook(order=order), SCALE)
-    there = matched(keys[..., back], values, places, numbers, moved, lambda x: x)
+    there = matched(keys[..., back], values, places, numbers, moved)
     torch.testing.assert_close(there[0][..., torch.from_numpy(order)], here[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(there[1], here[1], atol=1e-5, rtol=1e-5)
 
@@ -148,8 +171,7 @@ def test_degenerate_segments_keep_what_they_had(kind, kept, seed, form):
         values[1, 1, 4] = float(kind)
     elif kind == "far beyond the rest":
         keys *= 50
-    stored = (lambda x: x) if form is None else (lambda x: stored_keys(x, form))
-    fitted = matched(keys, values, places, torch.tensor([0, 4]), References.of(codebook(seed), SCALE), stored)
+    fitted = matched(keys, values, places, torch.tensor([0, 4]), References.of(codebook(seed), SCALE), form)
     index = places[..., None].expand(*places.shape, DIM)
     for found, given_rows in zip(fitted, (keys, values), strict=True):
         own = given_rows.gather(2, index)

@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -133,6 +134,8 @@ def result(shift: float, right: bool) -> dict:
 def test_only_what_sees_compressed_history_counts():
     found = result(1.0, False)["texts"]
     assert found["kl"] == pytest.approx(found["all_kl"])
+    assert np.mean(result(1.0, False)["segments"]) == pytest.approx(found["kl"][0])
+    assert np.shape(result(1.0, False)["segments"]) == (1, 3)
     states = torch.zeros(64, 64)
     states[:16, 0] += 1.0
     made = Measured([states], [[True, True]] * 2, "")
@@ -189,7 +192,10 @@ def test_configurations_are_flags_of_the_server():
     wide, narrow = configurations(["gate"], ["auto"], [0.6], ["auto", "fp8_e4m3"])
     assert (str(wide), str(narrow)) == ("gate, auto, ratio 0.6", "gate, auto, fp8_e4m3, ratio 0.6")
     assert "--kv-cache-dtype" not in wide.flags(64)
-    assert narrow.flags(64)[-2:] == ["--kv-cache-dtype", "fp8_e4m3"]
+    assert narrow.flags(64)[-4:] == ["--kv-cache-dtype", "fp8_e4m3", "--ragged-fit", "none"]
+    plain, fitted = configurations(["gate"], ["auto"], [0.3], fits=["none", "auto"])
+    assert (str(plain), str(fitted)) == ("gate, auto, ratio 0.3", "gate, auto, fitted, ratio 0.3")
+    assert fitted.flags(64)[-2:] == ["--ragged-fit", "auto"]
 
 
 FAKE_PEERS = """#!{python}

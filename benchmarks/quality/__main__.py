@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
 from benchmarks.harness.pools import Pool, Started
-from benchmarks.quality.configuration import WIDE, Configuration, configurations
+from benchmarks.quality.configuration import UNFITTED, WIDE, Configuration, configurations
 from benchmarks.quality.facts import KINDS, interviews
 from benchmarks.quality.head import load_head
 from benchmarks.quality.measured import Measured, Tasks, measure
@@ -30,6 +30,7 @@ from benchmarks.quality.store import Results
 from benchmarks.quality.table import show
 from benchmarks.quality.texts import pieces
 from sgl_ragged import slab_format
+from sgl_ragged.plugin.options import FITTED
 
 CALIBRATION_S = 3600.0
 """A server that calibrates its model first takes minutes to start."""
@@ -54,6 +55,13 @@ def parser() -> argparse.ArgumentParser:
         default=[slab_format.WIDE.name],
         choices=tuple(slab_format.FORMATS),
         help="how finished segments are stored; ratios are of a 16-bit cache's bytes [wide]",
+    )
+    made.add_argument(
+        "--fit",
+        nargs="+",
+        default=[FITTED],
+        choices=(FITTED, UNFITTED),
+        help="whether what heads keep is fitted, where profiles have a codebook [auto]",
     )
     made.add_argument("--segment", type=int, default=256)
     made.add_argument("--length", type=int, default=1280, help="tokens of a text [1280]")
@@ -85,7 +93,9 @@ def run(options: argparse.Namespace) -> None:
     )
     settings = {"model": model.resolve().name, **tasks.describe()}
     results = Results.open(options.output, settings, provenance("benchmarks.quality"))
-    wanted = configurations(options.scorer, options.budgets, options.ratio, options.kv_cache_dtype, options.slab_dtype)
+    wanted = configurations(
+        options.scorer, options.budgets, options.ratio, options.kv_cache_dtype, options.slab_dtype, options.fit
+    )
     console = Console(stderr=options.json)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     missing = [one for one in wanted if one not in results.known]

@@ -14,13 +14,16 @@ DEFAULT = "default"
 WIDE = "auto"
 """SGLang's name for a cache of the model's dtype."""
 
+UNFITTED = "none"
+"""What results are of that do not say: the flag is younger than they are."""
+
 
 @dataclass(frozen=True)
 class Configuration:
     """A server on the ragged pool; `ratio` None for SGLang's token pool. `budgets`: auto, uniform or a file.
 
     `cache`: --kv-cache-dtype. An FP8 cache has the bytes of a 16-bit one at half its ratio. `slabs`:
-    --ragged-slab-dtype; where they are quantised, the ratio is one of a 16-bit cache's bytes.
+    --ragged-slab-dtype; where they are quantised, the ratio is one of a 16-bit cache's bytes. `fit`: --ragged-fit.
     """
 
     scorer: str
@@ -28,6 +31,7 @@ class Configuration:
     ratio: float | None
     cache: str = WIDE
     slabs: str = slab_format.WIDE.name
+    fit: str = UNFITTED
 
     @classmethod
     def token(cls) -> Configuration:
@@ -48,13 +52,14 @@ class Configuration:
         profile = self.budgets.replace("{scorer}", self.scorer)
         cache = [] if self.cache == WIDE else ["--kv-cache-dtype", self.cache]
         slabs = [] if self.slabs == slab_format.WIDE.name else ["--ragged-slab-dtype", self.slabs]
-        return [*scorer, "--ragged-profile", profile, "--ragged-segment", str(segment), *cache, *slabs]
+        fit = ["--ragged-fit", self.fit]
+        return [*scorer, "--ragged-profile", profile, "--ragged-segment", str(segment), *cache, *slabs, *fit]
 
     @property
     def name(self) -> str:
         """What it is, without the ratio."""
         narrow = [self.cache] * (self.cache != WIDE) + [self.slabs] * (self.slabs != slab_format.WIDE.name)
-        return ", ".join([self.scorer, self.budgets, *narrow])
+        return ", ".join([self.scorer, self.budgets, *narrow, *(["fitted"] * (self.fit != UNFITTED))])
 
     def __str__(self) -> str:
         return "token pool" if self.ratio is None else f"{self.name}, ratio {self.ratio:g}"
@@ -66,5 +71,6 @@ def configurations(
     ratios: Sequence[float],
     caches: Sequence[str] = (WIDE,),
     slabs: Sequence[str] = (slab_format.WIDE.name,),
+    fits: Sequence[str] = (UNFITTED,),
 ) -> list[Configuration]:
-    return [Configuration(*one) for one in itertools.product(scorers, budgets, ratios, caches, slabs)]
+    return [Configuration(*one) for one in itertools.product(scorers, budgets, ratios, caches, slabs, fits)]

@@ -70,12 +70,16 @@ class Measured:
         `reference`: hidden states of every text to compare with, [tokens, hidden size].
 
         kl, delta_nll, agrees: as in `head.Difference`; border_kl: of the BORDER tokens behind borders alone;
+        segments: kl of the tokens of each segment but the first, per text.
         all_kl: over all tokens; continuation_nll: mean over the tokens behind `Tasks.context` but the first.
         """
         rows: dict[str, list[float]] = {}
+        segments: list[list[float]] = []
         for text, want, have in zip(tasks.texts, reference, self.states, strict=True):
             found = compare(head, want, have, torch.tensor(text.ids))
             behind = torch.arange(len(found.kl)) >= tasks.segment
+            of_segments = found.kl[behind].split(tasks.segment)
+            segments.append([round(float(kl.mean()), 6) for kl in of_segments])
             border = behind & (torch.arange(len(found.kl)) % tasks.segment < BORDER)
             for name, value in (
                 ("kl", found.kl[behind].mean()),
@@ -89,7 +93,7 @@ class Measured:
         right = {
             kind: [r for i, r in zip(tasks.interviews, self.right, strict=True) if i.kind == kind] for kind in KINDS
         }
-        return {"texts": rows, "right": right, "start_up": self.start_up}
+        return {"texts": rows, "segments": segments, "right": right, "start_up": self.start_up}
 
 
 def measure(client: ServerClient, tasks: Tasks, tokenizer: Any, advance: Callable[[], None]) -> Measured:

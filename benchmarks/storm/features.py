@@ -80,6 +80,7 @@ FEATURES: dict[str, Feature] = {
         Feature("int8", "slabs in 8 bits", "slabs", ("--ragged-slab-dtype", "int8", *_FEW_BYTES), inexact=_CODES),
         Feature("k8v4", "slabs in 8 and 4 bits", "slabs", ("--ragged-slab-dtype", "k8v4", *_FEW_BYTES), inexact=_CODES),
         Feature("k4v4", "slabs in 4 bits", "slabs", ("--ragged-slab-dtype", "k4v4", *_FEW_BYTES), inexact=_CODES),
+        Feature("fit", "kept keys and values are fitted", flags=("--ragged-fit", "auto")),
         Feature("history", "bounded histories", flags=("--ragged-history", "{history}")),
         Feature("tier", "slabs in host memory", "tier", _TIER),
         Feature(
@@ -201,7 +202,7 @@ def server_settings(features: Sequence[Feature], material: Material, pages: Path
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--sleep-on-idle", "--context-length", str(CONTEXT_TOKENS)),
         *("--kv-pool", "ragged", "--ragged-ratio", "0.3", "--ragged-segment", str(segment), "--kv-bytes", "256MiB"),
-        *("--ragged-slab-dtype", "wide"),
+        *("--ragged-slab-dtype", "wide", "--ragged-fit", "none"),
         *("--max-total-tokens", str(QUIET_TOKENS if quiet else POOL_SEGMENTS * SEGMENT)),
         *("--max-running-requests", str(RUNNING), "--chunked-prefill-size", "256"),
         # Admits more than will fit, so that the pool fills up.

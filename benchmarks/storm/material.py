@@ -14,6 +14,7 @@ import transformers
 from safetensors.numpy import save_file
 
 from benchmarks.demo import MODEL
+from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
 from sgl_ragged.profile import VALUE_MEAN, Profile
@@ -83,7 +84,8 @@ class Material:
 
     @functools.cache  # noqa: B019
     def profile(self, model: str, scorer: str, segment: int) -> Path:
-        """Random and strongly unequal needs of heads, with random statistics of the scorer, two pivots, and means."""
+        """Random and strongly unequal needs of heads, with random statistics of the scorer, a codebook, two pivots,
+        and means."""
         folder = self.model(model)
         config = json.loads((folder / "config.json").read_text())
         geometry = ModelGeometry.from_config(config, folder.name)
@@ -97,6 +99,7 @@ class Material:
             VALUE_MEAN: 0.1 * rng.normal(size=(*shape, geometry.head_dim)),
             PIVOT_ORDER: order,
             WATCHED: watched,
+            **random_codebook(geometry, rng),
             **_scorer_statistics(scorer, geometry, config["hidden_size"], rng),
         }
         path = self.folder / f"{model}-{scorer}-{segment}.safetensors"
@@ -112,7 +115,9 @@ class Material:
             ratio=0.3,
             segment=segment,
             samples=1,
-            statistics=MappingProxyType({name: array.astype(np.float32) for name, array in statistics.items()}),
+            statistics=MappingProxyType(
+                {name: x if x.dtype == np.float16 else x.astype(np.float32) for name, x in statistics.items()}
+            ),
         ).save(path)
         return path
 
@@ -147,6 +152,26 @@ class Material:
             (folder / "adapter_config.json").write_text(json.dumps(about))
             made.append(folder)
         return tuple(made)
+
+
+def _single(array: np.ndarray) -> np.ndarray:
+    """In float32, unless it is narrower."""
+    return array if array.dtype == np.float16 else array.astype(np.float32)
+
+
+def random_codebook(geometry: ModelGeometry, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Queries that have a direction in common, 48 per query head."""
+    shape, count, dim = (geometry.num_layers, geometry.num_heads), 48 * geometry.q_per_kv, geometry.head_dim
+    frequencies = 10000.0 ** (-np.arange(0, dim, 2) / dim)
+    made = {
+        QUERIES: rng.normal(size=(*shape, count, dim)) + 2,
+        MASSES: rng.uniform(4, 7, size=(*shape, 2, count)),
+        OUTPUTS: 0.2 * rng.normal(size=(*shape, 2, count, dim)),
+        ROPE[0]: np.tile(frequencies, (shape[0], 1, 1)),
+        ROPE[1]: np.tile(np.arange(dim), (shape[0], 1, 1)),
+    }
+    halves = (QUERIES, OUTPUTS)
+    return {name: array.astype(np.float16 if name in halves else np.float32) for name, array in made.items()}
 
 
 def _scorer_statistics(

@@ -56,7 +56,7 @@ class TritonSealer:
         return self._every if layer is None else self._layers[layer]
 
     def __call__(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
-        if store.references is not None:
+        if store.fits is not None:
             # Small dense problems, many at once: torch's batched solvers, without a wait for the device.
             seal_in_torch(store, layer, segments)
             return

@@ -17,8 +17,8 @@ BIAS_RIDGE = 1e-3
 class References:
     """The codebook of one layer's heads on the device; H heads, m queries, d dimensions.
 
-    queries: float16 [H, m, d], times what logits are scaled by, dimensions in `order`. masses: float32 [H, 2, m].
-    outputs: float16 [H, 2, m, d].
+    queries: float16 [H, m, d], on CPUs the same numbers in float32, times what logits are scaled by, dimensions in
+    `order`. outputs: alike, [H, 2, m, d], dimensions in their places. masses: float32 [H, 2, m].
     bias: float32 [H, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
     longer by b u has logits larger by b. Dimensions in `order`.
     frequencies: float64 [r / 2]. order, inverse: int64 [d], or None where dimensions stay in their places.
@@ -35,13 +35,16 @@ class References:
     @classmethod
     def of(cls, statistics: Mapping[str, torch.Tensor], scale: float) -> References:
         """From one layer's statistics [H, ...]; `scale`: what attention multiplies logits by."""
-        queries = (statistics[QUERIES].float() * scale).half()
+        queries, outputs = (statistics[QUERIES].float() * scale).half(), statistics[OUTPUTS].half()
         frequencies, order = statistics[ROPE[0]][0].double(), statistics[ROPE[1]][0].long()
         moved = bool((order.cpu() != torch.arange(len(order))).any())
+        if not queries.is_cuda:
+            # There is room, and no kernel that multiplies them as they are.
+            queries, outputs = queries.float(), outputs.float()
         return cls(
             queries=queries,
             masses=statistics[MASSES].float(),
-            outputs=statistics[OUTPUTS].half(),
+            outputs=outputs,
             bias=_bias(queries.float()),
             frequencies=frequencies,
             order=order if moved else None,
@@ -59,3 +62,35 @@ def _bias(queries: torch.Tensor) -> torch.Tensor:
     count, dim = queries.shape[1:]
     gram = queries.transpose(1, 2) @ queries + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
     return torch.linalg.solve(gram, queries.sum(dim=1))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """RoPE at one position of each segment: cosines and sines, float32 [segments, 1, 1, r / 2]."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    order: torch.Tensor | None
+    inverse: torch.Tensor | None
+
+    @classmethod
+    def at(cls, positions: torch.Tensor, references: References) -> Rotation:
+        """positions: integers [segments]."""
+        # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
+        angles = positions[:, None, None, None].double() * references.frequencies
+        return cls(angles.cos().float(), angles.sin().float(), references.order, references.inverse)
+
+    def back(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [segments, heads, n, d] as seen from there, dimensions in `order`."""
+        return self._turned(rows if self.order is None else rows[..., self.order], -self.sines)
+
+    def on(self, rows: torch.Tensor) -> torch.Tensor:
+        """The other way: rows [heads, n, d], dimensions in `order`, to [segments, heads, n, d] in their places."""
+        rows = self._turned(rows.expand(len(self.cosines), *rows.shape), self.sines)
+        return rows if self.inverse is None else rows[..., self.inverse]
+
+    def _turned(self, rows: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        half = self.cosines.shape[-1]
+        first, second, rest = rows.split([half, half, rows.shape[-1] - 2 * half], dim=-1)
+        turned = [first * self.cosines - second * sines, second * self.cosines + first * sines]
+        return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)

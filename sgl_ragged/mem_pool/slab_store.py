@@ -11,9 +11,9 @@ import torch
 
 from sgl_ragged.codebook import QUERIES
 from sgl_ragged.layout import Band, SlabLayout
+from sgl_ragged.mem_pool.fitted import LayerFit, layer_fits
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
-from sgl_ragged.mem_pool.references import References
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
@@ -58,8 +58,8 @@ class SlabStore:
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
     and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer`
     writes slabs: called with the store, a layer or None for all, and segments. `watchers` are called with the same
-    after it. `seal_meter` counts what they have done. `references`: per layer, the codebook by which sealing fits what
-    heads keep; None, where they keep it as it is, unless the owner has one.
+    after it. `seal_meter` counts what they have done. `fits`: per layer, how sealing fits what heads keep; None, where
+    they keep it as it is, unless the owner has a codebook (`use_codebook`).
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SlabStore:
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
-        self.references: Sequence[References] | None = None
+        self.fits: Sequence[LayerFit] | None = None
         self.seal_meter = SealMeter(layout.num_layers)
         self.sealer: Callable[[SlabStore, int | None, Finished], None] = seal_in_torch
         self.watchers: list[Callable[[SlabStore, int | None, Finished], None]] = []
@@ -114,9 +114,7 @@ class SlabStore:
     def use_codebook(self) -> None:
         """Fit what heads keep from now on, if there is a codebook among the statistics; `scales` are the model's."""
         if QUERIES in self.statistics[0]:
-            self.references = [
-                References.of(own, scale) for own, scale in zip(self.statistics, self.scales, strict=True)
-            ]
+            self.fits = layer_fits(self.layout, list(self.statistics), self.scales)
 
     @property
     def nbytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgl_ragged.mem_pool.fitted import fit_band
+from sgl_ragged.mem_pool.fitted import fit_segments
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.scorers import keep_positions, rank_positions
@@ -22,6 +22,11 @@ def seal_in_torch(store: SlabStore, layer: int | None, segments: Finished) -> No
 def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
     rows, order = store.segment_rows(layer, segments), None
     every_key, every_value = (movable(part) for part in rows)
+    if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
+        scores = store.scorer.score(store.segment_data(layer, segments, rows))
+        order = rank_positions(scores, segments.numbers == 0)
+        if store.fits is not None:
+            every_key, every_value = fit_segments(store, layer, (every_key, every_value), order, segments.numbers)
     for index, band in enumerate(store.layout.bands[layer]):
         if band.kept == 0:
             continue
@@ -29,18 +34,10 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
         keys, values = every_key.index_select(1, heads), every_value.index_select(1, heads)
         stored = slice(band.first, band.first + band.kept)
         if band.total < store.layout.segment:
-            if order is None:
-                data = store.segment_data(layer, segments, rows)
-                order = rank_positions(store.scorer.score(data), segments.numbers == 0)
-            kept = keep_positions(order.index_select(1, heads), band.total)
-            # Moments are those of the rows that are stored here: of other ranks' parts they are not known.
-            if store.references is not None and not (band.partial and store.layout.form.centred):
-                keys, values = fit_band(store, layer, heads, (keys, values), kept, segments.numbers)
-                keys, values = keys[:, :, stored], values[:, :, stored]
-            else:
-                kept = kept[..., stored]
-                places = kept[..., None].expand(*kept.shape, store.layout.head_dim)
-                keys, values = keys.gather(2, places), values.gather(2, places)
+            assert order is not None, "tokens are chosen from"
+            kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
+            places = kept[..., None].expand(*kept.shape, store.layout.head_dim)
+            keys, values = keys.gather(2, places), values.gather(2, places)
         else:
             keys, values = keys[:, :, stored], values[:, :, stored]
         store.write_band(layer, band, segments.slots.long(), keys, values)
