@@ -9,7 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+from calib.codebook import PER_QUERY_HEAD
 from sgl_ragged.budgets import profile_kept
+from sgl_ragged.codebook import MASSES, QUERIES
 from sgl_ragged.head_statistics import HEAD_STATISTICS
 from sgl_ragged.profile import HELD_OUT, load_profile
 from sgl_ragged.roles import head_roles
@@ -47,6 +49,9 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     assert (np.diff(profile.coverage) >= 0).all()
     assert profile.tasks == ("a", "b", "a", "b")
     assert set(HEAD_STATISTICS) <= set(profile.statistics)
+    # 32 tokens of each sample, three query heads.
+    assert profile.statistics[QUERIES].shape == (2, 2, 3 * PER_QUERY_HEAD, 128)
+    assert np.isfinite(profile.statistics[MASSES]).all()
     assert head_roles(profile, 1).watched_by.max() == 0
     expected = load_profile(tmp_path / "expected_attention.safetensors")
     assert expected.statistics["query_covariance"].shape == (2, 2, 3, 128, 128)
@@ -90,7 +95,8 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     serving = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "64MiB", "--max-running-requests", "2"]
     serving += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
     serving += ["--ragged-profile", str(tmp_path / "profile.safetensors")]
-    with nursery.serve(model, *serving, log=tmp_path / "server.log") as server:
+    # What the oracle knows: what is kept stays as it is.
+    with nursery.serve(model, *serving, "--ragged-fit", "none", log=tmp_path / "server.log") as server:
         prompt = rng.integers(3, 512, 500).tolist()
         answer = generate(server, prompt, 30, logprobs_from=0)
         assert f"digest {profile.digest()}" in server.log_text()
@@ -98,6 +104,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     serving[-1] = str(tmp_path / "trained.safetensors")
     with nursery.serve(model, *serving, log=tmp_path / "gate.log") as server:
         assert "scorer gate" in server.log_text()
+        assert f"fitted to {3 * PER_QUERY_HEAD} queries per head" in server.log_text()
         turn = prompt + generate(server, prompt, 20).tokens
         warm = generate(server, turn, 10)
         flush(server)
