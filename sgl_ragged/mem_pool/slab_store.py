@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from sgl_ragged.codebook import QUERIES
+from sgl_ragged.codebook import CODEBOOK, QUERIES
 from sgl_ragged.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.fitted import LayerFit, layer_fits
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
@@ -115,6 +115,10 @@ class SlabStore:
         """Fit what heads keep from now on, if there is a codebook among the statistics; `scales` are the model's."""
         if QUERIES in self.statistics[0]:
             self.fits = layer_fits(self.layout, list(self.statistics), self.scales)
+            # It may be large, and scorers do not look at it.
+            self.statistics = [
+                {name: tensor for name, tensor in own.items() if name not in CODEBOOK} for own in self.statistics
+            ]
 
     @property
     def nbytes(self) -> int:
