@@ -19,7 +19,7 @@ from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.profile import VALUE_MEAN, Profile, load_profile
+from sgl_ragged.profile import CODEBOOK_VERSION, VALUE_MEAN, Profile, load_profile
 from sgl_ragged.retrieval import Retrieval, entry_bytes
 from sgl_ragged.roles import ELSEWHERE, HeadRoles, head_roles, with_pivots
 from sgl_ragged.slab_format import WIDE, SlabFormat
@@ -356,10 +356,10 @@ def why_unfitted(chosen: BudgetChoice, segment: int) -> str | None:
     if chosen.profile is None:
         return "fitting needs a calibrated profile"
     if not set(CODEBOOK) <= set(chosen.profile.statistics):
-        return (
-            "the profile has no codebook: calibrating again (python -m calib run) brings one, with which the same "
-            "bytes lose less than half (docs/fitting.md)"
-        )
+        more = "calibrating again (python -m calib run) brings one, with which the same bytes lose less than half"
+        if chosen.profile.version >= CODEBOOK_VERSION:
+            more = "it was converted, or no rotary embedding is common to all of the model's layers"
+        return f"the profile has no codebook; {more} (docs/fitting.md)"
     return None
 
 

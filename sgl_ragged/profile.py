@@ -30,8 +30,11 @@ from sgl_ragged.profile_checks import check_profile
 FORMAT = "sgl_ragged.profile"
 FORMAT_VERSION = 3
 
+CODEBOOK_VERSION = 3
+"""The first whose profiles have a codebook where the model allows one."""
+
 READ_VERSIONS = (2, FORMAT_VERSION)
-"""Those that this release serves; 2 has no codebook."""
+"""Those that this release serves."""
 
 STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""

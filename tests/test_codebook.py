@@ -118,7 +118,9 @@ def test_profiles_say_whether_they_can_fit(tmp_path):
     assert reason(str(path), 0.3) is None
     assert reason(str(path), 1.0) == "every token is kept"
     assert reason("uniform", 0.3) == "fitting needs a calibrated profile"
-    make_profile(MODEL, path, segment=SEGMENT)
+    without = make_profile(MODEL, path, segment=SEGMENT)
+    assert "it was converted" in reason(str(path), 0.3)
+    replace(without, version=2).save(path)
     assert "calibrating again" in reason(str(path), 0.3)
     statistics = dict(profile.statistics)
     for name, broken in (
