@@ -27,7 +27,7 @@ def material(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "names",
-    [("tier", "mixed-chunk", "lpm"), ("gemma3", "history", "lora", "odd-chunk", "dfs-weight")],
+    [("fit", "tier", "mixed-chunk", "lpm"), ("gemma3", "history", "lora", "odd-chunk", "dfs-weight")],
     ids="-".join,
 )
 def test_every_answer_is_a_quiet_servers(nursery, material, tmp_path, names):
