@@ -53,11 +53,26 @@ def _attends_to_everything(module: torch.nn.Module) -> bool:
 
 def _rope(module: Any, head_dim: int) -> Rope:
     size = int(module.rotary_dim)
-    cos, sin = module.cos_sin_cache[1].double().cpu().chunk(2)
     pairs = torch.arange(size)
     if not module.is_neox_style:
         pairs = pairs.view(-1, 2).T.flatten()
-    return Rope(torch.atan2(sin, cos), torch.cat([pairs, torch.arange(size, head_dim)]))
+    return Rope(_frequencies(module.cos_sin_cache), torch.cat([pairs, torch.arange(size, head_dim)]))
+
+
+def _frequencies(table: torch.Tensor) -> torch.Tensor:
+    """float64 [r / 2]: radians per position, of cosines and sines [positions, r] in any precision.
+
+    From one position alone, a table in bfloat16 would give angles that are a radian off some hundred positions on. So
+    each position that is twice as far says more exactly how fast a pair turns, and the one before how often it has.
+    """
+    position, found = 1, torch.zeros(table.shape[1] // 2, dtype=torch.float64)
+    while position < len(table):
+        cos, sin = table[position].double().cpu().chunk(2)
+        angle = torch.atan2(sin, cos)
+        turns = ((position * found - angle) / (2 * torch.pi)).round() if position > 1 else 0.0
+        found = (angle + 2 * torch.pi * turns) / position
+        position *= 2
+    return found
 
 
 def before_rope(queries: torch.Tensor, first: int, rope: Rope) -> torch.Tensor:

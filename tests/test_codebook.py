@@ -12,6 +12,7 @@ import torch
 
 from calib.codebook import FARTHEST, NEAREST, PER_QUERY_HEAD, choose_queries, codebook, queries_per_sample
 from calib.measure import join_ranks
+from calib.query_moments import rope_of
 from calib.recorder import CODEBOOK_QUERIES, Recorder
 from sgl_ragged.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.errors import RaggedConfigError
@@ -69,6 +70,18 @@ def test_models_without_one_rotary_embedding_have_none(tmp_path):
     found = record(made, content(seed=4), [])
     assert not set(CODEBOOK) & set(found)
     assert codebook([found], 4096, SEGMENT) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frequencies_are_exact_whatever_the_tables_precision(dtype):
+    exact = 1e6 ** -(torch.arange(DIM // 2, dtype=torch.float64) / (DIM // 2))
+    angles = torch.arange(4096, dtype=torch.float64)[:, None] * exact
+    model = torch.nn.Module()
+    model.cos_sin_cache = (1.2 * torch.cat([angles.cos(), angles.sin()], dim=1)).to(dtype)
+    model.rotary_dim, model.is_neox_style = DIM, True
+    # Angles 2,048 positions away.
+    found = rope_of(model, DIM).frequencies
+    torch.testing.assert_close(2048 * found, 2048 * exact, atol=1e-2, rtol=0)
 
 
 def test_statistics_of_the_profile(tmp_path):
