@@ -18,6 +18,8 @@ from sgl_ragged.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plan import choose_budgets, why_unfitted
+from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.resolution import why_not_to_fit
 from tests.models import make_profile
 from tests.test_recorder import DIM, HEADS, LAYERS, LENGTH, PER_HEAD, SEGMENT, content, record
 
@@ -115,6 +117,22 @@ def test_so_many_queries_behind_the_first_segment():
         assert len(chosen) == min(5, length - SEGMENT)
         assert SEGMENT <= chosen[0] <= chosen[-1] < length
         assert chosen == choose_queries(length, SEGMENT, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "sinks", "rope", "words"),
+    [
+        ({}, False, {}, None),
+        ({"fit": "none"}, False, {}, "--ragged-fit none"),
+        ({"reservoir": 1 << 20}, False, {}, "count twice"),
+        ({}, True, {}, "sinks"),
+        ({}, False, {"mrope_section": [2, 3, 3]}, "M-RoPE"),
+    ],
+)
+def test_options_and_models_say_why_not(given, sinks, rope, words):
+    config = SimpleNamespace(has_attention_sinks=sinks, hf_text_config=SimpleNamespace(rope_parameters=rope))
+    reason = why_not_to_fit(RaggedOptions(kv_pool="ragged", **given), config)
+    assert reason is None if words is None else words in reason
 
 
 def test_profiles_say_whether_they_can_fit(tmp_path):

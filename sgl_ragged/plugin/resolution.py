@@ -188,7 +188,7 @@ def choose_share(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype, hea
     return share
 
 
-def why_unfitted(options: RaggedOptions, model_config: Any) -> str | None:
+def why_not_to_fit(options: RaggedOptions, model_config: Any) -> str | None:
     """Why what heads keep must stay as it is with these options and this model; None if they leave that open."""
     if options.fit != FITTED:
         return f"--ragged-fit {options.fit}"
@@ -238,7 +238,7 @@ def _decide(
         retrieval=retrieval,
         form=share.form,
         itemsize=itemsize,
-        unfitted=why_unfitted(options, model_config),
+        unfitted=why_not_to_fit(options, model_config),
     )
     return place_heads(plan, options, view, model_config)
 
