@@ -151,6 +151,18 @@ def test_dimensions_may_be_rotated_in_another_order():
     torch.testing.assert_close(there[1], here[1], atol=1e-5, rtol=1e-5)
 
 
+def test_values_do_not_grow_beyond_their_bound(monkeypatch):
+    """What is kept has small values, what is dropped large ones: the head keeps its own."""
+    (keys, values), places = segments(1), chosen(1, 16)
+    index = places[..., None].expand(*places.shape, DIM)
+    values = (10 * values).scatter(2, index, 0.01 * values.gather(2, index))
+    arguments = keys, values, places, torch.tensor([3]), References.of(codebook(), SCALE)
+    own = values.gather(2, index)
+    assert torch.equal(matched(*arguments)[1], own)
+    monkeypatch.setattr(attention_matching, "MOST_GROWTH", 1e9)
+    assert matched(*arguments)[1].abs().max() > MOST_GROWTH * own.abs().max()
+
+
 KINDS = ("random", "equal", "one dominates", "zeros", "huge", "nan", "inf", "far beyond the rest")
 
 
