@@ -18,16 +18,13 @@ from tests import fit_oracle
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
 from tests.quantised_oracle import BITS, restored, restored_keys
-from tests.server.client import Answer, flush, generate, generate_all, server_settings
-from tests.server.test_host_tier import conversation
-from tests.server.test_slab_formats import close
+from tests.server.client import Answer, flush, generate, server_settings
+from tests.server.test_slab_formats import NEW, PROMPTS, SEGMENT, close, hits_and_misses
 
 pytestmark = pytest.mark.server
 
-SEGMENT, NEW, DIM = 64, 12, 32
+DIM = 32
 RATIO = {"wide": 0.4, "k8v4": 0.1}
-PROMPTS = [conversation(seed, length) for seed, length in enumerate((400, 700, 10 * SEGMENT - 5))]
-LATER = conversation(9, 90)
 
 
 class FittedOracle(Oracle):
@@ -106,20 +103,7 @@ def test_hits_equal_misses_and_both_what_the_definition_says(nursery, tmp_path, 
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
     with nursery.serve(MODEL, *flags(form, tmp_path), log=tmp_path / "server.log") as server:
         assert server_settings(server)["fitted"]
-        firsts = []
-        for prompt in PROMPTS:
-            flush(server)
-            firsts.append(generate(server, prompt, NEW))
-        flush(server)
-        found, expected = generate_all(server, PROMPTS, NEW), list(firsts)
-        seconds = [[*prompt, *first.tokens, *LATER] for prompt, first in zip(PROMPTS, firsts, strict=True)]
-        warm = [generate(server, prompt, NEW) for prompt in seconds]
-        for prompt, hit in zip(PROMPTS, warm, strict=True):
-            assert hit.cached >= len(prompt) // SEGMENT * SEGMENT
-        for prompt in seconds:
-            flush(server)
-            expected.append(generate(server, prompt, NEW))
-        equal(form, [*found, *warm], expected)
+        equal(form, *hits_and_misses(server))
         flush(server)
         every = generate(server, PROMPTS[1], 2, logprobs_from=0)
     assert "fitted to" in (tmp_path / "server.log").read_text()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.demo import MODEL
+from benchmarks.harness.launch import Server
 from sgl_ragged.budgets import profile_kept
 from sgl_ragged.slab_format import FORMATS
 from tests.models import make_profile
@@ -67,6 +68,24 @@ def close(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     assert difference.max() < 1e-2
 
 
+def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
+    """Answers to PROMPTS in a batch and to second turns behind what is cached; the same, each alone and cold."""
+    firsts = []
+    for prompt in PROMPTS:
+        flush(server)
+        firsts.append(generate(server, prompt, NEW))
+    flush(server)
+    found, expected = generate_all(server, PROMPTS, NEW), list(firsts)
+    seconds = [[*prompt, *first.tokens, *LATER] for prompt, first in zip(PROMPTS, firsts, strict=True)]
+    warm = [generate(server, prompt, NEW) for prompt in seconds]
+    for prompt, hit in zip(PROMPTS, warm, strict=True):
+        assert hit.cached >= len(prompt) // SEGMENT * SEGMENT
+    for prompt in seconds:
+        flush(server)
+        expected.append(generate(server, prompt, NEW))
+    return [*found, *warm], expected
+
+
 @pytest.mark.parametrize("form", ["k8v4", "k4v4", pytest.param("int8", marks=pytest.mark.thorough)])
 def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
@@ -77,20 +96,7 @@ def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
         assert info["slab_dtype"] == form
         assert info["kept_bytes_ratio"] == pytest.approx(RATIO, abs=0.005)
         assert info["kept_ratio"] == pytest.approx((info["kept_bytes_ratio"] * full - header / SEGMENT) / row, abs=1e-4)
-        firsts = []
-        for prompt in PROMPTS:
-            flush(server)
-            firsts.append(generate(server, prompt, NEW))
-        flush(server)
-        found, expected = generate_all(server, PROMPTS, NEW), list(firsts)
-        seconds = [[*prompt, *first.tokens, *LATER] for prompt, first in zip(PROMPTS, firsts, strict=True)]
-        warm = [generate(server, prompt, NEW) for prompt in seconds]
-        for prompt, hit in zip(PROMPTS, warm, strict=True):
-            assert hit.cached >= len(prompt) // SEGMENT * SEGMENT
-        for prompt in seconds:
-            flush(server)
-            expected.append(generate(server, prompt, NEW))
-        close([*found, *warm], expected)
+        close(*hits_and_misses(server))
         flush(server)
         every = generate(server, PROMPTS[1], 2, logprobs_from=0)
     share = FORMATS[form].token_share(RATIO, DIM, ITEMSIZE, SEGMENT)
