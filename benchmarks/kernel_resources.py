@@ -112,7 +112,7 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
     element, slabs = (query, "*u8") if dtype in CODES else (f"*{dtype}", f"*{dtype}")
     common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "TAIL": SEGMENT, "HEAD_DIM": dim}
     form = CODES.get(dtype, slab_format.WIDE)
-    common |= {"PARTIAL": False, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
+    common |= {"PARTIAL": False, "KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
     kernels = (
         (
             decode.decode_kernel,
@@ -283,7 +283,7 @@ By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
 FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
-queries are bf16 there. int8, k8v4 and k4v4 are slabs of codes (`slab-formats.md`), tails and queries bf16. Head
+queries are bf16 there. int8, k8v4, k6v4 and k4v4 are slabs of codes (`slab-formats.md`), tails and queries bf16. Head
 dimensions 80 and 96 stand for those that are no powers of two.
 """
     lines = [

@@ -20,13 +20,16 @@ LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 
 @dataclass(frozen=True)
 class SlabFormat:
-    """How kept rows lie in a slab. `key_bits`, `value_bits`: of each code, 8 or 4; 0 for numbers of the cache's dtype.
+    """How kept rows lie in a slab. `key_bits`: of each code, 8, 6 or 4; `value_bits`: 8 or 4; both 0 for numbers of the
+    cache's dtype.
 
     A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Rows
     of four-bit codes go by blocks of B dimensions, the largest power of two that divides d; byte j of a block holds its
-    dimensions j (low half) and j + B / 2. Where keys are `centred`, the moments of the head's rows come first, [2
-    (mean, spread), d] (`mem_pool.row_moments`): keys are stored less the mean and divided by the spread of their
-    channel. Where nothing is kept, nothing is stored.
+    dimensions j (low half) and j + B / 2. Rows of six-bit codes are those of their lower four bits and, behind them,
+    those of their upper two: byte j of a block holds dimensions j (lowest), j + B / 4, j + B / 2 and j + 3 B / 4.
+    Where keys are `centred`, the moments of the head's rows come first, [2 (mean, spread), d]
+    (`mem_pool.row_moments`): keys are stored less the mean and divided by the spread of their channel. Where nothing is
+    kept, nothing is stored.
     """
 
     name: str
@@ -98,9 +101,10 @@ class SlabFormat:
 WIDE = SlabFormat("wide", 0, 0)
 INT8 = SlabFormat("int8", 8, 8)
 K8V4 = SlabFormat("k8v4", 8, 4)
+K6V4 = SlabFormat("k6v4", 6, 4, centred=True)
 K4V4 = SlabFormat("k4v4", 4, 4, centred=True)
 
-FORMATS = {one.name: one for one in (WIDE, INT8, K8V4, K4V4)}
+FORMATS = {one.name: one for one in (WIDE, INT8, K8V4, K6V4, K4V4)}
 """By name."""
 
 AUTO = "auto"
@@ -112,9 +116,13 @@ EIGHT_BIT_TOKENS = 0.75
 """The least share of the tokens that `auto` keeps in eight bits. Where they hold fewer, values take four: measured on
 SmolLM2-135M, eight bits lose less at .78 of the tokens and more at .58 (docs/slab-formats.md)."""
 
+SIX_BIT_TOKENS = 0.6
+"""Where K8V4 holds a smaller share of the tokens than this, `auto` gives keys six bits: measured on the same model,
+eight bits lose less where K8V4 holds .77, six where it holds .51 and less."""
+
 FOUR_BIT_TOKENS = 0.25
-"""Where K8V4 holds a smaller share of the tokens than this, `auto` gives keys four bits, too: measured on the same
-model, four bits lose as much where K8V4 holds .26, and less where it holds .13."""
+"""Where K8V4 holds a smaller share of the tokens than this, `auto` gives keys four bits, which lose less where it holds
+.13."""
 
 CODED_RATIO, WIDE_RATIO = 0.3, 0.5
 """What --ragged-ratio is where nobody says: by the format, since codes lose less of three tenths of the bytes than wide
@@ -135,7 +143,7 @@ def settle_share(
     """What values of --ragged-slab-dtype and --ragged-ratio mean; None where nobody said a ratio.
 
     `auto` is wide at ratio 1, where exactness is promised; else eight bits where most tokens fit in them, else eight
-    for keys and four for values, or four for both where few tokens fit in those.
+    for keys and four for values, and six or four for keys where few tokens fit in those.
 
     Args:
         readable: whether what serves can read codes; else `auto` is `wide`.
@@ -155,5 +163,7 @@ def settle_share(
     sizes = (ratio, head_dim, cache_itemsize, segment)
     if INT8.token_share(*sizes) >= EIGHT_BIT_TOKENS:
         return Share(ratio, INT8)
-    few = K8V4.token_share(*sizes) < FOUR_BIT_TOKENS and head_dim % 4 == 0
-    return Share(ratio, K4V4 if few else K8V4)
+    tokens = K8V4.token_share(*sizes)
+    if tokens >= SIX_BIT_TOKENS or head_dim % 4:
+        return Share(ratio, K8V4)
+    return Share(ratio, K6V4 if tokens >= FOUR_BIT_TOKENS else K4V4)

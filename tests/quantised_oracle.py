@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from scipy.linalg import block_diag, hadamard
 
-BITS = {"int8": (8, 8), "k8v4": (8, 4), "k4v4": (4, 4)}
+BITS = {"int8": (8, 8), "k8v4": (8, 4), "k6v4": (6, 4), "k4v4": (4, 4)}
 """Of keys and values, by format."""
 
-CENTRED = {"k4v4"}
+CENTRED = {"k6v4", "k4v4"}
 """Formats whose keys are stored less their mean, in units of their spread."""
 
 

@@ -14,7 +14,7 @@ from sgl_ragged.mem_pool import attention_matching
 from sgl_ragged.mem_pool.attention_matching import MOST_GROWTH, corrections
 from sgl_ragged.mem_pool.fitted import LayerFit
 from sgl_ragged.mem_pool.references import References
-from sgl_ragged.slab_format import K4V4, K8V4, WIDE
+from sgl_ragged.slab_format import K4V4, K6V4, K8V4, WIDE
 from tests import fit_oracle
 from tests.quantised_oracle import restored_keys
 
@@ -78,7 +78,7 @@ def chosen(count: int, kept: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("kept", "corrected"), [(16, 64), (48, 64), (48, 20)])
-@pytest.mark.parametrize("form", [None, K8V4, K4V4])
+@pytest.mark.parametrize("form", [None, K8V4, K6V4, K4V4])
 def test_keys_and_values_are_what_the_definition_says(monkeypatch, form, kept, corrected):
     monkeypatch.setattr(attention_matching, "MOST_CORRECTED", corrected)
     (keys, values), places, numbers = segments(3), chosen(3, kept), torch.tensor([0, 5, 1])
@@ -166,7 +166,7 @@ def test_values_do_not_grow_beyond_their_bound(monkeypatch):
 KINDS = ("random", "equal", "one dominates", "zeros", "huge", "nan", "inf", "far beyond the rest")
 
 
-@given(st.sampled_from(KINDS), st.sampled_from([16, 48]), st.integers(0, 9), st.sampled_from([None, K8V4, K4V4]))
+@given(st.sampled_from(KINDS), st.sampled_from([16, 48]), st.integers(0, 9), st.sampled_from([None, K8V4, K6V4, K4V4]))
 def test_degenerate_segments_keep_what_they_had(kind, kept, seed, form):
     (keys, values), places = segments(2, seed), chosen(2, kept, seed)
     if kind == "equal":

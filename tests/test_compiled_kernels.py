@@ -48,7 +48,12 @@ def cells() -> Iterator[ParameterSet]:
         if architecture >= 89 or dtype == "fp8e5":
             yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
     for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, CODES, HEAD_DIMS):
-        by_default = (architecture, dtype, head_dim) in ((80, "int8", 256), (90, "k8v4", 128), (100, "k4v4", 64))
+        by_default = (architecture, dtype, head_dim) in (
+            (80, "int8", 256),
+            (90, "k8v4", 128),
+            (90, "k6v4", 96),
+            (100, "k4v4", 64),
+        )
         yield pytest.param(architecture, dtype, head_dim, marks=[] if by_default else pytest.mark.thorough)
     for architecture, dtype, head_dim in itertools.product(ARCHITECTURES, ("bf16", "fp32", *FP8, *CODES), PADDED_DIMS):
         by_default = (architecture, dtype, head_dim) in ((80, "k8v4", 80), (90, "bf16", 96))

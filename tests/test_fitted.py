@@ -55,7 +55,7 @@ def rows(made: SlabStore, layer: int) -> list[torch.Tensor]:
 
 
 CASES = [("wide", torch.float32), ("wide", torch.bfloat16), ("wide", torch.float8_e4m3fn)]
-CASES += [(form, dtype) for form in ("int8", "k8v4", "k4v4") for dtype in (torch.float32, torch.bfloat16)]
+CASES += [(form, dtype) for form in ("int8", "k8v4", "k6v4", "k4v4") for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("form", "dtype"), CASES)
@@ -91,14 +91,14 @@ def error(made: SlabStore, layer: int, head: int) -> float:
     return total
 
 
-@pytest.mark.parametrize("form", ["wide", "int8", "k8v4", "k4v4"])
+@pytest.mark.parametrize("form", ["wide", "int8", "k8v4", "k6v4", "k4v4"])
 def test_what_is_stored_is_nearer_than_what_was_chosen(form):
     fitted, plain = (sealed(store(form, fitted=own), in_tails=False) for own in (True, False))
     for layer, head in ((0, 0), (0, 1), (1, 1)):
         assert error(fitted, layer, head) < 0.7 * error(plain, layer, head)
 
 
-@pytest.mark.parametrize("form", ["k8v4", "k4v4"])
+@pytest.mark.parametrize("form", ["k8v4", "k6v4", "k4v4"])
 def test_values_are_fitted_behind_the_codes_of_keys(form):
     """Of a head that keeps 48 tokens: what the definition makes of what was chosen, in codes."""
     layer, head, kept = 0, 1, 48

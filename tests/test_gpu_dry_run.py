@@ -68,10 +68,12 @@ def test_formats_by_hand(dry):
     assert tokens["bytes_per_layer"] == 16 * (127 * 512 * 196 + 8 * 128 * 512) + queries_and_output
     fp8 = ratios["0.25 of the tokens in fp8"]
     assert fp8["bytes_per_layer"] == 16 * (127 * 512 + 8 * 128) * 256 + queries_and_output
-    for stored, row_bytes in (("k8v4", 196), ("int8", 260), ("fp8", 256)):
+    for stored, row_bytes, header in (("k8v4", 196, 0), ("k6v4", 164, 512), ("int8", 260, 0), ("fp8", 256, 0)):
         kept = ratios[f"0.25 of the bytes in {stored}"]["kept"]
         # What layers keep is rounded to multiples of 16.
-        assert [sum(heads) for heads in kept] == pytest.approx([512 * 512 / row_bytes] * 4, abs=16)
+        assert [sum(heads) for heads in kept] == pytest.approx([(512 * 512 - 8 * header) / row_bytes] * 4, abs=16)
+    tokens = ratios["0.25 of the tokens in k6v4"]
+    assert tokens["bytes_per_layer"] == 16 * (127 * (512 * 164 + 8 * 512) + 8 * 128 * 512) + queries_and_output
 
 
 def test_extend_case_by_hand(dry):

@@ -46,7 +46,7 @@ def decode_work(case: DecodeCase, kept_row: np.ndarray, slabs: Slabs) -> Work:
     """
     model = case.model
     sealed, tail = case.sealed * int(kept_row.sum()), model.heads * case.tail
-    seen = sealed * slabs.row_bytes(model.head_dim) + tail * 2 * model.head_dim * slabs.itemsize
+    seen = case.sealed * slabs.slab_bytes(kept_row, model.head_dim) + tail * 2 * model.head_dim * slabs.itemsize
     query_elements = case.batch * model.heads * model.q_per_kv * model.head_dim
     return Work(
         bytes=case.batch * seen + ITEMSIZE * 2 * query_elements,
@@ -123,7 +123,7 @@ def fit_decode(
             once = sum(decode_work(case, row, one).bytes for row in kept)
             copies[one] = max(1, -(-replay_bytes // once))
             rows = case.batch * copies[one]
-            slabs = rows * (case.sealed + 1) * int(kept.sum()) * one.row_bytes(model.head_dim)
+            slabs = rows * (case.sealed + 1) * one.slab_bytes(kept, model.head_dim)
             tails = rows * layers * model.heads * 2 * model.segment * model.head_dim
             needed += slabs + one.itemsize * tails
         if needed <= memory:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sgl_ragged.budgets import fit_kept
-from sgl_ragged.slab_format import INT8, K8V4, WIDE, SlabFormat
+from sgl_ragged.slab_format import INT8, K6V4, K8V4, WIDE, SlabFormat
 
 PROFILES = Path(__file__).parents[2] / "tests" / "data" / "measured_profiles.npz"
 SEGMENT = 256
@@ -101,14 +101,19 @@ class Slabs:
         """Bytes of a number in tails."""
         return 1 if self.fp8 else ITEMSIZE
 
-    def row_bytes(self, head_dim: int) -> int:
-        """Bytes of a kept token in one head."""
-        return self.form.row_bytes(head_dim, self.itemsize)
+    def slab_bytes(self, kept: np.ndarray, head_dim: int) -> int:
+        """Bytes of the parts of a slab, by the tokens that each keeps."""
+        rows = int(kept.sum()) * self.form.row_bytes(head_dim, self.itemsize)
+        return rows + kept.size * self.form.header_bytes(head_dim, self.itemsize)
 
     def kept(self, model: Model, layers: int | None = None) -> np.ndarray:
         """`kept_counts` of the model."""
-        share = 2 * model.head_dim * ITEMSIZE / self.row_bytes(model.head_dim) if self.of_bytes else 1.0
-        return kept_counts(model, min(1.0, self.ratio * share), layers)
+        share = self.ratio
+        if self.of_bytes:
+            dim = model.head_dim
+            header = self.form.header_bytes(dim, self.itemsize) / model.segment
+            share = (share * 2 * dim * ITEMSIZE - header) / self.form.row_bytes(dim, self.itemsize)
+        return kept_counts(model, min(1.0, share), layers)
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -117,7 +122,7 @@ class Slabs:
 
 
 WIDE_SLABS = tuple(Slabs(ratio) for ratio in RATIOS)
-NARROW = (Slabs(0.25, K8V4), Slabs(0.25, INT8), Slabs(0.25, fp8=True))
+NARROW = (Slabs(0.25, K8V4), Slabs(0.25, K6V4), Slabs(0.25, INT8), Slabs(0.25, fp8=True))
 NARROW_SLABS = (Slabs(0.25), *NARROW, *(replace(one, of_bytes=True) for one in NARROW))
 """Beside a quarter of the tokens in bf16: as many in fewer bytes, and more in as many bytes."""
 

@@ -104,9 +104,13 @@ def _fill(storage: torch.Tensor, fill: float | None, layout: SlabLayout) -> None
         (storage.view(torch.float16) if codes else storage).fill_(fill)
     elif codes:
         storage.random_(0, 256)
-        row_codes = layout.form.key_elems(layout.head_dim) + layout.form.value_elems(layout.head_dim)
+        form, dim = layout.form, layout.head_dim
+        row_codes = form.key_elems(dim) + form.value_elems(dim)
         for start, kept in zip(layout.key_offset.flat, layout.kept.flat, strict=True):
-            scales = storage[:, start + kept * row_codes : start + kept * layout.form.row_elems(layout.head_dim)]
+            # Moments, where the format has them: means of 0, spreads of 1.
+            moments = storage[:, start - form.header_elems(dim) : start].view(torch.float16)
+            moments[:, : moments.shape[1] // 2], moments[:, moments.shape[1] // 2 :] = 0.0, 1.0
+            scales = storage[:, start + kept * row_codes : start + kept * form.row_elems(dim)]
             scales.view(torch.float16).fill_(CODE_SCALE)
     elif is_fp8(storage.dtype):
         # Random numbers are made wide: a part at a time, so that they need no memory to speak of.

@@ -79,6 +79,7 @@ FEATURES: dict[str, Feature] = {
         Feature("fp8-e5m2", "FP8 cache", "cache", ("--kv-cache-dtype", "fp8_e5m2"), inexact=_FP8),
         Feature("int8", "slabs in 8 bits", "slabs", ("--ragged-slab-dtype", "int8", *_FEW_BYTES), inexact=_CODES),
         Feature("k8v4", "slabs in 8 and 4 bits", "slabs", ("--ragged-slab-dtype", "k8v4", *_FEW_BYTES), inexact=_CODES),
+        Feature("k6v4", "slabs in 6 and 4 bits", "slabs", ("--ragged-slab-dtype", "k6v4", *_FEW_BYTES), inexact=_CODES),
         Feature("k4v4", "slabs in 4 bits", "slabs", ("--ragged-slab-dtype", "k4v4", *_FEW_BYTES), inexact=_CODES),
         Feature("fit", "kept keys and values are fitted", flags=("--ragged-fit", "auto")),
         Feature("history", "bounded histories", flags=("--ragged-history", "{history}")),

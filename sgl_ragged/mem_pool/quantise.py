@@ -65,23 +65,43 @@ def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., d * bits / 8]: codes int8 [..., d] as bytes.
+    """uint8 [..., d * bits / 8]: codes int8 [..., d] as bytes, as `SlabFormat` lays them out.
 
-    Of four bits, plus 8: byte j of those of a block of B dimensions (`rotation_block`) has dimension j below j + B / 2.
+    Of four and six bits, plus 8 and 32, so that none is negative.
     """
     if bits == 8:
         return codes.view(torch.uint8)
-    half = rotation_block(codes.shape[-1]) // 2
-    low, high = (codes + 8).view(torch.uint8).unflatten(-1, (-1, 2, half)).unbind(-2)
-    return (low | (high << 4)).flatten(-2)
+    numbers, block = (codes + 2 ** (bits - 1)).view(torch.uint8), rotation_block(codes.shape[-1])
+    lower = _folded(numbers & 15, 4, block)
+    return lower if bits == 4 else torch.cat([lower, _folded(numbers >> 4, 2, block)], dim=-1)
+
+
+def _folded(numbers: torch.Tensor, bits: int, block: int) -> torch.Tensor:
+    """uint8 [..., d * bits / 8] of numbers uint8 [..., d] of so many bits: in each block, byte j holds number j and
+    those that are whole numbers of bytes after it, the first lowest."""
+    per_byte = 8 // bits
+    parts = numbers.unflatten(-1, (-1, per_byte, block // per_byte)).unbind(-2)
+    folded = functools.reduce(torch.bitwise_or, (part << (bits * place) for place, part in enumerate(parts)))
+    return folded.flatten(-2)
 
 
 def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
     """int8 [..., d]: the codes of bytes that `packed` made."""
     if bits == 8:
         return stored.view(torch.int8)
-    stored = stored.unflatten(-1, (-1, rotation_block(2 * stored.shape[-1]) // 2))
-    return torch.stack([stored & 15, stored >> 4], dim=-2).flatten(-3).view(torch.int8) - 8
+    head_dim = stored.shape[-1] * 8 // bits
+    block = rotation_block(head_dim)
+    numbers = _unfolded(stored[..., : head_dim // 2], 4, block)
+    if bits == 6:
+        numbers = numbers | (_unfolded(stored[..., head_dim // 2 :], 2, block) << 4)
+    return numbers.view(torch.int8) - 2 ** (bits - 1)
+
+
+def _unfolded(stored: torch.Tensor, bits: int, block: int) -> torch.Tensor:
+    """The numbers that `_folded` made bytes of."""
+    parts = stored.unflatten(-1, (-1, block * bits // 8))
+    places = range(0, 8, bits)
+    return torch.stack([(parts >> place) & (2**bits - 1) for place in places], dim=-2).flatten(-3)
 
 
 def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:

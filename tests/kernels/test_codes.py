@@ -11,7 +11,7 @@ import torch
 from sgl_ragged.attention.kernels import seal
 from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
-from sgl_ragged.slab_format import INT8, K4V4, K8V4
+from sgl_ragged.slab_format import INT8, K4V4, K6V4, K8V4
 from tests.kernels.operations import triton_operations
 from tests.kernels.test_seal import generator
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
@@ -69,6 +69,11 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
         (K4V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
         thorough(K4V4, "keydiff", 2, 16, LONG),
         thorough(K4V4, "keydiff", 2, 256, [SEGMENT + 7]),
+        (K6V4, "keydiff", 4, 64, EDGES),
+        thorough(K6V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
+        (K6V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        thorough(K6V4, "keydiff", 2, 16, LONG),
+        thorough(K6V4, "keydiff", 2, 256, [SEGMENT + 7]),
         (INT8, "keydiff", 2, 16, LONG),
         (INT8, "value_key_norm", 4, 96, [1, SEGMENT, SEGMENT + 7]),
         thorough(K8V4, "keydiff", 4, 80, EDGES),

@@ -86,7 +86,9 @@ def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
     return [*found, *warm], expected
 
 
-@pytest.mark.parametrize("form", ["k8v4", "k4v4", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "form", ["k8v4", "k6v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("int8", "k4v4"))]
+)
 def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))

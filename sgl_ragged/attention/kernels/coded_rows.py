@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.codes import joined, rotated
+from sgl_ragged.attention.kernels.codes import joined, rotated, rotation_width
+from sgl_ragged.attention.kernels.dims import columns
 
 
 @triton.jit
@@ -18,6 +19,36 @@ def float16_of(bits):
 def nibbles(packed, dtype: tl.constexpr):
     """Codes in the lower and in the upper halves of bytes, as numbers."""
     return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
+
+
+@triton.jit
+def _quarter(HEAD_DIM: tl.constexpr):
+    """Of each dimension in the first halves of blocks: its place in its quarter of a block, and which quarter it is."""
+    QUARTER: tl.constexpr = rotation_width(HEAD_DIM) // 4
+    dims = tl.arange(0, columns(HEAD_DIM // 2))
+    block = dims // (2 * QUARTER)
+    return block * QUARTER + dims % QUARTER, dims // QUARTER % 2
+
+
+@triton.jit
+def load_pairs(rows_at, mask, HEAD_DIM: tl.constexpr):
+    """Bytes of upper bits of six-bit codes, for each dimension in the first halves of blocks: each is read twice.
+
+    Args:
+        rows_at: pointers [ROWS] to where a row's upper bits are. mask: [ROWS, columns of HEAD_DIM / 2].
+    """
+    at, _ = _quarter(HEAD_DIM)
+    return tl.load(rows_at[:, None] + at[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def sixes(lower, pairs, HEAD_DIM: tl.constexpr):
+    """Six-bit codes of the first and of the second halves of blocks, as numbers, from the bytes of both their parts."""
+    _, quarter = _quarter(HEAD_DIM)
+    shift = (2 * quarter).to(tl.uint8)[None, :]
+    low = (lower & 15) | (((pairs >> shift) & 3) << 4)
+    high = (lower >> 4) | (((pairs >> (shift + 4)) & 3) << 4)
+    return (low.to(tl.int8) - 32).to(tl.float32), (high.to(tl.int8) - 32).to(tl.float32)
 
 
 @triton.jit

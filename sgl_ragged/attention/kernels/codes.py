@@ -18,7 +18,8 @@ _ROUND = tl.constexpr(12582912.0)
 _STEPS = tl.constexpr(8)
 """Of rotations at most: head dimensions up to 256."""
 
-_block = triton.constexpr_function(rotation_block)
+rotation_width = triton.constexpr_function(rotation_block)
+"""Dimensions in each block of rotations."""
 
 
 @triton.jit
@@ -35,9 +36,9 @@ def rotated(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """A tile of rows in float32, times the Hadamard matrix of each block of dimensions; its own inverse."""
     x = x.to(tl.float32)
     for step in tl.static_range(_STEPS):
-        if (1 << step) < _block(HEAD_DIM):
+        if (1 << step) < rotation_width(HEAD_DIM):
             x = _mixed(x, 1 << step, ROWS, columns(HEAD_DIM))
-    return x * (_block(HEAD_DIM) ** -0.5)
+    return x * (rotation_width(HEAD_DIM) ** -0.5)
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr)
 def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The first and the second half of each block of a tile's dimensions: two tiles of half the columns."""
     COLUMNS: tl.constexpr = columns(HEAD_DIM)
-    BLOCK: tl.constexpr = _block(HEAD_DIM)
+    BLOCK: tl.constexpr = rotation_width(HEAD_DIM)
     blocks = tl.reshape(x, [ROWS, COLUMNS // BLOCK, 2, BLOCK // 2])
     low, high = tl.split(tl.permute(blocks, (0, 1, 3, 2)))
     return tl.reshape(low, [ROWS, COLUMNS // 2]), tl.reshape(high, [ROWS, COLUMNS // 2])
@@ -69,7 +70,7 @@ def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 def joined(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """What `halves` took apart."""
     COLUMNS: tl.constexpr = columns(HEAD_DIM)
-    BLOCK: tl.constexpr = _block(HEAD_DIM)
+    BLOCK: tl.constexpr = rotation_width(HEAD_DIM)
     blocks = tl.reshape(tl.join(low, high), [ROWS, COLUMNS // BLOCK, BLOCK // 2, 2])
     return tl.reshape(tl.permute(blocks, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
@@ -90,7 +91,14 @@ def store_row_codes(
         at = rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=cells(inside, HEAD_DIM))
     else:
-        low, high = halves(codes.to(tl.int32) + 8, ROWS, HEAD_DIM)
-        dims = tl.arange(0, columns(HEAD_DIM // 2))
-        at = rows[:, None] * (HEAD_DIM // 2) + dims[None, :]
-        tl.store(target + at, (low | (high << 4)).to(tl.uint8), mask=cells(inside, HEAD_DIM // 2))
+        low, high = halves(codes.to(tl.int32) + (1 << (BITS - 1)), ROWS, HEAD_DIM)
+        row_at = target + rows * (HEAD_DIM * BITS // 8)
+        bytes_at = row_at[:, None] + tl.arange(0, columns(HEAD_DIM // 2))[None, :]
+        lower = (low & 15) | ((high & 15) << 4)
+        tl.store(bytes_at, lower.to(tl.uint8), mask=cells(inside, HEAD_DIM // 2))
+        if BITS == 6:
+            first, second = halves(low >> 4, ROWS, HEAD_DIM // 2)
+            third, fourth = halves(high >> 4, ROWS, HEAD_DIM // 2)
+            upper = first | (second << 2) | (third << 4) | (fourth << 6)
+            pairs_at = (row_at + HEAD_DIM // 2)[:, None] + tl.arange(0, columns(HEAD_DIM // 4))[None, :]
+            tl.store(pairs_at, upper.to(tl.uint8), mask=cells(inside, HEAD_DIM // 4))

@@ -52,6 +52,7 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr,
+    KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
@@ -101,6 +102,7 @@ def decode_kernel(
         history_first,
         history_last,
         scale2,
+        KEY_BITS,
         VALUE_BITS,
         CENTRED,
         HEAD_DIM,
@@ -231,6 +233,7 @@ def decode_parts(
         STAGES=tile.stages,
         PRECISION=tile.precision,
         PARTIAL=opens is not None,
+        KEY_BITS=form.key_bits,
         VALUE_BITS=form.value_bits,
         CENTRED=form.centred,
         num_warps=tile.warps,

@@ -64,6 +64,7 @@ def extend_kernel(
     DIVIDED: tl.constexpr,
     PARTIAL: tl.constexpr,
     LSE: tl.constexpr,
+    KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     CENTRED: tl.constexpr,
 ):
@@ -112,6 +113,7 @@ def extend_kernel(
         begin,
         end,
         scale2,
+        KEY_BITS,
         VALUE_BITS,
         CENTRED,
         HEAD_DIM,
@@ -302,6 +304,7 @@ def extend(
         DIVIDED=scratch is not None,
         PARTIAL=opens is not None,
         LSE=head_lse is not None,
+        KEY_BITS=form.key_bits,
         VALUE_BITS=form.value_bits,
         CENTRED=form.centred,
         num_warps=tile.warps,

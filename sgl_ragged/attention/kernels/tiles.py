@@ -62,6 +62,8 @@ def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = 
     if form.centred:
         if head_dim > 128:
             return Tile(16, 16, 8)
+        if form.key_bits == 6 and architecture >= 10 and head_dim % 32:
+            return Tile(32, 32, 8)
         return Tile(64, 32, 8) if architecture >= 9 or head_dim <= 64 else Tile(32, 32, 8)
     if form.quantised and architecture < 9 and head_dim > 64:
         return Tile(32, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)

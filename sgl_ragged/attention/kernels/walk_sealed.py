@@ -24,6 +24,7 @@ def walk_sealed(
     begin,
     end,
     scale2,
+    KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     CENTRED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -33,8 +34,8 @@ def walk_sealed(
     PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """`walk.walk_history` over slabs of any format, before anything else is attended to. VALUE_BITS: 0 where wide."""
-    if VALUE_BITS == 0:
+    """`walk.walk_history` over slabs of any format, before anything else is attended to. KEY_BITS: 0 where wide."""
+    if KEY_BITS == 0:
         best, total, output = walk_history(
             query,
             best,
@@ -65,6 +66,7 @@ def walk_sealed(
             begin,
             end,
             scale2,
+            KEY_BITS,
             HEAD_DIM,
             BLOCK_M,
             BLOCK_N,
