@@ -78,7 +78,7 @@ def corrections(
         numbers: integers [segments], the segments' numbers in their sequences.
         references: of these heads.
     """
-    per_segment = 4 * references.queries.shape[0] * references.queries.shape[1] * keys.shape[2]
+    per_segment = 4 * references.queries.shape[0] * references.queries.shape[2] * keys.shape[2]
     at_once = max(1, AT_ONCE_BYTES // per_segment)
     split = (x.split(at_once) for x in (keys, values, kept, numbers))
     parts = [_correct(k, v, own, n, references, stored) for k, v, own, n in zip(*split, strict=True)]
@@ -93,67 +93,69 @@ def _correct(
     references: References,
     stored: Stored,
 ) -> Corrections:
-    keys, values, length = keys.float(), values.float(), keys.shape[2]
+    keys, values, (length, dim) = keys.float(), values.float(), keys.shape[2:]
     # RoPE at the position of each segment's last token, from where the codebook's queries are seen.
     rope = Rotation.at((numbers + 1) * length - 1, references)
     queries, first = references.queries.float(), (numbers == 0)[:, None, None]
-    rest = torch.where(first, references.masses[:, 1], references.masses[:, 0])
+    rest = torch.where(first, references.masses[:, 1], references.masses[:, 0])[:, :, None]
     output = torch.where(first[..., None], references.outputs[:, 1], references.outputs[:, 0]).float()
     kept_values = values.masked_fill(~kept[..., None], 0.0)
-    logits = queries @ rope.back(keys).transpose(2, 3)
-    most = torch.maximum(logits.amax(dim=-1), rest)
-    exps = logits.sub_(most[..., None]).exp_()
-    mass, others = exps.sum(dim=-1), (rest - most).exp_()
-    whole, before = mass + others, (exps @ kept[..., None].float())[..., 0] + others
-    # Times `whole` and `before`: what all that a query saw gives, and what is left if nothing is corrected.
-    beside = others[..., None] * output
-    true, plain = exps @ values + beside, exps @ kept_values + beside
+    logits = rope.back(keys) @ queries
+    most = torch.maximum(logits.amax(dim=2, keepdim=True), rest)
+    exps, others = logits.sub_(most).exp_(), (rest - most).exp_()
+    summed = torch.cat([values, kept_values, torch.ones_like(values[..., :1]), kept[..., None].float()], dim=-1)
+    true, plain, mass, before = (summed.transpose(2, 3) @ exps).split([dim, dim, 1, 1], dim=2)
+    whole, before = mass + others, before + others
 
     places = _most_attended(exps, whole, kept, MOST_CORRECTED)
-    valid = kept.gather(2, places)
-    shares = exps.gather(3, places[:, :, None].expand(-1, -1, exps.shape[2], -1)) * valid[:, :, None]
-    unchanged = before - others - shares.sum(dim=-1)
-    weights = _weights(shares / whole[..., None], (mass - unchanged) / whole)
+    valid = kept.gather(2, places)[..., None]
+    mine = _rows(exps, places).mul_(valid)
+    unchanged = before - mine.sum(dim=2, keepdim=True)
+    weights = _weights(mine / whole, (whole - unchanged) / whole)
     own_keys, own_values = _rows(keys, places), _rows(kept_values, places)
-    longer = torch.where(
-        valid[..., None], own_keys + weights.log()[..., None] * rope.on(references.bias[:, None]), own_keys
-    )
+    longer = torch.where(valid, own_keys + weights.log() * rope.on(references.bias[:, None]), own_keys)
 
-    logits = queries @ rope.back(stored(longer, places, keys, kept)).transpose(2, 3)
-    logits.masked_fill_(~valid[:, :, None], -torch.inf)
-    # Stored keys may lie beyond all true logits.
-    higher = torch.maximum(most, logits.amax(dim=-1))
-    fewer = (most - higher).exp()
-    changed = logits.sub_(higher[..., None]).exp_()
-    now = changed.sum(dim=-1) + (unchanged + others) * fewer
-    changed /= now[..., None]
-    true /= whole[..., None]
-    gap = true - (plain - shares @ own_values) * (fewer / now)[..., None] - changed @ own_values
-    gram = changed.transpose(2, 3) @ changed
-    gram.diagonal(dim1=-2, dim2=-1).add_(VALUE_RIDGE * queries.shape[1])
-    factor, _ = torch.linalg.cholesky_ex(gram)
-    moved = torch.cholesky_solve(changed.transpose(2, 3) @ gap, factor)
+    # Stored keys may lie beyond all true logits: so far that exponentials overflow, the head keeps its own.
+    changed = (rope.back(stored(longer, places, keys, kept)) @ queries).sub_(most).exp_().mul_(valid)
+    now = changed.sum(dim=2, keepdim=True) + unchanged
+    changed /= now
+    # What all that a query saw gives, and, times `before`, what is left if nothing is corrected.
+    true, plain = torch.addcmul(true, others, output).div_(whole), torch.addcmul(plain, others, output)
+    gap = torch.addcmul(true, plain, now.reciprocal(), value=-1)
+    gap += own_values.transpose(2, 3) @ mine.div_(now).sub_(changed)
+    ridge, wanted = VALUE_RIDGE * queries.shape[2], changed @ gap.transpose(2, 3)
+    gram = changed @ changed.transpose(2, 3)
+    gram.diagonal(dim1=2, dim2=3).add_(ridge)
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    moved = torch.cholesky_solve(wanted, factor)
 
-    plain = true - plain / before[..., None]
-    fits = (gap - changed @ moved).square().sum(dim=(-1, -2)) < plain.square().sum(dim=(-1, -2))
+    # Of squares of the gap, ridge regression leaves |gap|^2 - <moved, wanted> - ridge |moved|^2.
+    left = _squares(gap) - (moved * (wanted + ridge * moved)).sum(dim=(2, 3))
+    fits = (left < _squares(torch.addcmul(true, plain, before.reciprocal(), value=-1))) & (failed == 0)
     fitted = own_values + moved
-    fits &= fitted.abs().amax(dim=(-1, -2)) <= MOST_GROWTH * kept_values.abs().amax(dim=(-1, -2))
-    fits = fits[..., None, None] & valid[..., None]
+    fits &= fitted.abs().amax(dim=(2, 3)) <= MOST_GROWTH * kept_values.abs().amax(dim=(2, 3))
+    fits = fits[..., None, None] & valid
     return Corrections(places, torch.where(fits, longer, own_keys), torch.where(fits, fitted, _rows(values, places)))
 
 
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    """Sums of squares of matrices [.., n, m]: [..]."""
+    return torch.linalg.vector_norm(x, dim=(-2, -1)).square()
+
+
 def _rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Rows [segments, heads, n, d] of x [segments, heads, S, d] at places [segments, heads, n]."""
-    return x.gather(2, places[..., None].expand(*places.shape, x.shape[-1]))
+    """Rows [segments, heads, n, c] of x [segments, heads, S, c] at places [segments, heads, n]: a copy."""
+    rows = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1) * x.shape[2] + places
+    return x.flatten(0, 2).index_select(0, rows.flatten()).view(*places.shape, x.shape[3])
 
 
 def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: torch.Tensor, count: int) -> torch.Tensor:
     """The kept tokens with the largest shares of attention, then any others: int64 [segments, heads, count].
 
     Args:
-        exps: [segments, heads, m, S]. whole: [segments, heads, m], what they are shares of. kept: bool [.., S].
+        exps: [segments, heads, S, m]. whole: [segments, heads, 1, m], what they are shares of. kept: bool [.., S].
     """
-    shares = (whole.reciprocal()[..., None, :] @ exps)[..., 0, :].masked_fill(~kept, -1.0)
+    shares = (exps @ whole.reciprocal().transpose(2, 3))[..., 0].masked_fill(~kept, -1.0)
     return shares.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 
@@ -164,14 +166,14 @@ def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     Nesterov steps on variables scaled by the diagonal.
 
     Args:
-        shares: [..., m, kept]; wanted: [..., m].
+        shares: [..., kept, m]; wanted: [..., 1, m].
 
     Returns:
-        [..., kept].
+        [..., kept, 1].
     """
-    ridge = MASS_RIDGE * shares.shape[-2]
-    gram = shares.transpose(-1, -2) @ shares
-    linear = shares.transpose(-1, -2) @ wanted[..., None] + ridge
+    ridge = MASS_RIDGE * shares.shape[-1]
+    gram = shares @ shares.transpose(-1, -2)
+    linear = shares @ wanted.transpose(-1, -2) + ridge
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
     scale = gram.diagonal(dim1=-2, dim2=-1)[..., None].sqrt()
     gram /= scale * scale.transpose(-1, -2)
@@ -186,4 +188,4 @@ def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         momentum, last = (1 + math.sqrt(1 + 4 * momentum**2)) / 2, momentum
         ahead = torch.lerp(now, after, 1 + (last - 1) / momentum)
         now = after
-    return (now / unit).view(scale.shape)[..., 0]
+    return (now / unit).view(scale.shape)

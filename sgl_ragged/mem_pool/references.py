@@ -17,8 +17,8 @@ BIAS_RIDGE = 1e-3
 class References:
     """The codebook of one layer's heads on the device; H heads, m queries, d dimensions.
 
-    queries: float16 [H, m, d], on CPUs the same numbers in float32, times what logits are scaled by, dimensions in
-    `order`. outputs: alike, [H, 2, m, d], dimensions in their places. masses: float32 [H, 2, m].
+    queries: float16 [H, d, m], on CPUs the same numbers in float32, times what logits are scaled by, dimensions in
+    `order`. outputs: alike, [H, 2, d, m], dimensions in their places. masses: float32 [H, 2, m].
     bias: float32 [H, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
     longer by b u has logits larger by b. Dimensions in `order`.
     frequencies: float64 [r / 2]. order, inverse: int64 [d], or None where dimensions stay in their places.
@@ -36,6 +36,7 @@ class References:
     def of(cls, statistics: Mapping[str, torch.Tensor], scale: float) -> References:
         """From one layer's statistics [H, ...]; `scale`: what attention multiplies logits by."""
         queries, outputs = (statistics[QUERIES].float() * scale).half(), statistics[OUTPUTS].half()
+        queries, outputs = (x.transpose(-1, -2).contiguous() for x in (queries, outputs))
         frequencies, order = statistics[ROPE[0]][0].double(), statistics[ROPE[1]][0].long()
         moved = bool((order.cpu() != torch.arange(len(order))).any())
         if not queries.is_cuda:
@@ -58,10 +59,10 @@ class References:
 
 
 def _bias(queries: torch.Tensor) -> torch.Tensor:
-    """Ridge regression of 1 on the queries [H, m, d]: [H, d]."""
-    count, dim = queries.shape[1:]
-    gram = queries.transpose(1, 2) @ queries + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
-    return torch.linalg.solve(gram, queries.sum(dim=1))
+    """Ridge regression of 1 on the queries [H, d, m]: [H, d]."""
+    dim, count = queries.shape[1:]
+    gram = queries @ queries.transpose(1, 2) + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
+    return torch.linalg.solve(gram, queries.sum(dim=2))
 
 
 @dataclass(frozen=True)
