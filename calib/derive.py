@@ -10,6 +10,7 @@ import torch
 
 from calib.coverage import coverage_curves
 from calib.implied import implied_counts
+from calib.output_error import error_curves, weighed
 from calib.recordings_folder import Settings
 from calib.roles import compare_heads
 from sgl_ragged.budgets import coverage_kept, roles_kept
@@ -32,6 +33,7 @@ def derive_profile(
     head_dim: int,
     statistics: Mapping[str, torch.Tensor],
     held_out: np.ndarray | None = None,
+    errors: np.ndarray | None = None,
 ) -> Profile:
     """The profile of one scorer.
 
@@ -48,6 +50,7 @@ def derive_profile(
         queries: "all" or "answers", whose attention the curves cover; method coverage only.
         statistics: tensors [layers, heads, ...] that go into the profile.
         held_out: of a scorer that was trained, as in `Profile`.
+        errors: of method coverage, what `measure_errors` found; curves are then `output_error.weighed` by them.
 
     Raises:
         RaggedConfigError: method roles, and the heads that keep everything take more than the ratio.
@@ -66,8 +69,11 @@ def derive_profile(
         curves = [
             coverage_curves(r[f"{scorer}.scores"], r[f"peaks.{queries}"]).numpy().astype(np.float64) for r in recordings
         ]
-        coverage = np.concatenate(curves).mean(0)
-        own = [coverage_kept(c.mean(0), ratio, settings.segment, scope) for c in curves]
+        means = [np.concatenate(curves).mean(0), *(c.mean(0) for c in curves)]
+        if errors is not None:
+            means = [weighed(mean, error_curves(errors, settings.segment)) for mean in means]
+        coverage, *of_samples = means
+        own = [coverage_kept(mean, ratio, settings.segment, scope) for mean in of_samples]
         shares = np.stack(own) / settings.segment
         mu, sigma = shares.mean(0), shares.std(0)
     return Profile(

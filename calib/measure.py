@@ -19,10 +19,13 @@ from calib.hidden_states import keep_hidden_states
 from calib.query_moments import seen_from_the_end
 from calib.recorder import (
     ANSWERS,
+    ASKED_SCORES,
     CODEBOOK_QUERIES,
+    ERRORS,
     LAYERS,
     MOMENTS,
     ROPE,
+    SCORES,
     STATISTICS,
     VALUES,
     WINDOWS,
@@ -95,6 +98,34 @@ def measure(
         save(recording, names[number])
         advance()
     return [load_file(name) for name in names]
+
+
+def measure_errors(
+    engine: Engine,
+    samples: Sequence[TokenizedSample],
+    scores: Sequence[torch.Tensor],
+    codebook: Mapping[str, torch.Tensor],
+    advance: Callable[[], None],
+) -> torch.Tensor | None:
+    """float32 [layers, heads, counts], as `output_error.left_over` says, means over samples; None if the engine's model
+    is not one whose residual stream can be looked at.
+
+    Args:
+        scores: float32 [segments, layers, heads, S] of each sample, by which heads choose.
+        codebook: CODEBOOK and ROPE of the profile, by which what they keep is fitted, or nothing.
+    """
+    asked, found = engine.folder / ASKED_SCORES, []
+    try:
+        for sample, own in zip(samples, scores, strict=True):
+            save({SCORES: own.float().contiguous(), **codebook}, asked)
+            recording = engine.record(sample)
+            if ERRORS not in recording:
+                return None
+            found.append(recording[ERRORS])
+            advance()
+    finally:
+        asked.unlink(missing_ok=True)
+    return torch.stack(found).mean(dim=0)
 
 
 def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ def rope_of(model: torch.nn.Module, head_dim: int) -> Rope:
     Raises:
         RaggedConfigError: it has none, or several, or one that depends on more than the position.
     """
-    whole = [parent for parent in model.modules() if any(map(_attends_to_everything, parent.children()))]
+    whole = [parent for parent in model.modules() if any(map(attends_to_everything, parent.children()))]
     # Some models have one beside their layers.
     found = [rope for parent in whole for rope in _ropes(parent)] or _ropes(model)
     tables = {id(module.cos_sin_cache): module for module in found}
@@ -45,7 +45,7 @@ def _ropes(module: torch.nn.Module) -> list[Any]:
     return [m for m in module.modules() if hasattr(m, "cos_sin_cache") and hasattr(m, "rotary_dim")]
 
 
-def _attends_to_everything(module: torch.nn.Module) -> bool:
+def attends_to_everything(module: torch.nn.Module) -> bool:
     """Whether this is SGLang's module for the attention of one layer, without a window."""
     window = getattr(module, "sliding_window_size", None)
     return hasattr(module, "layer_id") and hasattr(module, "tp_k_head_num") and window is not None and window <= 0

@@ -17,12 +17,16 @@ from safetensors.torch import load_file, save_file
 
 from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW, most_attended
 from calib.codebook import join_queries, recorded_queries
+from calib.output_error import left_over, query_places
 from calib.query_moments import Rope, before_rope, rope_of
+from calib.residual_stream import ResidualStream
 from sgl_ragged.attention.view import ExtendView
+from sgl_ragged.codebook import CODEBOOK
 from sgl_ragged.codebook import ROPE as ROPE
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.references import References
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.scorers import Scorer, SegmentData, get_scorer
+from sgl_ragged.scorers import Scorer, SegmentData, get_scorer, rank_positions
 
 ANSWERS = "answers.json"
 """Beside the recording: [[start, stop], ..], the tokens of the current sample that the model would generate."""
@@ -36,6 +40,14 @@ CODEBOOK_QUERIES = "codebook.json"
 LAYERS = "layers.json"
 """Beside the recording: [start, stop, alone], the layers whose hidden states are recorded, of the current sample, and
 whether nothing else is; without the file, those of all layers beside everything else."""
+
+ASKED_SCORES = "asked-scores.safetensors"
+"""Beside the recording: SCORES of the current sample, and the codebook if there is one. While it is there, nothing but
+ERRORS is recorded."""
+
+SCORES, ERRORS = "scores", "errors"
+"""float32 [segments, layers, heads, S], by which heads choose; and [layers, heads, counts], what
+`output_error.left_over` finds of their choice."""
 
 MOMENTS = ("query_mean", "query_covariance")
 """Sums over queries before RoPE."""
@@ -97,6 +109,12 @@ class Recorder:
         except RaggedConfigError:
             if self.moments:
                 raise
+        asked = Path(self.folder) / ASKED_SCORES
+
+        def places(length: int) -> torch.Tensor | None:
+            return query_places(length, store.layout.segment) if asked.is_file() else None
+
+        self._state.stream = ResidualStream.of(model, places)
 
     def extend(
         self,
@@ -116,9 +134,13 @@ class Recorder:
             asked = [_positions(folder / name) for name in (WINDOWS, CODEBOOK_QUERIES)]
             self._state.reset(store, self, _answer_queries(folder / ANSWERS), *asked)
             self._state.choose_layers(folder / LAYERS, store.layout.num_layers)
+            self._state.ask_errors(folder / ASKED_SCORES)
         if length == 0:
             return
-        if self.moments:
+        if self._state.asked is not None:
+            if prefix == 0:
+                self._state.add_errors(store, layer, queries, keys, values, length)
+        elif self.moments:
             self._state.add_moments(layer, queries, prefix)
         else:
             if not self._state.alone:
@@ -127,9 +149,17 @@ class Recorder:
                 assert hidden_states is not None, "the backend hands them to observers that read them"
                 self._state.hidden_states[layer].append(hidden_states[:length].half().cpu())
         if layer == store.layout.num_layers - 1:
-            self._write(prefix + length)
+            self._write(store, prefix + length)
 
-    def _write(self, length: int) -> None:
+    def _write(self, store: SlabStore, length: int) -> None:
+        if self._state.asked is not None:
+            errors = (
+                {ERRORS: torch.stack(self._state.errors).cpu()}
+                if len(self._state.errors) == store.layout.num_layers
+                else {}
+            )
+            self._save(errors, recording_file(self.folder, self.rank))
+            return
         if self.keeps_hidden_states and self._state.layers:
             # First: whoever sees the recording may count on them.
             self._save(self._state.recorded_hidden_states(length), hidden_states_recording(self.folder))
@@ -177,9 +207,10 @@ def _positions(path: Path) -> list[int]:
 
 
 class _Sequence:
-    """The state of the current sequence, and the model's rotary embedding."""
+    """The state of the current sequence, the model's rotary embedding, and its residual stream."""
 
     rope: Rope | None = None
+    stream: ResidualStream | None = None
 
     def reset(
         self,
@@ -216,6 +247,35 @@ class _Sequence:
         self.hidden_states: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self.sums: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self.values: list[torch.Tensor] = [torch.zeros(())] * layers
+
+    def ask_errors(self, path: Path) -> None:
+        """Read what errors are asked for, if any."""
+        self.asked = load_file(path) if path.is_file() else None
+        self.errors: list[torch.Tensor] = []
+
+    def add_errors(
+        self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int
+    ) -> None:
+        """What is left over of a layer's heads in the first chunk, none where the model's parts are not known."""
+        assert self.asked is not None, "they are asked for"
+        places = query_places(length, self.segment)
+        if places is None or self.stream is None or not self.stream.known:
+            return
+        device, scale = keys.device, store.scales[layer]
+        scores = self.asked[SCORES][: length // self.segment, layer].to(device)
+        book = {name: self.asked[name][layer].to(device) for name in (*CODEBOOK, *ROPE) if name in self.asked}
+        keys, values = (x[:length].transpose(0, 1).float() for x in (keys, values))
+        self.errors.append(
+            left_over(
+                queries[places].float() * scale,
+                keys,
+                values,
+                places.to(device),
+                rank_positions(scores, torch.arange(len(scores), device=device) == 0),
+                References.of(book, scale) if book else None,
+                self.stream.behind,
+            )
+        )
 
     def observe(
         self,

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from calib.disk import AT_A_TIME, disk_need
 from calib.gate import train_gates
 from calib.hidden_states import HiddenStates
 from calib.inspect import print_stability
-from calib.measure import calibrated_statistics, make_engine, measure, passes, recorded_scorers, value_mean
+from calib.measure import (
+    calibrated_statistics,
+    make_engine,
+    measure,
+    measure_errors,
+    passes,
+    recorded_scorers,
+    value_mean,
+)
 from calib.recordings_folder import Settings, claim
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
@@ -62,6 +71,13 @@ def add_parser(commands: Any) -> None:
         "--queries",
         choices=("answers", "all"),
         help="method coverage: whose attention counts, of the tokens that answer or of all [answers if data has them]",
+    )
+    parser.add_argument(
+        "--error-samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="method coverage: also weigh by what fitted heads leave of their outputs, measured on so many samples [0]",
     )
     parser.add_argument("--alpha", type=float, help="safety margin of method implied, in standard deviations [2]")
     parser.add_argument("--fit", choices=FITS, default="exact", help="scale to the ratio, or Eq. 5 as written [exact]")
@@ -181,6 +197,18 @@ def run(options: argparse.Namespace) -> None:
                 lambda: progress.advance(task),
             )
             statistics |= gates
+        errors = {}
+        for scorer in options.scorer if options.error_samples else ():
+            some = samples[: options.error_samples]
+            task = progress.add_task(f"output errors of {scorer}", total=len(some))
+            scores = [recording[f"{scorer}.scores"] for recording in recordings[: len(some)]]
+            found = measure_errors(engine, some, scores, of_codebook, partial(progress.advance, task))
+            if found is None:
+                raise RaggedConfigError(
+                    "--error-samples: attention's outputs cannot be followed into this model's residual stream (or its "
+                    "heads are on several ranks); leave it out"
+                )
+            errors[scorer] = found.numpy()
     scope = options.scope or DEFAULT_SCOPE[options.method]
     reports = []
     for scorer in options.scorer:
@@ -200,6 +228,7 @@ def run(options: argparse.Namespace) -> None:
             head_dim=geometry.head_dim,
             statistics={name: statistics[name] for name in wanted if name in statistics} | of_heads,
             held_out=held_out if get_scorer(scorer).trained else None,
+            errors=errors.get(scorer),
         )
         path = Path(options.output.replace("{scorer}", scorer))
         profile.save(path)
@@ -252,6 +281,10 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.method != "implied" and (options.alpha is not None or options.fit == "paper"):
         raise RaggedConfigError(f"--alpha and --fit paper belong to --method implied: {options.method} has no Eq. 5")
+    if options.error_samples < 0:
+        raise RaggedConfigError(f"--error-samples {options.error_samples}: at least 0")
+    if options.method != "coverage" and options.error_samples:
+        raise RaggedConfigError(f"--error-samples belongs to --method coverage: {options.method} does not use them")
     if options.method != "coverage" and options.queries is not None:
         raise RaggedConfigError(f"--queries belongs to --method coverage: budgets of {options.method} do not use them")
     if options.method == "roles" and options.scope == "layer":

@@ -5,16 +5,25 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from calib.codebook import PER_QUERY_HEAD
+from calib.output_error import error_curves, left_over, query_places, weighed
 from sgl_ragged.budgets import profile_kept
-from sgl_ragged.codebook import MASSES, QUERIES
+from sgl_ragged.codebook import CODEBOOK, MASSES, QUERIES, ROPE
 from sgl_ragged.head_statistics import HEAD_STATISTICS
-from sgl_ragged.profile import HELD_OUT, load_profile
+from sgl_ragged.mem_pool.references import References
+from sgl_ragged.profile import HELD_OUT, Profile, load_profile
 from sgl_ragged.roles import head_roles
+from sgl_ragged.scorers import rank_positions
 from tests.models import make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate
@@ -90,6 +99,13 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     by_roles = load_profile(tmp_path / "keydiff.safetensors")
     assert by_roles.method == "roles"
     assert (profile_kept(by_roles, RATIO, SEGMENT) < SEGMENT).all()
+    weighing = ["--error-samples", "2", "--scorer", "keydiff", "--work", str(tmp_path / "weighed")]
+    by_errors = nursery.run([*command, *weighing], timeout=400)
+    assert by_errors.returncode == 0, by_errors.stderr[-3000:]
+    found = load_profile(tmp_path / "keydiff.safetensors")
+    errors = output_errors(model, samples[:2], tmp_path / "weighed", found)
+    expected = weighed(profile.coverage, error_curves(errors, SEGMENT))
+    np.testing.assert_allclose(found.coverage, expected, rtol=0.02, atol=1e-5)
     profile.save(tmp_path / "profile.safetensors")
 
     serving = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "64MiB", "--max-running-requests", "2"]
@@ -117,6 +133,39 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     np.testing.assert_allclose(np.concatenate([answer.input_logprobs, answer.output_logprobs]), want, atol=1e-3)
 
 
+@torch.no_grad()
+def output_errors(model: Path, samples: list[dict], work: Path, profile: Profile) -> np.ndarray:
+    """[layers, heads, counts]: what `left_over` finds in transformers' model, of the choices that were recorded."""
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def attend(module, queries, keys, values, mask, scaling, **_):
+        seen.append((queries[0] * scaling, keys[0], values[0]))
+        return sdpa_attention_forward(module, queries, keys, values, mask, scaling=scaling)
+
+    ALL_ATTENTION_FUNCTIONS["seen"] = attend
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="seen")
+    found = []
+    for number, sample in enumerate(samples):
+        seen.clear()
+        states = made(torch.tensor([sample["input_ids"]]), output_hidden_states=True).hidden_states
+        scores = load_file(work / f"sample-{number:05d}.safetensors")["keydiff.scores"]
+        places = query_places(len(sample["input_ids"]), SEGMENT)
+        of_layers = []
+        for layer, (queries, keys, values) in enumerate(seen):
+            weight, stream = made.model.layers[layer].self_attn.o_proj.weight, states[layer][0, places]
+
+            def behind(outputs, weight=weight, stream=stream):
+                return lambda change: change @ weight.T, (stream + outputs @ weight.T).square().sum(dim=1)
+
+            book = {name: torch.from_numpy(profile.statistics[name][layer].copy()) for name in (*CODEBOOK, *ROPE)}
+            ranked = rank_positions(scores[:, layer], torch.arange(len(scores)) == 0)
+            own = queries.transpose(0, 1).unflatten(1, (len(keys), -1))[places]
+            references = References.of(book, keys.shape[-1] ** -0.5)
+            of_layers.append(left_over(own, keys, values, places, ranked, references, behind))
+        found.append(torch.stack(of_layers))
+    return torch.stack(found).mean(dim=0).numpy()
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -130,6 +179,8 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
         (("--method", "implied", "--queries", "all"), "belongs to --method coverage"),
         (("--method", "roles", "--queries", "all"), "belongs to --method coverage"),
         (("--method", "roles", "--scope", "layer"), "Eq. 7 is over the model"),
+        (("--method", "roles", "--error-samples", "2"), "belongs to --method coverage"),
+        (("--error-samples", "-1"), "--error-samples -1: at least 0"),
         (("--tau-sim", "1.5"), "--tau-sim 1.5 is outside [0, 1]"),
         (("--tp", "3"), "does not divide the model's 2 KV heads"),
         (("--scorer", "keydiff", "h2o"), "must contain {scorer}"),
