@@ -105,6 +105,7 @@ def measure_errors(
     samples: Sequence[TokenizedSample],
     scores: Sequence[torch.Tensor],
     codebook: Mapping[str, torch.Tensor],
+    name: str,
     advance: Callable[[], None],
 ) -> torch.Tensor | None:
     """float32 [layers, heads, counts], as `output_error.left_over` says, means over samples; None if the engine's model
@@ -113,8 +114,11 @@ def measure_errors(
     Args:
         scores: float32 [segments, layers, heads, S] of each sample, by which heads choose.
         codebook: CODEBOOK and ROPE of the profile, by which what they keep is fitted, or nothing.
+        name: of what is asked, in the engine's folder: what was found there before is not measured again.
     """
-    asked, found = engine.folder / ASKED_SCORES, []
+    asked, target, found = engine.folder / ASKED_SCORES, engine.folder / f"errors-{name}.safetensors", []
+    if readable(target):
+        return load_file(target)[ERRORS]
     try:
         for sample, own in zip(samples, scores, strict=True):
             save({SCORES: own.float().contiguous(), **codebook}, asked)
@@ -125,7 +129,9 @@ def measure_errors(
             advance()
     finally:
         asked.unlink(missing_ok=True)
-    return torch.stack(found).mean(dim=0)
+    errors = torch.stack(found).mean(dim=0)
+    save({ERRORS: errors}, target)
+    return errors
 
 
 def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.Tensor]:

@@ -49,6 +49,11 @@ from sgl_ragged.scorers import get_scorer, scorer_names
 _RESERVED = 8
 """Tokens of the context that samples leave free: SGLang takes some for itself, and nothing of longer requests."""
 
+ERROR_SAMPLES = 8
+"""Samples on which output errors are measured: the first, among which is each kind of the built-in ones."""
+
+_UNKNOWN = "attention's outputs cannot be followed into this model's residual stream, or its heads are on several ranks"
+
 DEFAULT_SCOPE = {"coverage": "model", "implied": "layer", "roles": "model"}
 
 
@@ -75,9 +80,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--error-samples",
         type=int,
-        default=0,
         metavar="N",
-        help="method coverage: also weigh by what fitted heads leave of their outputs, measured on so many samples [0]",
+        help=f"method coverage: weigh by what fitted heads leave of their outputs, on N samples [{ERROR_SAMPLES}]",
     )
     parser.add_argument("--alpha", type=float, help="safety margin of method implied, in standard deviations [2]")
     parser.add_argument("--fit", choices=FITS, default="exact", help="scale to the ratio, or Eq. 5 as written [exact]")
@@ -162,6 +166,9 @@ def run(options: argparse.Namespace) -> None:
     work = options.work or Path(options.output.replace("{scorer}", "all") + ".recordings")
     claim(work, settings, options.resume_from)
     trained = any(get_scorer(scorer).trained for scorer in options.scorer)
+    weighing = options.error_samples
+    if weighing is None:
+        weighing = ERROR_SAMPLES if options.method == "coverage" and options.tp == 1 else 0
     need = disk_need(
         work,
         geometry,
@@ -179,7 +186,7 @@ def run(options: argparse.Namespace) -> None:
     with Progress(*columns, console=console) as progress, make_engine(settings, work, kv_bytes) as engine:
         task = progress.add_task("samples through SGLang", total=len(samples) * passes(options.scorer))
         recordings = measure(engine, samples, range(need.layers_at_once), lambda: progress.advance(task))
-        if need.layers_at_once == need.layers:
+        if need.layers_at_once == need.layers and not weighing:
             engine.close()
         statistics, held_out = calibrated_statistics(settings, work), None
         of_codebook = codebook(recordings, config.context_len, options.segment)
@@ -198,17 +205,23 @@ def run(options: argparse.Namespace) -> None:
             )
             statistics |= gates
         errors = {}
-        for scorer in options.scorer if options.error_samples else ():
-            some = samples[: options.error_samples]
+        for scorer in options.scorer if weighing else ():
+            some = samples[:weighing]
             task = progress.add_task(f"output errors of {scorer}", total=len(some))
-            scores = [recording[f"{scorer}.scores"] for recording in recordings[: len(some)]]
-            found = measure_errors(engine, some, scores, of_codebook, partial(progress.advance, task))
-            if found is None:
-                raise RaggedConfigError(
-                    "--error-samples: attention's outputs cannot be followed into this model's residual stream (or its "
-                    "heads are on several ranks); leave it out"
-                )
-            errors[scorer] = found.numpy()
+            found = measure_errors(
+                engine,
+                some,
+                [recording[f"{scorer}.scores"] for recording in recordings[: len(some)]],
+                of_codebook,
+                f"{scorer}-{queries}-{len(some)}",
+                partial(progress.advance, task),
+            )
+            if found is not None:
+                errors[scorer] = found.numpy()
+            elif options.error_samples is None:
+                print(f"{_UNKNOWN}: budgets are those of coverage alone", file=sys.stderr)
+            else:
+                raise RaggedConfigError(f"--error-samples {options.error_samples}: {_UNKNOWN}; leave it out")
     scope = options.scope or DEFAULT_SCOPE[options.method]
     reports = []
     for scorer in options.scorer:
@@ -281,7 +294,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.method != "implied" and (options.alpha is not None or options.fit == "paper"):
         raise RaggedConfigError(f"--alpha and --fit paper belong to --method implied: {options.method} has no Eq. 5")
-    if options.error_samples < 0:
+    if (options.error_samples or 0) < 0:
         raise RaggedConfigError(f"--error-samples {options.error_samples}: at least 0")
     if options.method != "coverage" and options.error_samples:
         raise RaggedConfigError(f"--error-samples belongs to --method coverage: {options.method} does not use them")
