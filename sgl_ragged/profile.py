@@ -46,7 +46,8 @@ class Profile:
 
     Arrays are float32. `mu` and `sigma` [L, H]: share of a segment that each head needs, mean and standard deviation
     (TANGRAM Eq. 5). `coverage` [L, H, S / 16]: mean peak attention of later queries that the head's best 16, 32, .. S
-    tokens of a segment receive; method `coverage` only, from the `queries` that were looked at ("all" or "answers").
+    tokens of a segment receive, or curves whose steps are weighed by errors of outputs (`calib.output_error`); method
+    `coverage` only, from the `queries` that were looked at ("all" or "answers").
     `shares` [N, L, H]: the share of each sample, with its task in `tasks`. `held_out` [L, 5]: how well a scorer that
     was trained does on samples that it was not trained on, HELD_OUT. `statistics`: tensors [L, H, ...] that the scorer
     needs at run time, [L, 1, ...] where heads share them, and those that every profile has; float16 ones stay so.

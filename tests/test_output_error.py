@@ -85,6 +85,7 @@ def test_curves_fall_to_nothing_and_weigh_coverage():
     coverage = np.linspace(1, 4, 16)[None, None]
     steps = np.diff(weighed(coverage, error_curves(errors, 256)))[0, 0]
     assert steps == pytest.approx(np.sqrt(0.2 * -np.diff(curve)))
+    assert weighed(coverage, error_curves(errors, 256))[0, 0, 0] == pytest.approx(steps[0])
     assert weighed(coverage, error_curves(np.zeros((1, 1, 5)), 256)).max() < 1e-3
 
 
