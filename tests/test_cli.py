@@ -70,11 +70,11 @@ def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
 
 def test_layout_of_codes_counts_bytes_and_tokens(model, monkeypatch, capsys):
     """Of 64 dimensions in K8V4 a key takes 64 bytes, a value 32 and their scales 4."""
-    flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.2", "--slab-dtype"]
+    flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.25", "--slab-dtype"]
     run(monkeypatch, *flags, "k8v4", "--json")
     plan = json.loads(capsys.readouterr().out)
     assert plan["slab_bytes"] == int(np.sum(plan["kept"])) * 100
-    assert plan["kept_bytes_ratio"] == pytest.approx(0.2, abs=0.005)
+    assert plan["kept_bytes_ratio"] == pytest.approx(0.25, abs=0.005)
     assert plan["kept_ratio"] == pytest.approx(plan["kept_bytes_ratio"] * 2.56)
     run(monkeypatch, *flags, "auto")
     assert f"(mean share {plan['kept_ratio']:.4f} in k8v4, {plan['kept_bytes_ratio']:.4f} of the bytes)" in (
