@@ -12,7 +12,7 @@ from calib.query_moments import Rope, before_rope
 from sgl_ragged.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.scorers.expected_attention import turn
 
-PER_QUERY_HEAD = 128
+PER_QUERY_HEAD = 84
 """Queries of each query head in a codebook (docs/fitting.md has the measurement)."""
 
 NEAREST, FARTHEST = 8, 2048

@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from sgl_ragged.mem_pool.references import References, Rotation
+from sgl_ragged.mem_pool.references import References
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 """What one kept token may count."""
 
-MASS_RIDGE, VALUE_RIDGE = 3e-6, 3e-5
+MASS_RIDGE, VALUE_RIDGE = 3e-6, 1e-5
 """Per query, in squared shares of attention: how much weights and values hold on to 1 and to what they were."""
 
 STEPS = 8
@@ -94,13 +94,13 @@ def _correct(
     stored: Stored,
 ) -> Corrections:
     keys, values, (length, dim) = keys.float(), values.float(), keys.shape[2:]
-    # RoPE at the position of each segment's last token, from where the codebook's queries are seen.
-    rope = Rotation.at((numbers + 1) * length - 1, references)
-    queries, first = references.queries.float(), (numbers == 0)[:, None, None]
-    rest = torch.where(first, references.masses[:, 1], references.masses[:, 0])[:, :, None]
-    output = torch.where(first[..., None], references.outputs[:, 1], references.outputs[:, 0]).float()
+    # The codebook's queries look back from each segment's last token.
+    queries, bias = references.seen_from((numbers + 1) * length - 1)
+    version = (numbers == 0).long()
+    rest = references.masses.index_select(1, version).transpose(0, 1)[:, :, None]
+    output = references.outputs.index_select(1, version).transpose(0, 1).float()
     kept_values = values.masked_fill(~kept[..., None], 0.0)
-    logits = rope.back(keys) @ queries
+    logits = keys @ queries
     most = torch.maximum(logits.amax(dim=2, keepdim=True), rest)
     exps, others = logits.sub_(most).exp_(), (rest - most).exp_()
     summed = torch.cat([values, kept_values, torch.ones_like(values[..., :1]), kept[..., None].float()], dim=-1)
@@ -113,17 +113,17 @@ def _correct(
     unchanged = before - mine.sum(dim=2, keepdim=True)
     weights = _weights(mine / whole, (whole - unchanged) / whole)
     own_keys, own_values = _rows(keys, places), _rows(kept_values, places)
-    longer = torch.where(valid, own_keys + weights.log() * rope.on(references.bias[:, None]), own_keys)
+    longer = torch.where(valid, own_keys + weights.log() * bias.transpose(2, 3), own_keys)
 
     # Stored keys may lie beyond all true logits: so far that exponentials overflow, the head keeps its own.
-    changed = (rope.back(stored(longer, places, keys, kept)) @ queries).sub_(most).exp_().mul_(valid)
+    changed = (stored(longer, places, keys, kept) @ queries).sub_(most).exp_().mul_(valid)
     now = changed.sum(dim=2, keepdim=True) + unchanged
     changed /= now
     # What all that a query saw gives, and, times `before`, what is left if nothing is corrected.
     true, plain = torch.addcmul(true, others, output).div_(whole), torch.addcmul(plain, others, output)
     gap = torch.addcmul(true, plain, now.reciprocal(), value=-1)
-    gap += own_values.transpose(2, 3) @ mine.div_(now).sub_(changed)
-    ridge, wanted = VALUE_RIDGE * queries.shape[2], changed @ gap.transpose(2, 3)
+    gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), mine.div_(now).sub_(changed).flatten(0, 1))
+    ridge, wanted = VALUE_RIDGE * queries.shape[3], changed @ gap.transpose(2, 3)
     gram = changed @ changed.transpose(2, 3)
     gram.diagonal(dim1=2, dim2=3).add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(gram)
@@ -155,7 +155,7 @@ def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: torch.Tensor, 
     Args:
         exps: [segments, heads, S, m]. whole: [segments, heads, 1, m], what they are shares of. kept: bool [.., S].
     """
-    shares = (exps @ whole.reciprocal().transpose(2, 3))[..., 0].masked_fill(~kept, -1.0)
+    shares = (whole.reciprocal() @ exps.transpose(2, 3))[..., 0, :].masked_fill(~kept, -1.0)
     return shares.argsort(dim=-1, descending=True, stable=True)[..., :count]
 
 

@@ -21,7 +21,8 @@ class References:
     `order`. outputs: alike, [H, 2, d, m], dimensions in their places. masses: float32 [H, 2, m].
     bias: float32 [H, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
     longer by b u has logits larger by b. Dimensions in `order`.
-    frequencies: float64 [r / 2]. order, inverse: int64 [d], or None where dimensions stay in their places.
+    frequencies: float64 [r / 2]. inverse: int64 [d], where dimensions come from that are not in `order`; or None where
+    they are in their places.
     """
 
     queries: torch.Tensor
@@ -29,7 +30,6 @@ class References:
     outputs: torch.Tensor
     bias: torch.Tensor
     frequencies: torch.Tensor
-    order: torch.Tensor | None
     inverse: torch.Tensor | None
 
     @classmethod
@@ -48,9 +48,20 @@ class References:
             outputs=outputs,
             bias=_bias(queries.float()),
             frequencies=frequencies,
-            order=order if moved else None,
             inverse=order.argsort() if moved else None,
         )
+
+    def seen_from(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [segments, H, d, m] and bias [segments, H, d, 1] turned by RoPE to positions, integers [segments].
+
+        float32, dimensions in their places.
+        """
+        # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
+        angles = positions[:, None, None, None].double() * self.frequencies[:, None]
+        cosines, sines = angles.cos().float(), angles.sin().float()
+        turned = (_turned(x.float(), cosines, sines) for x in (self.queries, self.bias[..., None]))
+        queries, bias = (x if self.inverse is None else x.index_select(2, self.inverse) for x in turned)
+        return queries, bias
 
     def heads(self, heads: torch.Tensor) -> References:
         """Those of some heads, int64 [heads]."""
@@ -58,40 +69,16 @@ class References:
         return replace(self, **of_heads)
 
 
+def _turned(columns: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Columns [H, d, n], of which cosines and sines [segments, 1, r / 2, 1] turn the first r dimensions."""
+    half = cosines.shape[2]
+    first, second, rest = columns.split([half, half, columns.shape[1] - 2 * half], dim=1)
+    turned = [first * cosines - second * sines, second * cosines + first * sines]
+    return torch.cat([*turned, rest.expand(len(cosines), *rest.shape)], dim=2)
+
+
 def _bias(queries: torch.Tensor) -> torch.Tensor:
     """Ridge regression of 1 on the queries [H, d, m]: [H, d]."""
     dim, count = queries.shape[1:]
     gram = queries @ queries.transpose(1, 2) + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
     return torch.linalg.solve(gram, queries.sum(dim=2))
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """RoPE at one position of each segment: cosines and sines, float32 [segments, 1, 1, r / 2]."""
-
-    cosines: torch.Tensor
-    sines: torch.Tensor
-    order: torch.Tensor | None
-    inverse: torch.Tensor | None
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, references: References) -> Rotation:
-        """positions: integers [segments]."""
-        # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
-        angles = positions[:, None, None, None].double() * references.frequencies
-        return cls(angles.cos().float(), angles.sin().float(), references.order, references.inverse)
-
-    def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [segments, heads, n, d] as seen from there, dimensions in `order`."""
-        return self._turned(rows if self.order is None else rows[..., self.order], -self.sines)
-
-    def on(self, rows: torch.Tensor) -> torch.Tensor:
-        """The other way: rows [heads, n, d], dimensions in `order`, to [segments, heads, n, d] in their places."""
-        rows = self._turned(rows.expand(len(self.cosines), *rows.shape), self.sines)
-        return rows if self.inverse is None else rows[..., self.inverse]
-
-    def _turned(self, rows: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        half = self.cosines.shape[-1]
-        first, second, rest = rows.split([half, half, rows.shape[-1] - 2 * half], dim=-1)
-        turned = [first * self.cosines - second * sines, second * self.cosines + first * sines]
-        return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1)
