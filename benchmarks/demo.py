@@ -26,7 +26,7 @@ from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
 from benchmarks.recall.task import Conversation, conversation
-from sgl_ragged.slab_format import CODED_RATIO
+from sgl_ragged.mem_pool.slab_format import CODED_RATIO
 
 MODEL = Path(__file__).parent / "recall" / "checkpoint"
 POOLS = ("ragged", "token")

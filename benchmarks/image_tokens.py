@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from calib.recorder import Recorder, recording_file
-from sgl_ragged.budgets import GUARD, SINKS, uniform_kept
+from sgl_ragged.profiles.budgets import GUARD, SINKS, uniform_kept
 from sgl_ragged.scorers import rank_positions
 
 SCORERS = ("keydiff", "snapkv", "key_norm", "value_key_norm", "h2o", "tova", "streaming")

@@ -24,8 +24,8 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged import slab_format
 from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, row_moments, seal, tiles
+from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}

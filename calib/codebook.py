@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from calib.query_moments import Rope, before_rope
-from sgl_ragged.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
+from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.scorers.expected_attention import turn
 
 PER_QUERY_HEAD = 84
@@ -45,7 +45,7 @@ def recorded_queries(
 
     Returns:
         QUERIES: float16 [heads, q_per_kv, Q, d] before RoPE, dimensions in the order of `rope`. MASSES, OUTPUTS:
-        float32 [heads, 2, q_per_kv, Q] and float16 [heads, 2, q_per_kv, Q, d], as in `sgl_ragged.codebook`.
+        float32 [heads, 2, q_per_kv, Q] and float16 [heads, 2, q_per_kv, Q, d], as in `sgl_ragged.profiles.codebook`.
     """
     turned_back = [before_rope(one[None], place, rope)[0] for one, place in zip(queries, places, strict=True)]
     behind = logits.clone()

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 
 from calib.measured import Measured, load_measured
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.profile import Profile
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile import Profile
 
 SEGMENT = 256
 """Tokens per segment that converted profiles name. The files were measured over whole contexts, not over segments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_ragged.budgets import UNIT
+from sgl_ragged.profiles.budgets import UNIT
 from sgl_ragged.scorers import rank_positions
 
 

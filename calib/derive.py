@@ -13,9 +13,9 @@ from calib.implied import implied_counts
 from calib.output_error import error_curves, weighed
 from calib.recordings_folder import Settings
 from calib.roles import compare_heads
-from sgl_ragged.budgets import coverage_kept, roles_kept
-from sgl_ragged.head_statistics import ROLE, STABILITY
-from sgl_ragged.profile import Profile
+from sgl_ragged.profiles.budgets import coverage_kept, roles_kept
+from sgl_ragged.profiles.head_statistics import ROLE, STABILITY
+from sgl_ragged.profiles.profile import Profile
 
 
 def derive_profile(

@@ -12,7 +12,7 @@ from calib.codebook import queries_per_sample
 from calib.gate import FEATURES
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 AT_A_TIME = 4 << 30
 """Bytes of hidden states that are on disk at a time, unless somebody says otherwise."""

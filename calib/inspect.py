@@ -16,9 +16,9 @@ from rich.table import Table
 from calib.reclaimed import ORDERS, Reclaimed, measure_reclaimed
 from calib.role_report import RoleReport, measure_roles
 from calib.stability import STEADY, Stability, measure_stability
-from sgl_ragged.budgets import check_budgets, profile_kept
-from sgl_ragged.head_statistics import ROLES
-from sgl_ragged.profile import HELD_OUT, Profile, load_profile
+from sgl_ragged.profiles.budgets import check_budgets, profile_kept
+from sgl_ragged.profiles.head_statistics import ROLES
+from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile
 
 _SHOWN = (
     *("model_id", "model_fingerprint", "head_dim", "scorer", "method", "scope", "ratio", "segment", "samples"),

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from sgl_ragged.budgets import UNIT
-from sgl_ragged.mem_pool.attention_matching import corrections
-from sgl_ragged.mem_pool.references import References
+from sgl_ragged.fitting.attention_matching import corrections
+from sgl_ragged.fitting.references import References
+from sgl_ragged.profiles.budgets import UNIT
 
 SHARES = (1 / 16, 3 / 16, 6 / 16, 10 / 16, 14 / 16)
 """Of a segment's tokens, at which errors are measured; between them, logarithms are interpolated."""

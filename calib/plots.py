@@ -18,8 +18,8 @@ from matplotlib.ticker import MaxNLocator
 from calib.reclaimed import Reclaimed
 from calib.role_report import RoleReport
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.head_statistics import ROLES
-from sgl_ragged.profile import Profile
+from sgl_ragged.profiles.head_statistics import ROLES
+from sgl_ragged.profiles.profile import Profile
 
 PANELS = 3
 """Layers that the retention plot shows: those whose budgets lie widest apart."""

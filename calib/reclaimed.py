@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from calib.grouping import group_largest
-from sgl_ragged.budgets import UNIT
-from sgl_ragged.profile import Profile
+from sgl_ragged.profiles.budgets import UNIT
+from sgl_ragged.profiles.profile import Profile
 
 HEADS_PER_GROUP = (1, 2, 4, 8)
 ORDERS = ("adjacent", "clustered")

@@ -21,11 +21,11 @@ from calib.output_error import left_over, query_places
 from calib.query_moments import Rope, before_rope, rope_of
 from calib.residual_stream import ResidualStream
 from sgl_ragged.attention.view import ExtendView
-from sgl_ragged.codebook import CODEBOOK
-from sgl_ragged.codebook import ROPE as ROPE
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.references import References
+from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.profiles.codebook import CODEBOOK
+from sgl_ragged.profiles.codebook import ROPE as ROPE
 from sgl_ragged.scorers import Scorer, SegmentData, get_scorer, rank_positions
 
 ANSWERS = "answers.json"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from calib.roles import assign_roles
-from sgl_ragged.budgets import least_ratio
-from sgl_ragged.head_statistics import (
+from sgl_ragged.profiles.budgets import least_ratio
+from sgl_ragged.profiles.head_statistics import (
     DROPPED,
     HEAD_STATISTICS,
     OVERLAP,
@@ -19,8 +19,8 @@ from sgl_ragged.head_statistics import (
     STABILITY,
     WATCHED,
 )
-from sgl_ragged.profile import Profile
-from sgl_ragged.roles import HeadRoles, head_roles
+from sgl_ragged.profiles.profile import Profile
+from sgl_ragged.retrieval.roles import HeadRoles, head_roles
 
 TAUS = (0.3, 0.4, 0.5, 0.6)
 """Thresholds that are compared, of stability and of similarity alike."""

@@ -2,7 +2,7 @@
 
 The first two are HeteroCache's (Eq. 1 to 6, appendix C): sets of the COMPARED tokens that a head attends to most, here
 in windows of a few queries, by the largest attention that one of them pays. The third is our own, for heads that watch
-for others: pivots in serving (`sgl_ragged.roles`).
+for others: pivots in serving (`sgl_ragged.retrieval.roles`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from calib.attended import ANSWERING, STARTS, TOKENS, WEIGHTS, WINDOW
 from calib.coverage import coverage_curves
-from sgl_ragged.budgets import coverage_kept
-from sgl_ragged.head_statistics import (
+from sgl_ragged.profiles.budgets import coverage_kept
+from sgl_ragged.profiles.head_statistics import (
     DROPPED,
     OVERLAP,
     PIVOT_ORDER,

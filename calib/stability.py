@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 from scipy.stats import spearmanr
 
-from sgl_ragged.profile import Profile
+from sgl_ragged.profiles.profile import Profile
 
 STEADY = 0.05
 """A head whose share deviates by less than this (standard deviation over samples) counts as steady."""

@@ -8,14 +8,14 @@ import sys
 import warnings
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import AUTO, history_bound
+from sgl_ragged.history.bound import AUTO, history_bound
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
+from sgl_ragged.mem_pool.slab_format import ASKED, settle_share
+from sgl_ragged.mem_pool.slab_format import AUTO as BY_RATIO
 from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry
 from sgl_ragged.plan import choose_pivots
-from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.slab_format import ASKED, settle_share
-from sgl_ragged.slab_format import AUTO as BY_RATIO
+from sgl_ragged.retrieval.settings import Retrieval
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -60,10 +60,10 @@ def show_layout(options: argparse.Namespace) -> None:
     """Print the pool's sizes on one rank that holds all heads."""
     import torch
 
+    from sgl_ragged.history.sglang_plan import with_lag
     from sgl_ragged.mem_pool.slab_store import side_bytes
-    from sgl_ragged.plugin.history_plan import with_lag
-    from sgl_ragged.plugin.window_pool import window_needs
     from sgl_ragged.scorers import get_scorer
+    from sgl_ragged.windows.sglang_pool import window_needs
 
     budget = parse_bytes(options.kv_bytes)
     check_limits(options.segment, options.max_running_requests, options.max_total_tokens)
@@ -110,7 +110,7 @@ def show_layout(options: argparse.Namespace) -> None:
         print(f"sgl-ragged: warning: {plan.warning}", file=sys.stderr)
     if not options.json:
         print(chosen.source)
-        print(plan.describe() if bound is None else f"{plan.describe()}; {plan.describe_history(bound)}")
+        print(plan.describe() if bound is None else f"{plan.describe()}; {bound.describe(plan)}")
         if retrieval is not None and roles is not None:
             print(
                 f"{len(roles.pivots)} pivots watch for {watched} heads; each request's overlays take {overlay_bytes} "
@@ -122,7 +122,7 @@ def show_layout(options: argparse.Namespace) -> None:
     shown = {name: getattr(plan, name) for name in names} | {"kept": kept.tolist(), "slab_dtype": form.name}
     shown |= {"kept_ratio": layout.mean_kept_share, "kept_bytes_ratio": layout.byte_share(itemsize)}
     if bound is not None:
-        shown["most_request_bytes"] = plan.most_request_bytes(bound)
+        shown["most_request_bytes"] = bound.request_bytes(plan)
     if retrieval is not None and roles is not None:
         shown |= {"overlay_bytes": overlay_bytes, "reservoir_bytes": retrieval.reservoir_bytes}
         shown["pivots"] = [list(pivot) for pivot in roles.pivots]
@@ -131,7 +131,7 @@ def show_layout(options: argparse.Namespace) -> None:
 
 def _retrieval(options: argparse.Namespace) -> Retrieval | None:
     """What was asked for, with the server's defaults. Raises RaggedConfigError."""
-    from sgl_ragged.plugin.retrieval_plan import DEFAULTS
+    from sgl_ragged.retrieval.sglang_plan import DEFAULTS
 
     given = {name: getattr(options, name) for name in ("overlay", "pivots") if getattr(options, name) is not None}
     if options.reservoir is None:

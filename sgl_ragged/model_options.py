@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sgl_ragged.budgets import check_segment
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fingerprint import text_config
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.mem_pool.slab_format import WIDE, WIDE_RATIO, Share
 from sgl_ragged.plan import BudgetChoice, choose_budgets, kept_share
-from sgl_ragged.slab_format import WIDE, WIDE_RATIO, Share
+from sgl_ragged.profiles.budgets import check_segment
+from sgl_ragged.profiles.fingerprint import text_config
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 T = TypeVar("T")
 

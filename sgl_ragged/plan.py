@@ -11,24 +11,24 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_ragged.budgets import GUARD, check_budgets, profile_kept, uniform_kept
-from sgl_ragged.bundled import find_bundled
-from sgl_ragged.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.profile import CODEBOOK_VERSION, VALUE_MEAN, Profile, load_profile
-from sgl_ragged.retrieval import Retrieval, entry_bytes
-from sgl_ragged.roles import ELSEWHERE, HeadRoles, head_roles, with_pivots
-from sgl_ragged.slab_format import WIDE, SlabFormat
+from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
+from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
+from sgl_ragged.profiles.bundled import find_bundled
+from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile import CODEBOOK_VERSION, VALUE_MEAN, Profile, load_profile
+from sgl_ragged.retrieval.roles import ELSEWHERE, HeadRoles, head_roles, with_pivots
+from sgl_ragged.retrieval.settings import Retrieval, entry_bytes
 
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
 
 CODEC_NAMES = ("exact", "fp8", "shared")
-"""Values of --ragged-host-codec. The classes are in `mem_pool.codecs`, which needs torch."""
+"""Values of --ragged-host-codec. The classes are in `host_tier.codecs`, which needs torch."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TierPlan:
     served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
         model, and the digest of the plan.
     sized: whether the user said how large the host's part is.
-    restore: what is loaded and what is computed again, one of `mem_pool.restore_schedule.MODES`.
+    restore: what is loaded and what is computed again, one of `host_tier.restore_schedule.MODES`.
     """
 
     codec: str

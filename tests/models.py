@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.storm.material import random_codebook
-from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
-from sgl_ragged.profile import VALUE_MEAN, Profile
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, WATCHED
+from sgl_ragged.profiles.profile import VALUE_MEAN, Profile
 
 SIZES = dict(
     vocab_size=512,

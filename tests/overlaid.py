@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.operations import Operations
-from sgl_ragged.attention.overlay import add_overlay, attend_overlay
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.retrieval.overlay import add_overlay, attend_overlay
 from tests.oracle import Tokens, visible
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
 

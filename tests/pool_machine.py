@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer

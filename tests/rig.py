@@ -14,14 +14,14 @@ from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import filled
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.mem_pool.histories import Histories
+from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.history.histories import Histories
+from sgl_ragged.history.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.kv_dtype import KvScales
-from sgl_ragged.mem_pool.segment_scores import SegmentScores
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.slab_format import WIDE, SlabFormat
 from tests.bounded_oracle import views
 from tests.oracle import Tokens, visible
 from tests.quantised_oracle import restored_past

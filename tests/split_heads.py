@@ -12,8 +12,8 @@ from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.slab_format import WIDE, SlabFormat
 from tests.rig import KEPT, SEGMENT, Rig, Sequence
 
 # Three ranks of two places for two heads: a head in three parts, in two with nothing between, a place for nothing at

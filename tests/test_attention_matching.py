@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool import attention_matching
-from sgl_ragged.mem_pool.attention_matching import MOST_GROWTH, corrections
-from sgl_ragged.mem_pool.fitted import LayerFit
-from sgl_ragged.mem_pool.references import References
-from sgl_ragged.slab_format import K4V4, K6V4, K8V4, WIDE
+from sgl_ragged.fitting import attention_matching
+from sgl_ragged.fitting.attention_matching import MOST_GROWTH, corrections
+from sgl_ragged.fitting.fitted import LayerFit
+from sgl_ragged.fitting.references import References
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_format import K4V4, K6V4, K8V4, WIDE
+from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from tests import fit_oracle
 from tests.quantised_oracle import restored_keys
 

@@ -15,10 +15,10 @@ from sgl_ragged.plugin.seams import installed_release
 if installed_release().startswith("0.5.22"):
     pytest.skip("bounded histories need SGLang 0.5.23", allow_module_level=True)
 
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.plugin.admission import check_held_pages
+from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.history.sglang_admission import check_held_pages
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.window_pool import slab_allocator
+from sgl_ragged.windows.sglang_pool import slab_allocator
 from tests.bounded_machine import LIMIT, SEGMENT, SERVING, BoundedMachine
 from tests.examples import examples
 from tests.windowed_machine import LongWindows, WindowedMachine

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, Qwen3Config
 from calib.__main__ import main
 from calib.convert import scale_to_ratio
 from calib.measured import load_measured
-from sgl_ragged.budgets import profile_kept
-from sgl_ragged.bundled import FOLDER, find_bundled
-from sgl_ragged.fingerprint import config_fingerprint
-from sgl_ragged.profile import load_profile
+from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.bundled import FOLDER, find_bundled
+from sgl_ragged.profiles.fingerprint import config_fingerprint
+from sgl_ragged.profiles.profile import load_profile
 from tests.measured import SINKS, WINDOW, write_measured
 
 CONFIG = {

@@ -17,11 +17,20 @@ from calib.inspect import make_report
 from calib.reclaimed import measure_reclaimed
 from calib.role_report import measure_roles
 from calib.stability import measure_stability
-from sgl_ragged.budgets import GUARD, UNIT, fit_kept, profile_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fingerprint import config_fingerprint
-from sgl_ragged.head_statistics import DROPPED, OVERLAP, PIVOT_ORDER, PIVOTS, ROLE, SIMILARITY, STABILITY, WATCHED
-from sgl_ragged.profile import Profile, load_profile
+from sgl_ragged.profiles.budgets import GUARD, UNIT, fit_kept, profile_kept
+from sgl_ragged.profiles.fingerprint import config_fingerprint
+from sgl_ragged.profiles.head_statistics import (
+    DROPPED,
+    OVERLAP,
+    PIVOT_ORDER,
+    PIVOTS,
+    ROLE,
+    SIMILARITY,
+    STABILITY,
+    WATCHED,
+)
+from sgl_ragged.profiles.profile import Profile, load_profile
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:

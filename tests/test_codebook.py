@@ -14,12 +14,12 @@ from calib.codebook import FARTHEST, NEAREST, PER_QUERY_HEAD, choose_queries, co
 from calib.measure import join_ranks
 from calib.query_moments import rope_of
 from calib.recorder import CODEBOOK_QUERIES, Recorder
-from sgl_ragged.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plan import choose_budgets, why_unfitted
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.resolution import why_not_to_fit
+from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
+from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_profile
 from tests.test_recorder import DIM, HEADS, LAYERS, LENGTH, PER_HEAD, SEGMENT, content, record
 

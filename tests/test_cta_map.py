@@ -16,8 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sgl_ragged.budgets import fit_kept, uniform_kept
-from sgl_ragged.cta_map import (
+from sgl_ragged.attention.cta_map import (
     BALANCE,
     METHODS,
     CtaMap,
@@ -31,6 +30,7 @@ from sgl_ragged.cta_map import (
     makespan,
 )
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profiles.budgets import fit_kept, uniform_kept
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
@@ -47,7 +47,7 @@ KEPT = arrays(
 
 def test_it_imports_numpy_alone():
     code = (
-        "import sys, sgl_ragged.cta_map\n"
+        "import sys, sgl_ragged.attention.cta_map\n"
         "assert not {'torch', 'sglang', 'scipy', 'matplotlib'} & set(sys.modules), 'imports more than numpy'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

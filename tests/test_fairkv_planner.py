@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from benchmarks.fairkv import paper
 from benchmarks.fairkv.copying import MODES, FairCopies, copy_layer, place_any
-from sgl_ragged.budgets import fit_kept
-from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import least_possible, permute_layer
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.splitting import split_layer
+from sgl_ragged.profiles.budgets import fit_kept
+from sgl_ragged.profiles.bundled import FOLDER
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:

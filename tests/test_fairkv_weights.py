@@ -9,7 +9,7 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.weights import HeadOrder, require_projections
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 HEADS, GROUP, DIM, HIDDEN = 4, 2, 8, 24
 GEOMETRY = ModelGeometry(name="model", fingerprint="", num_layers=2, num_heads=HEADS, q_per_kv=GROUP, head_dim=DIM)

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.fitting.fitted import use_codebook
+from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.kv_dtype import KvScales, movable
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
-from sgl_ragged.mem_pool.references import References
 from sgl_ragged.mem_pool.segments import InChunk, InTails
+from sgl_ragged.mem_pool.slab_format import FORMATS
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
-from sgl_ragged.slab_format import FORMATS
 from tests.test_attention_matching import DIM, HEADS, SEGMENT, codebook, matched, segments
 
 LAYERS = 2
@@ -27,8 +28,8 @@ def store(form: str = "wide", dtype: torch.dtype = torch.float32, fitted: bool =
     sizes = dict(statistics=statistics, query_dtype=torch.float32)
     made = SlabStore(layout, get_scorer("keydiff"), 5, 4, dtype, "cpu", **sizes)
     made.kv_scales = [KvScales(0.05, 0.03)] * LAYERS
-    made.use_codebook()
-    assert (made.fits is not None) == fitted
+    use_codebook(made)
+    assert (made.corrector is not None) == fitted
     return made
 
 

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from sgl_ragged.budgets import UNIT, profile_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import FORMAT, FORMAT_VERSION, load_profile
+from sgl_ragged.profiles.budgets import UNIT, profile_kept
+from sgl_ragged.profiles.profile import FORMAT, FORMAT_VERSION, load_profile
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
 from tests.examples import examples

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.codecs import CODECS
-from sgl_ragged.mem_pool.fp8_codec import Fp8Codec
-from sgl_ragged.mem_pool.slab_transfer import SlabTransfer
+from sgl_ragged.host_tier.codecs import CODECS
+from sgl_ragged.host_tier.fp8_codec import Fp8Codec
+from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.plan import CODEC_NAMES
 
 CPU = torch.device("cpu")

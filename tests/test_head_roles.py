@@ -25,7 +25,7 @@ from calib.roles import (
     kept_tokens,
     overlaps,
 )
-from sgl_ragged.head_statistics import (
+from sgl_ragged.profiles.head_statistics import (
     DROPPED,
     HEAD_STATISTICS,
     OVERLAP,

@@ -12,20 +12,20 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_entry
 from sglang.srt.mem_cache.pool_host import HostPoolGroup
 
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.mem_pool.codecs import CODECS
-from sgl_ragged.mem_pool.histories import Histories
-from sgl_ragged.mem_pool.segment_scores import SegmentScores
+from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.history.histories import Histories
+from sgl_ragged.history.segment_scores import SegmentScores
+from sgl_ragged.host_tier import sglang_controller, sglang_restoring
+from sgl_ragged.host_tier.codecs import CODECS
+from sgl_ragged.host_tier.sglang_controller import RaggedCacheController
+from sgl_ragged.host_tier.sglang_pool import DIRECT_LAYOUT, RaggedHostPool
+from sgl_ragged.host_tier.sglang_restoring import Restorer, marked_runs
+from sgl_ragged.host_tier.tier_meter import TierMeter
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.mem_pool.tier_meter import TierMeter
-from sgl_ragged.plugin import host_tier, restoring
 from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.host_pool import DIRECT_LAYOUT, RaggedHostPool
-from sgl_ragged.plugin.host_tier import RaggedCacheController
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.restoring import Restorer, marked_runs
 from sgl_ragged.scorers import get_scorer
 
 SEGMENT, DIM = 64, 8
@@ -94,7 +94,7 @@ class Tier:
 
 @pytest.fixture(autouse=True)
 def _serial(monkeypatch):
-    monkeypatch.setattr(host_tier, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=True))
+    monkeypatch.setattr(sglang_controller, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=True))
 
 
 def test_a_page_is_sealed_before_it_is_backed_up():
@@ -134,7 +134,7 @@ def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
 
 def test_a_page_that_was_given_back_is_not_computed_for_who_had_it(monkeypatch):
     """A bounded request still names it in its row of the table; it has been marked for another request by then."""
-    monkeypatch.setattr(restoring, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=SEGMENT))
+    monkeypatch.setattr(sglang_restoring, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=SEGMENT))
     tier = Tier(device_pages=4, score="value_key_norm")
     indices, content = tier.filled_slab()
     rows = tier.controller.write(indices)

@@ -8,7 +8,7 @@ import torch
 
 from calib.output_error import error_curves, kept_counts, left_over, query_places, weighed
 from calib.residual_stream import ResidualStream
-from sgl_ragged.mem_pool.references import References
+from sgl_ragged.fitting.references import References
 from sgl_ragged.scorers import rank_positions
 from tests.test_attention_matching import DIM, HEADS, SCALE, SEGMENT, codebook
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry, WindowedLayers
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin import placing
 from sgl_ragged.plugin.options import ATTRIBUTE
 from sgl_ragged.plugin.placing import describe_placement
+from sgl_ragged.profiles.geometry import ModelGeometry, WindowedLayers
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
 

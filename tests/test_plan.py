@@ -9,9 +9,9 @@ import torch.multiprocessing
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plan import ServingPlan, choose_budgets
 from sgl_ragged.plugin.ranks import require_equal_digests
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 
 def plan(*, mean: float = 0.5, more: int = 0, **changed: object) -> ServingPlan:

@@ -16,12 +16,19 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.character_model import make_character_model
-from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import calibrating, calibration_process
 from sgl_ragged.plugin.options import make_options
-from sgl_ragged.profile import load_profile
-from sgl_ragged.profile_cache import EARLIER_VARIABLE, VARIABLE, ProfileKey, cache_folder, locked, weights_identity
+from sgl_ragged.profiles.bundled import FOLDER
+from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.profile_cache import (
+    EARLIER_VARIABLE,
+    VARIABLE,
+    ProfileKey,
+    cache_folder,
+    locked,
+    weights_identity,
+)
 from tests.models import make_profile
 from tests.test_placing import settled
 

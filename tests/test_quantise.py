@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.linalg import hadamard
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import (
     QuantisedRows,
     packed,
@@ -22,7 +22,7 @@ from sgl_ragged.mem_pool.quantise import (
     stored_rows,
     unpacked,
 )
-from sgl_ragged.slab_format import FORMATS, INT8, K4V4, K6V4, K8V4, WIDE, Share, settle_share
+from sgl_ragged.mem_pool.slab_format import FORMATS, INT8, K4V4, K6V4, K8V4, WIDE, Share, settle_share
 from tests.examples import examples
 from tests.quantised_oracle import BITS, restored, restored_keys, rotation
 from tests.rig import KEPT, SEGMENT, Rig, Sequence

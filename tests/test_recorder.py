@@ -37,12 +37,12 @@ from calib.recordings_folder import Settings, claim
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import extend_view
-from sgl_ragged.budgets import coverage_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.head_statistics import ROLE, STABILITY
-from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.kv_dtype import KvScales
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.profiles.budgets import coverage_kept
+from sgl_ragged.profiles.head_statistics import ROLE, STABILITY
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens

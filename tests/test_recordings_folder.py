@@ -18,7 +18,7 @@ from calib.recorder import HIDDEN_STATES, Recorder, failure_file, hidden_states_
 from calib.recordings_folder import claim, save
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.test_recorder import content, make_settings, record
 
 SAMPLES = [TokenizedSample("t", tuple(range(n, n + 600))) for n in range(3)]

@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend, _attention_layers
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool

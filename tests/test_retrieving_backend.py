@@ -15,20 +15,20 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.runner import base_runner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
-from sgl_ragged.attention.retrieval import Retriever
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.mem_pool.histories import Histories
+from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.history.histories import Histories
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.retrieving import RetrievingBackend
 from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.plugin.worker import name_requests
-from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.roles import HeadRoles
+from sgl_ragged.retrieval.retriever import Retriever
+from sgl_ragged.retrieval.roles import HeadRoles
+from sgl_ragged.retrieval.settings import Retrieval
+from sgl_ragged.retrieval.sglang_backend import RetrievingBackend
 from sgl_ragged.scorers import get_scorer
 
 pytestmark = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23")

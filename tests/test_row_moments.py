@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.row_moments import centred, row_moments
-from sgl_ragged.slab_format import K4V4, SlabFormat
+from sgl_ragged.mem_pool.slab_format import K4V4, SlabFormat
 from tests.examples import examples
 from tests.quantised_oracle import moments
 from tests.rig import KEPT, SEGMENT, Rig, Sequence

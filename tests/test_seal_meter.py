@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.plugin.metrics import imbalance
 

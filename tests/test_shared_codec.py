@@ -10,14 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.budgets import uniform_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.layer_pairs import CANDIDATES, Shareable, candidates, choose_pairs, distances
+from sgl_ragged.host_tier.layer_pairs import CANDIDATES, Shareable, candidates, choose_pairs, distances
+from sgl_ragged.host_tier.shared_codec import SharedCodec
+from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import InChunk, InTails
-from sgl_ragged.mem_pool.shared_codec import SharedCodec
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.mem_pool.slab_transfer import SlabTransfer
+from sgl_ragged.profiles.budgets import uniform_kept
 from sgl_ragged.scorers import get_scorer
 
 CPU = torch.device("cpu")

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.codecs import CODECS
+from sgl_ragged.host_tier.codecs import CODECS
+from sgl_ragged.host_tier.slab_transfer import SlabTransfer, layer_groups
+from sgl_ragged.host_tier.stored_page import FOOTER_BYTES, read_page, write_page
 from sgl_ragged.mem_pool.kv_dtype import FP8
-from sgl_ragged.mem_pool.slab_transfer import SlabTransfer, layer_groups
-from sgl_ragged.mem_pool.stored_page import FOOTER_BYTES, read_page, write_page
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.plan import TierPlan
 
 KEPT = np.array([[16, 48], [32, 16], [64, 64], [16, 16], [48, 32]])

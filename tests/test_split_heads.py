@@ -9,8 +9,8 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.slab_format import INT8, K4V4, K6V4, K8V4
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
 from tests.split_heads import FULL_PARTS, PLACEMENTS, check_parts
 
 

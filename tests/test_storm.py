@@ -20,7 +20,7 @@ from benchmarks.storm.pairs import cover, narrow, pairs_of, shown
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
 from benchmarks.storm.results import Results, refusal_table, table
 from benchmarks.storm.traffic import Survivor
-from sgl_ragged.profile import load_profile
+from sgl_ragged.profiles.profile import load_profile
 
 NAMES = tuple("abcdefgh")
 

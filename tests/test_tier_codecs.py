@@ -13,7 +13,7 @@ from benchmarks.harness.errors import ServerLost, SettingsError
 from benchmarks.tier_codecs import as_published, asking, results, sizes, suites
 from benchmarks.tier_codecs.asking import Answers
 from benchmarks.tier_codecs.suites import Question, Talk
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 
 SEGMENT = 256
 

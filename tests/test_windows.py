@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged import cli
-from sgl_ragged.budgets import uniform_kept
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
+from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.history.sglang_plan import with_lag
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import fit_pool
-from sgl_ragged.mem_pool.window_sizes import TOKENS_PER_WINDOW, WindowNeeds
-from sgl_ragged.plugin.history_plan import with_lag
-from sgl_ragged.plugin.retrieval_plan import refuse_shape
-from sgl_ragged.retrieval import Retrieval
+from sgl_ragged.profiles.budgets import uniform_kept
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.retrieval.settings import Retrieval
+from sgl_ragged.retrieval.sglang_plan import refuse_shape
+from sgl_ragged.windows.sizes import TOKENS_PER_WINDOW, WindowNeeds
 
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],

@@ -11,9 +11,9 @@ from pathlib import Path
 from benchmarks.accuracy.cell import Key
 from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.model_options import read_sizes
 from sgl_ragged.plan import choose_budgets
+from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
 

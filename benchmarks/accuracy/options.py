@@ -11,9 +11,9 @@ from benchmarks.accuracy.cell import TOKEN, Key
 from benchmarks.accuracy.prompts import MODES, PromptFormat
 from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
-from sgl_ragged.budgets import check_budgets, check_segment
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import parse_bytes
+from sgl_ragged.profiles.budgets import check_budgets, check_segment
 from sgl_ragged.scorers import get_scorer
 
 SUITES = ("recall", "ruler", "scbench")

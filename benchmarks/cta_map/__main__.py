@@ -4,8 +4,8 @@
 
 Profiles are those of tests/data (four scorers, three models, two scopes, two shares). Kept counts are fitted to each
 ratio at segments of 256 tokens, in the profile's own scope. Largest / mean is that of a
-layer's CTAs; makespan is the waves model of `sgl_ragged.cta_map.makespan`. Writes a row for each ratio, batch and
-method, every layer of the first ratio for some batches and methods, and the images of docs/cta-map.md.
+layer's CTAs; makespan is the waves model of `sgl_ragged.attention.cta_map.makespan`. Writes a row for each ratio, batch
+and method, every layer of the first ratio for some batches and methods, and the images of docs/cta-map.md.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.cta_map.loads import MethodLoads, compare_methods, plot_loads
 from benchmarks.harness.command import command
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.plots import save_plot
-from sgl_ragged.budgets import fit_kept
-from sgl_ragged.cta_map import METHODS
+from sgl_ragged.attention.cta_map import METHODS
+from sgl_ragged.profiles.budgets import fit_kept
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"

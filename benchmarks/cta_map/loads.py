@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sgl_ragged.cta_map import BALANCE, METHODS, cta_counts, imbalance, makespan
+from sgl_ragged.attention.cta_map import BALANCE, METHODS, cta_counts, imbalance, makespan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ class MethodLoads:
     """One method on all layers.
 
     `counts`: int64 [num_layers, num_heads], CTAs of each head per request. `imbalance`, `makespan`: float64
-    [num_layers], as in `sgl_ragged.cta_map`.
+    [num_layers], as in `sgl_ragged.attention.cta_map`.
     """
 
     counts: np.ndarray

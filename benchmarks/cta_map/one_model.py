@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.cta_map.loads import MethodLoads, compare_methods, plot_loads
 from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
-from sgl_ragged.cta_map import METHODS
+from sgl_ragged.attention.cta_map import METHODS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry
 

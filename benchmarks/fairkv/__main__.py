@@ -25,9 +25,9 @@ from benchmarks.harness.command import command
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.plots import save_plot
 from calib.measured import load_measured
-from sgl_ragged.budgets import fit_kept
-from sgl_ragged.bundled import FOLDER
 from sgl_ragged.fairkv.cost import CostModel
+from sgl_ragged.profiles.budgets import fit_kept
+from sgl_ragged.profiles.bundled import FOLDER
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"

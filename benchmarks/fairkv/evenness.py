@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.fairkv.copying import MODES, place_any
-from sgl_ragged.budgets import UNIT
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.profiles.budgets import UNIT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,10 +17,10 @@ from rich.table import Table
 from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, plot_modes
 from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
-from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry, read_sizes
+from sgl_ragged.profiles.budgets import UNIT
 
 
 def options_parser() -> argparse.ArgumentParser:

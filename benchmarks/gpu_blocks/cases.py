@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_ragged.budgets import fit_kept
-from sgl_ragged.slab_format import INT8, K6V4, K8V4, WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import INT8, K6V4, K8V4, WIDE, SlabFormat
+from sgl_ragged.profiles.budgets import fit_kept
 
 PROFILES = Path(__file__).parents[2] / "tests" / "data" / "measured_profiles.npz"
 SEGMENT = 256

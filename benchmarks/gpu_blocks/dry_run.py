@@ -21,7 +21,7 @@ from benchmarks.gpu_blocks.arithmetic import (
 )
 from benchmarks.gpu_blocks.record import COMPUTED
 from benchmarks.gpu_blocks.tables import show
-from sgl_ragged.cta_map import METHODS, build_cta_map, imbalance
+from sgl_ragged.attention.cta_map import METHODS, build_cta_map, imbalance
 
 SMS, CTAS_PER_SM = 132, 3
 MEMORY = 127 << 30

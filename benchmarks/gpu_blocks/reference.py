@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ragged.budgets import GUARD, SINKS
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
-from sgl_ragged.slab_format import SlabFormat
+from sgl_ragged.mem_pool.slab_format import SlabFormat
+from sgl_ragged.profiles.budgets import GUARD, SINKS
 
 SCORE_TOLERANCE = 1e-4
 """How far float32 scores may be from float64 ones, in units of the largest score."""

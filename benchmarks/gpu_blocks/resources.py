@@ -13,7 +13,7 @@ from benchmarks.gpu_blocks.extend import Chunks
 from benchmarks.gpu_blocks.stage import make_stage, measured_residents
 from benchmarks.gpu_blocks.tables import show
 from sgl_ragged.attention.occupancy import Resources, ctas_per_sm, device_limits
-from sgl_ragged.slab_format import WIDE
+from sgl_ragged.mem_pool.slab_format import WIDE
 
 
 def run(context: Context, models: tuple[Model, ...] = MODELS) -> Iterator[Row]:

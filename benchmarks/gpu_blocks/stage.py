@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from sgl_ragged.attention.cta_map import build_cta_map
 from sgl_ragged.attention.occupancy import resident_ctas
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView
-from sgl_ragged.cta_map import build_cta_map
-from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.slab_format import WIDE, SlabFormat
 
 FALLBACK_RESIDENT = 24
 """Resident CTAs where there is no GPU to ask: in the interpreter."""

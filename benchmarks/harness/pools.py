@@ -12,7 +12,7 @@ from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER, serve
 from benchmarks.harness.warm_start import Nursery
-from sgl_ragged.slab_format import WIDE
+from sgl_ragged.mem_pool.slab_format import WIDE
 
 SLABS = "slab-dtype"
 """The option that says how finished segments are stored."""

@@ -29,7 +29,7 @@ from benchmarks.quality.plot import draw
 from benchmarks.quality.store import Results
 from benchmarks.quality.table import show
 from benchmarks.quality.texts import pieces
-from sgl_ragged import slab_format
+from sgl_ragged.mem_pool import slab_format
 from sgl_ragged.plugin.options import FITTED
 
 CALIBRATION_S = 3600.0

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sgl_ragged import slab_format
+from sgl_ragged.mem_pool import slab_format
 
 DEFAULT = "default"
 """The server's own choice of a scorer."""

@@ -33,7 +33,7 @@ from benchmarks.returning.results import Results
 from benchmarks.returning.sizes import Heads, PoolPages, needed_to_evict
 from benchmarks.returning.stages import TIERS_STAGE, TIGHT_STAGE, Stages, Traffic
 from benchmarks.returning.variants import COMMON, Variant
-from sgl_ragged.mem_pool.restore_schedule import AUTO
+from sgl_ragged.host_tier.restore_schedule import AUTO
 from sgl_ragged.mem_pool.sizing import parse_bytes
 
 RESULTS = Path(__file__).parents[1] / "results"

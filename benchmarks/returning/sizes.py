@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.pools import Pool
-from sgl_ragged.budgets import uniform_kept
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import fit_pool
+from sgl_ragged.profiles.budgets import uniform_kept
 
 RUNNING = 1
 """Requests that run at once, which is how many tails a ragged pool allocates."""

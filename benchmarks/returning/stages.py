@@ -22,7 +22,7 @@ from benchmarks.returning.servers import (
 from benchmarks.returning.sizes import Heads, PoolPages, held
 from benchmarks.returning.variants import Variant
 from benchmarks.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT, Visit, visit
-from sgl_ragged.mem_pool.restore_schedule import AUTO
+from sgl_ragged.host_tier.restore_schedule import AUTO
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""

@@ -11,7 +11,7 @@ from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER
 from benchmarks.harness.pools import Pool
 from benchmarks.returning import token_server
-from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
+from sgl_ragged.host_tier.restore_schedule import AUTO, MODES
 
 TOKEN_SERVER = (sys.executable, "-m", "benchmarks.returning.token_server")
 

@@ -14,10 +14,10 @@ import transformers
 from safetensors.numpy import save_file
 
 from benchmarks.demo import MODEL
-from sgl_ragged.codebook import MASSES, OUTPUTS, QUERIES, ROPE
-from sgl_ragged.geometry import ModelGeometry
-from sgl_ragged.head_statistics import PIVOT_ORDER, WATCHED
-from sgl_ragged.profile import VALUE_MEAN, Profile
+from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, WATCHED
+from sgl_ragged.profiles.profile import VALUE_MEAN, Profile
 
 RECALL, GPT_OSS, GEMMA3 = "recall", "gpt-oss", "gemma3"
 """The demo's model, and random ones with sliding windows."""

@@ -30,9 +30,9 @@ from benchmarks.harness.rows import Rows
 from benchmarks.quality.head import Difference
 from benchmarks.quality.table import mean_and_error
 from benchmarks.quality.texts import pieces
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.fp8_codec import Fp8Codec
-from sgl_ragged.mem_pool.layer_pairs import candidates, choose_pairs
+from sgl_ragged.host_tier.fp8_codec import Fp8Codec
+from sgl_ragged.host_tier.layer_pairs import candidates, choose_pairs
+from sgl_ragged.mem_pool.layout import SlabLayout
 
 CONTEXT, CONTINUATION = 1024, 256
 """Tokens, as in benchmarks.tier_codecs."""

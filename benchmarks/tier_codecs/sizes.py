@@ -17,13 +17,13 @@ import torch
 from rich.console import Console
 
 from benchmarks.harness.rows import Rows
-from sgl_ragged.budgets import profile_kept, uniform_kept
-from sgl_ragged.bundled import FOLDER
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.codecs import CODECS
-from sgl_ragged.mem_pool.layer_pairs import Shareable
-from sgl_ragged.profile import load_profile
+from sgl_ragged.host_tier.codecs import CODECS
+from sgl_ragged.host_tier.layer_pairs import Shareable
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
+from sgl_ragged.profiles.bundled import FOLDER
+from sgl_ragged.profiles.profile import load_profile
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 

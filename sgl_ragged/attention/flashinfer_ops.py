@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from sgl_ragged.attention.cta_map import build_cta_map
 from sgl_ragged.attention.merge import merge_states
 from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView, seen_segments
-from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import Band
+from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 HEAD_DIMS = (64, 128, 256)

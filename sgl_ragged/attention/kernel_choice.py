@@ -93,8 +93,8 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         with_flashinfer = FlashInferOps(store, max_batch, max_segments)
         with_flashinfer.warm_up()
         return with_flashinfer
+    from sgl_ragged.attention.cta_map import batch_buckets, build_cta_map, imbalance
     from sgl_ragged.attention.triton_ops import TritonOps
-    from sgl_ragged.cta_map import batch_buckets, build_cta_map, imbalance
 
     resident, chunk_ctas = _resident_ctas(store)
     # Heads that only other ranks store have a CTA, too: it finds no rows.
@@ -124,9 +124,9 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
         return INTERPRETED_CTAS, INTERPRETED_CTAS
     import torch
 
+    from sgl_ragged.attention.cta_map import build_cta_map
     from sgl_ragged.attention.occupancy import resident_ctas
     from sgl_ragged.attention.triton_ops import TritonOps
-    from sgl_ragged.cta_map import build_cta_map
 
     layout = store.layout
     trial = TritonOps(store, build_cta_map(np.maximum(layout.kept, 1), 1, [1], "none"), 1, 1)

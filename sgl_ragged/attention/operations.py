@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from sgl_ragged.attention.transfer import to_device
-from sgl_ragged.attention.view import DecodeView, ExtendView, decode_view, extend_view
-from sgl_ragged.mem_pool.histories import Seen
+from sgl_ragged.attention.view import DecodeView, ExtendView, Seen, decode_view, extend_view
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 

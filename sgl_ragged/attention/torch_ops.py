@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.torch_past import Past, past_of
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
-from sgl_ragged.layout import Band
 from sgl_ragged.mem_pool.kv_dtype import movable
+from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
 from sgl_ragged.attention.kernels import append, decode, extend, narrow, tiles
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.attention.view import DecodeView, ExtendView
-from sgl_ragged.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.layout import Band
+from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 

@@ -9,7 +9,7 @@ import torch
 
 from sgl_ragged.attention.kernels import seal
 from sgl_ragged.attention.transfer import head_rows
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import Finished, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
@@ -56,7 +56,7 @@ class TritonSealer:
         return self._every if layer is None else self._layers[layer]
 
     def __call__(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
-        if store.fits is not None:
+        if store.corrector is not None:
             # Small dense problems, many at once: torch's batched solvers, without a wait for the device.
             seal_in_torch(store, layer, segments)
             return

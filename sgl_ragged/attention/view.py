@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sgl_ragged.attention.transfer import to_device
-from sgl_ragged.mem_pool.histories import Seen
 from sgl_ragged.mem_pool.segments import InTails
+
+Seen = Callable[[int, int], Sequence[int] | None]
+"""By index of the request and number of the segment: which earlier segments its queries see; None for all."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from sgl_ragged.budgets import UNIT
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import permute_layer
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.splitting import split_layer
+from sgl_ragged.profiles.budgets import UNIT
 
 MODES = ("none", "permute", "split")
 

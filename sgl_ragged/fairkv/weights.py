@@ -14,7 +14,7 @@ import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 _ATTENTION = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:self_attn|self_attention|attention|attn)\.(.+)$")
 _PROJECTION = re.compile(r"([qkvo])_proj\.(weight|bias)")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sgl_ragged.mem_pool.row_moments import centred, row_moments
-from sgl_ragged.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
 
 
 def rotation_block(head_dim: int) -> int:

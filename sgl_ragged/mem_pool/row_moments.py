@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_ragged.slab_format import LEAST_SCALE, MOST_SCALE
+from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE
 
 BLOCK = 16
 """Rows that are added at once; kept counts are multiples of it."""

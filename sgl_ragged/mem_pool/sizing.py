@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 import re
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.mem_pool.window_sizes import WindowNeeds
+from sgl_ragged.mem_pool.layout import SlabLayout
+
+if TYPE_CHECKING:
+    from sgl_ragged.windows.sizes import WindowNeeds
 
 MAX_TAIL_SHARE = 1 / 8
 """Unless the user asks for more running requests, tails take at most this share of the KV bytes, and at most half of
@@ -103,19 +105,6 @@ class PoolSizes:
         return (
             f"{loss}: the open segments of {self.max_requests} requests take {self.tails_bytes} of them; lower "
             f"--max-running-requests, give a shorter --ragged-segment, or more memory"
-        )
-
-    def most_request_bytes(self, bound: HistoryBound) -> int:
-        """Bytes that a request with a bounded history holds of its own at most while it decodes: slabs of what it sees
-        and of its open segment, its tail, and what sliding-window layers need."""
-        windows = (bound.lag + 1) * self.window_page_bytes if self.window_pages else 0
-        return bound.held * self.slab_bytes + self.row_bytes + windows
-
-    def describe_history(self, bound: HistoryBound) -> str:
-        """What a bound means, for the start-up line."""
-        return (
-            f"requests see {bound.limit * self.layout.segment} tokens of their histories and hold at most "
-            f"{self.most_request_bytes(bound)} bytes beside what they share"
         )
 
     def describe(self) -> str:

@@ -9,15 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from sgl_ragged.codebook import CODEBOOK, QUERIES
-from sgl_ragged.layout import Band, SlabLayout
-from sgl_ragged.mem_pool.fitted import LayerFit, layer_fits
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
+from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 from sgl_ragged.scorers import Scorer, SegmentData
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values [segments, heads, S, head_dim], as the cache holds them, FP8 as bytes."""
+
+Corrector = Callable[[int, Rows, torch.Tensor, torch.Tensor], Rows]
+"""From a layer, its segments' rows, what `rank_positions` says of these, and their numbers [segments]: other rows."""
 
 
 def _side_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
@@ -58,8 +62,8 @@ class SlabStore:
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
     and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer`
     writes slabs: called with the store, a layer or None for all, and segments. `watchers` are called with the same
-    after it. `seal_meter` counts what they have done. `fits`: per layer, how sealing fits what heads keep; None, where
-    they keep it as it is, unless the owner has a codebook (`use_codebook`).
+    after it. `seal_meter` counts what they have done. `corrector` changes what heads keep
+    before it is stored; None, where they keep it as it is, unless the owner has a codebook (`fitting`).
     """
 
     def __init__(
@@ -104,21 +108,12 @@ class SlabStore:
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
-        self.fits: Sequence[LayerFit] | None = None
+        self.corrector: Corrector | None = None
         self.seal_meter = SealMeter(layout.num_layers)
         self.sealer: Callable[[SlabStore, int | None, Finished], None] = seal_in_torch
         self.watchers: list[Callable[[SlabStore, int | None, Finished], None]] = []
         self._pending: list[InTails] = []
         self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
-
-    def use_codebook(self) -> None:
-        """Fit what heads keep from now on, if there is a codebook among the statistics; `scales` are the model's."""
-        if QUERIES in self.statistics[0]:
-            self.fits = layer_fits(self.layout, list(self.statistics), self.scales)
-            # It may be large, and scorers do not look at it.
-            self.statistics = [
-                {name: tensor for name, tensor in own.items() if name not in CODEBOOK} for own in self.statistics
-            ]
 
     @property
     def nbytes(self) -> int:

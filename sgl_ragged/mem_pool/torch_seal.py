@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgl_ragged.mem_pool.fitted import fit_segments
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
 from sgl_ragged.scorers import keep_positions, rank_positions
@@ -25,8 +24,8 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
     if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
         scores = store.scorer.score(store.segment_data(layer, segments, rows))
         order = rank_positions(scores, segments.numbers == 0)
-        if store.fits is not None:
-            every_key, every_value = fit_segments(store, layer, (every_key, every_value), order, segments.numbers)
+        if store.corrector is not None:
+            every_key, every_value = store.corrector(layer, (every_key, every_value), order, segments.numbers)
     for index, band in enumerate(store.layout.bands[layer]):
         if band.kept == 0:
             continue

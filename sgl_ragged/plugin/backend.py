@@ -17,11 +17,12 @@ from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
+from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.window_attention import window_backend
-from sgl_ragged.plugin.window_pool import RaggedHybridPool, slab_pool
+from sgl_ragged.windows.sglang_attention import window_backend
+from sgl_ragged.windows.sglang_pool import RaggedHybridPool, slab_pool
 
 
 class Observer(Protocol):
@@ -90,7 +91,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
-        self.store.use_codebook()
+        use_codebook(self.store)
         if self.store.fp8:
             self.store.kv_scales = kv_scales(layers, get_model().quantization_param_path)
         self.observer = observer

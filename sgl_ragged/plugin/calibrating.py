@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from sgl_ragged.bundled import find_bundled
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plugin.calibration_process import WAYS_OUT, calibrate, remove_recordings, say
 from sgl_ragged.plugin.model_source import model_folder
 from sgl_ragged.plugin.options import CALIBRATED_SCORER, OTHER_SCORER, RaggedOptions
-from sgl_ragged.profile import load_profile
-from sgl_ragged.profile_cache import ProfileKey, cache_folder, locked, unwritable, weights_identity
+from sgl_ragged.profiles.bundled import find_bundled
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.profile_cache import ProfileKey, cache_folder, locked, unwritable, weights_identity
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import check_weights
 

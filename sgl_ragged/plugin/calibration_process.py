@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plugin.model_source import load_tokenizer
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.profile_cache import VARIABLE
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile_cache import VARIABLE
 
 PASSED_ON = (
     *("trust_remote_code", "revision", "tokenizer_path", "tokenizer_mode", "quantization", "load_format", "device"),

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.window_pool import slab_allocator, slab_pool
+from sgl_ragged.windows.sglang_pool import slab_allocator, slab_pool
 
 if TYPE_CHECKING:
-    from sgl_ragged.attention.retrieval import Retriever
+    from sgl_ragged.retrieval.retriever import Retriever
 
 _METRICS = "_sgl_ragged_metrics"
 """Attribute of SGLang's collector that holds ours."""
@@ -148,7 +148,7 @@ def summary(plan: ServingPlan, size: PoolSizes) -> str:
         )
     if plan.history is None:
         return line
-    return f"{line}; {size.describe_history(plan.history)}; segments leave by {plan.history.score}"
+    return f"{line}; {plan.history.describe(size)}; segments leave by {plan.history.score}"
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fingerprint import config_fingerprint
-from sgl_ragged.geometry import ModelGeometry, windowed_layers
 from sgl_ragged.mem_pool.kv_dtype import FP8, KV_DTYPES
 from sgl_ragged.plugin.multimodal import media_reason
+from sgl_ragged.profiles.fingerprint import config_fingerprint
+from sgl_ragged.profiles.geometry import ModelGeometry, windowed_layers
 
 NAMED_KV_DTYPES = {
     "bf16": torch.bfloat16,

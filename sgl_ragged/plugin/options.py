@@ -8,14 +8,14 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from sgl_ragged.attention.kernel_choice import KERNELS
-from sgl_ragged.budgets import check_budgets, check_ratio, check_segment
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.bounded_history import check_score
-from sgl_ragged.mem_pool.restore_schedule import AUTO, MODES
+from sgl_ragged.history.bound import check_score
+from sgl_ragged.host_tier.restore_schedule import AUTO, MODES
 from sgl_ragged.mem_pool.sizing import parse_bytes
+from sgl_ragged.mem_pool.slab_format import ASKED, CODED_RATIO, WIDE, WIDE_RATIO
+from sgl_ragged.mem_pool.slab_format import AUTO as BY_RATIO
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan
-from sgl_ragged.slab_format import ASKED, CODED_RATIO, WIDE, WIDE_RATIO
-from sgl_ragged.slab_format import AUTO as BY_RATIO
+from sgl_ragged.profiles.budgets import check_budgets, check_ratio, check_segment
 
 FITTED = "auto"
 """Value of --ragged-fit with which heads are fitted."""

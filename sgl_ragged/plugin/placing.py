@@ -16,10 +16,10 @@ from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.fairkv.weights import require_projections
-from sgl_ragged.geometry import ModelGeometry
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.model_support import expected_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer
 
 if TYPE_CHECKING:
-    from sgl_ragged.attention.retrieval import Retriever
-    from sgl_ragged.mem_pool.histories import Histories
-    from sgl_ragged.plugin.restoring import Restorer
+    from sgl_ragged.history.histories import Histories
+    from sgl_ragged.host_tier.sglang_restoring import Restorer
+    from sgl_ragged.retrieval.retriever import Retriever
 
 
 class RaggedTokenToKVPool(MHATokenToKVPool):

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from sgl_ragged.attention.kernel_choice import check_cache, choose_kernel, device_capability
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.history.sglang_plan import chunk_size, plan_history, with_history
+from sgl_ragged.host_tier.sglang_plan import plan_tier, refuse_storage
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
+from sgl_ragged.mem_pool.slab_format import Share, settle_share
 from sgl_ragged.plan import CODEC_NAMES, ServingPlan, kept_share, make_plan, refuse_ranks
-from sgl_ragged.plugin.history_plan import chunk_size, plan_history, with_history
 from sgl_ragged.plugin.model_support import (
     NAMED_KV_DTYPES,
     architecture,
@@ -25,7 +27,6 @@ from sgl_ragged.plugin.model_support import (
 )
 from sgl_ragged.plugin.multimodal import counts_pictures, refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, FLAGS, RaggedOptions, dashed
-from sgl_ragged.plugin.retrieval_plan import plan_retrieval, refuse_shape
 from sgl_ragged.plugin.seams import (
     ADAPTER_ID,
     BACKEND,
@@ -39,9 +40,8 @@ from sgl_ragged.plugin.seams import (
     resolve,
     seams_for,
 )
-from sgl_ragged.plugin.tier_plan import plan_tier, refuse_storage
-from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.slab_format import Share, settle_share
+from sgl_ragged.retrieval.settings import Retrieval
+from sgl_ragged.retrieval.sglang_plan import plan_retrieval, refuse_shape
 
 if TYPE_CHECKING:
     import torch

@@ -281,13 +281,13 @@ def install(options: RaggedOptions) -> None:
     if options.plan is not None and options.plan.history is not None:
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sgl_ragged.plugin.bounded_cache import bounded_cache
+        from sgl_ragged.history.sglang_cache import bounded_cache
 
         register_radix_cache_backend(BOUNDED_CACHE, bounded_cache)
     if options.plan is not None and options.plan.retrieval is not None:
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sgl_ragged.plugin.retrieval_cache import retrieval_cache
+        from sgl_ragged.retrieval.sglang_cache import retrieval_cache
 
         register_radix_cache_backend(RETRIEVAL_CACHE, retrieval_cache)
 

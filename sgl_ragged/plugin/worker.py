@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.history.sglang_admission import check_held_pages as check_held_pages
+from sgl_ragged.history.sglang_admission import fits as fits
+from sgl_ragged.history.sglang_admission import make_room as make_room
+from sgl_ragged.history.sglang_admission import reserve_admitted as reserve_admitted
+from sgl_ragged.history.sglang_admission import reserve_running as reserve_running
+from sgl_ragged.history.sglang_admission import uncached_tokens as uncached_tokens
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
-from sgl_ragged.mem_pool.window_sizes import WindowNeeds
 from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.admission import check_held_pages as check_held_pages
-from sgl_ragged.plugin.admission import fits as fits
-from sgl_ragged.plugin.admission import make_room as make_room
-from sgl_ragged.plugin.admission import reserve_admitted as reserve_admitted
-from sgl_ragged.plugin.admission import reserve_running as reserve_running
-from sgl_ragged.plugin.admission import uncached_tokens as uncached_tokens
 from sgl_ragged.plugin.chunking import cut_one_request as cut_one_request
 from sgl_ragged.plugin.metrics import controller_ready as controller_ready
 from sgl_ragged.plugin.metrics import flush_cache as flush_cache
@@ -31,15 +30,16 @@ from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.placing import describe_placement
 from sgl_ragged.plugin.ranks import least_over_ranks, require_equal_digests
 from sgl_ragged.plugin.refusal import end_worker
+from sgl_ragged.windows.sizes import WindowNeeds
 
 if TYPE_CHECKING:
     import torch
 
-    from sgl_ragged.attention.retrieval import Retriever
-    from sgl_ragged.mem_pool.bounded_history import HistoryBound
-    from sgl_ragged.mem_pool.histories import Histories
+    from sgl_ragged.history.bound import HistoryBound
+    from sgl_ragged.history.histories import Histories
     from sgl_ragged.mem_pool.slab_store import SlabStore
-    from sgl_ragged.retrieval import Retrieval
+    from sgl_ragged.retrieval.retriever import Retriever
+    from sgl_ragged.retrieval.settings import Retrieval
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
 
 def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any:
     """Tells the retriever how long the prompts are whose chunks are about to be prefilled."""
-    from sgl_ragged.plugin.window_pool import slab_pool
+    from sgl_ragged.windows.sglang_pool import slab_pool
 
     prepared = original(batch)
     retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).retriever
@@ -122,7 +122,7 @@ def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any
 
 def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any) -> Any:
     """Tells the retriever whose batch runs: what the attention backend is given in place of it may not say."""
-    from sgl_ragged.plugin.window_pool import slab_pool
+    from sgl_ragged.windows.sglang_pool import slab_pool
 
     retriever = slab_pool(worker.model_runner.token_to_kv_pool).retriever
     retriever.running = tuple(batch.req_pool_indices_cpu.tolist())
@@ -211,7 +211,7 @@ def build_pool(
     if serving.history is not None:
         pool.histories = _histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
     if geometry.windowed is not None:
-        from sgl_ragged.plugin.window_pool import RaggedHybridPool
+        from sgl_ragged.windows.sglang_pool import RaggedHybridPool
 
         pool = RaggedHybridPool(
             pool,
@@ -225,7 +225,7 @@ def build_pool(
     if serving.tier is not None:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
-        from sgl_ragged.plugin.host_tier import RaggedStack
+        from sgl_ragged.host_tier.sglang_controller import RaggedStack
 
         register_stack_strategy(RaggedStack(bind(build_tier, options)))
     logger.info("%s; digest of the plan %s", serving.source, serving.digest)
@@ -241,7 +241,7 @@ def build_pool(
 def _retriever(plan: ServingPlan, settings: Retrieval, store: SlabStore, req_to_token: torch.Tensor) -> Retriever:
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_ragged.attention.retrieval import Retriever
+    from sgl_ragged.retrieval.retriever import Retriever
 
     parallel, owners = get_parallel(), plan.pivot_ranks
     entries = plan.reservoir_entries(store.dtype.itemsize)
@@ -260,8 +260,8 @@ def _histories(plan: ServingPlan, bound: HistoryBound, store: SlabStore, req_to_
     import torch
     from sglang.srt.runtime_context import get_parallel
 
-    from sgl_ragged.mem_pool.histories import Histories
-    from sgl_ragged.mem_pool.segment_scores import SegmentScores
+    from sgl_ragged.history.histories import Histories
+    from sgl_ragged.history.segment_scores import SegmentScores
 
     scores = None
     if not bound.by_age:
@@ -282,7 +282,7 @@ def _histories(plan: ServingPlan, bound: HistoryBound, store: SlabStore, req_to_
 
 def build_tier(options: RaggedOptions, **asked: Any) -> Any:
     """Host pool and controller of SGLang's HiCache."""
-    from sgl_ragged.plugin.host_tier import build_stack
+    from sgl_ragged.host_tier.sglang_controller import build_stack
 
     tier = serving_plan(options).tier
     assert tier is not None, "it was registered because there is one"
@@ -293,7 +293,7 @@ def recompute_segments(
     options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any
 ) -> Any:
     """Before a batch, the segments of its cached prefixes that were not loaded; its prefill is timed."""
-    from sgl_ragged.plugin.window_pool import slab_pool
+    from sgl_ragged.windows.sglang_pool import slab_pool
 
     restorer = slab_pool(worker.model_runner.token_to_kv_pool).tier
     if batch is None or restorer is None:
@@ -317,7 +317,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     from sgl_ragged.attention.kernel_choice import make_operations
     from sgl_ragged.mem_pool.kv_dtype import describe_scales
     from sgl_ragged.plugin.backend import RaggedAttnBackend
-    from sgl_ragged.plugin.retrieving import RetrievingBackend
+    from sgl_ragged.retrieval.sglang_backend import RetrievingBackend
 
     plan = serving_plan(options)
     if plan.placement is not None and not hasattr(model_runner.model, "_derived_weight_cache_error"):
@@ -371,7 +371,7 @@ def _window_needs(plan: ServingPlan, configurator: Any) -> WindowNeeds | None:
     """What the model's sliding-window layers need on a rank."""
     from sglang.srt.runtime_context import get_schedule
 
-    from sgl_ragged.plugin.window_pool import window_needs
+    from sgl_ragged.windows.sglang_pool import window_needs
 
     schedule = get_schedule()
     chunk = schedule.chunked_prefill_size

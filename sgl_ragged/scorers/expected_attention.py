@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import torch
 
-from sgl_ragged.budgets import SINKS
+from sgl_ragged.profiles.budgets import SINKS
 from sgl_ragged.scorers.base import Scorer, SegmentData
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_ragged.budgets import GUARD, SINKS
+from sgl_ragged.profiles.budgets import GUARD, SINKS
 
 
 def forced_first(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import avg_pool1d
 
-from sgl_ragged.budgets import GUARD
+from sgl_ragged.profiles.budgets import GUARD
 from sgl_ragged.scorers.base import Scorer, SegmentData
 from sgl_ragged.scorers.window_attention import window_attention
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profile import STATISTIC, Profile
+from sgl_ragged.profiles.profile import STATISTIC, Profile
 from sgl_ragged.scorers.base import Scorer
 
 

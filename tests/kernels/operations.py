@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sgl_ragged.attention.cta_map import build_cta_map
 from sgl_ragged.attention.triton_ops import TritonOps
-from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 RESIDENT_CTAS = 24

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels import seal
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
-from sgl_ragged.slab_format import INT8, K4V4, K6V4, K8V4
+from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
 from tests.kernels.operations import triton_operations
 from tests.kernels.test_seal import generator
 from tests.rig import KEPT, SEGMENT, Rig, Sequence

@@ -20,7 +20,7 @@ from sgl_ragged.attention.flashinfer_ops import FlashInferOps, flashinfer_wrappe
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.triton_ops import TritonOps
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.kernels.paged_decode import PagedDecode

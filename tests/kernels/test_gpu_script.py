@@ -24,7 +24,7 @@ from benchmarks.gpu_blocks.cases import (
 from benchmarks.gpu_blocks.context import Context
 from benchmarks.gpu_blocks.timing import HostTimer
 from sgl_ragged.attention import flashinfer_ops
-from sgl_ragged.slab_format import INT8, K8V4
+from sgl_ragged.mem_pool.slab_format import INT8, K8V4
 from tests.kernels.paged_decode import PagedDecode
 
 CPU = torch.device("cpu")

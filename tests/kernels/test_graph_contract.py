@@ -17,7 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ragged.attention.kernel_choice import make_operations
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.layout import SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels.row_copy import BLOCK_WORDS, copy_rows
-from sgl_ragged.layout import SlabLayout
-from sgl_ragged.mem_pool.codecs import CODECS
-from sgl_ragged.mem_pool.score_transfer import ScoreTransfer
-from sgl_ragged.mem_pool.slab_transfer import SlabTransfer
+from sgl_ragged.host_tier.codecs import CODECS
+from sgl_ragged.host_tier.score_transfer import ScoreTransfer
+from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.mem_pool.layout import SlabLayout
 
 
 @pytest.mark.parametrize("words", [1, 7, BLOCK_WORDS, BLOCK_WORDS + 3])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels import append, narrow, seal
-from sgl_ragged.layout import SlabLayout
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, narrowed
+from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
 
 HEADS, DIM = 3, 48

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sgl_ragged.attention.cta_map import build_cta_map
 from sgl_ragged.attention.triton_ops import TritonOps
-from sgl_ragged.cta_map import build_cta_map
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from tests.split_heads import check_parts
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from sgl_ragged.geometry import ModelGeometry
+from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.architectures import PLAIN, WINDOWED, Family
 from tests.oracle import Oracle
 from tests.server.client import Answer, flush, generate

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
-from sgl_ragged.budgets import profile_kept
 from sgl_ragged.plugin.seams import installed_release
-from sgl_ragged.profile import VALUE_MEAN, load_profile
+from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import VALUE_MEAN, load_profile
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile
 from tests.server import test_tensor_parallel as two_ranks

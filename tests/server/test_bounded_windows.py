@@ -7,11 +7,11 @@ import re
 import numpy as np
 import pytest
 
-from sgl_ragged.budgets import profile_kept
-from sgl_ragged.mem_pool.bounded_history import HistoryBound
-from sgl_ragged.mem_pool.window_sizes import window_pages
+from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.plugin.seams import installed_release
-from sgl_ragged.profile import VALUE_MEAN
+from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import VALUE_MEAN
+from sgl_ragged.windows.sizes import window_pages
 from tests.architectures import WINDOW, WINDOWED
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import MODEL
-from sgl_ragged.budgets import profile_kept
+from sgl_ragged.profiles.budgets import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle
 from tests.rig import LARGEST

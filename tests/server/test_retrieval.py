@@ -10,11 +10,11 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from benchmarks.recall.questions import interviews
-from sgl_ragged.budgets import profile_kept
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.plugin.seams import installed_release
-from sgl_ragged.retrieval import DELAY, WINDOW, Retrieval
-from sgl_ragged.roles import head_roles, with_pivots
+from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.retrieval.roles import head_roles, with_pivots
+from sgl_ragged.retrieval.settings import DELAY, WINDOW, Retrieval
 from tests.models import make_profile
 from tests.retrieval_oracle import RetrievalOracle
 from tests.server.client import flush, generate, generate_all, ragged_metrics, server_settings, wait_until

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.warm_start import Nursery
-from sgl_ragged.budgets import profile_kept, uniform_kept
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
+from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
 from tests.models import SIZES, make_llama, make_profile, make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate

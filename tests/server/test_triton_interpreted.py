@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.warm_start import Nursery
-from sgl_ragged.budgets import profile_kept
 from sgl_ragged.plugin.seams import installed_release
-from sgl_ragged.retrieval import Retrieval
-from sgl_ragged.roles import head_roles, with_pivots
+from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.retrieval.roles import head_roles, with_pivots
+from sgl_ragged.retrieval.settings import Retrieval
 from tests.architectures import WINDOWED
 from tests.models import make_llama, make_profile
 from tests.oracle import Oracle

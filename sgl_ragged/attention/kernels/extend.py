@@ -20,7 +20,7 @@ from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.kernels.walk import walk_tail
 from sgl_ragged.attention.kernels.walk_sealed import walk_sealed
 from sgl_ragged.attention.view import TILE_COLUMNS
-from sgl_ragged.slab_format import WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 

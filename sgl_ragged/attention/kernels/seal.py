@@ -15,8 +15,8 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
 from sgl_ragged.attention.kernels.dims import cells, columns
 from sgl_ragged.attention.kernels.row_moments import centred, write_moments
-from sgl_ragged.budgets import GUARD, SINKS
-from sgl_ragged.slab_format import WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
+from sgl_ragged.profiles.budgets import GUARD, SINKS
 
 SCORED = ("keydiff", "key_norm", "value_key_norm")
 """Scorers that `score` computes; the formulas and their sources are in `sgl_ragged.scorers`."""

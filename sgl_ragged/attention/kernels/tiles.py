@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.slab_format import WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 
 HEAD_DIM_STEP, MOST_HEAD_DIM = 16, 256
 """Head dimensions are multiples of the one, for rows that are aligned, up to the other."""

@@ -1,0 +1,1 @@
+"""Bounded histories: which segments a request sees, and by what score others leave."""

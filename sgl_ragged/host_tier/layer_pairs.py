@@ -1,0 +1,125 @@
+"""Which layers share what they keep of a segment: Krul's Algorithm 1, for rows of a fixed size. Plain numpy."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from sgl_ragged.mem_pool.layout import SlabLayout
+
+CANDIDATES = 0.75
+"""Share of layers that are candidates. Krul finds 75 % to 87.5 % of the layers of three models below its threshold
+(Table 3), and does not give the threshold."""
+
+ENDS = 0.1
+"""Share of the tokens at either end that candidates look at (Algorithm 1, lines 5 and 6)."""
+
+
+def candidates(attention: np.ndarray) -> np.ndarray:
+    """bool [layers]: the CANDIDATES of the layers that attend most to the first and the last tenth of the tokens.
+
+    Algorithm 1, lines 4 to 12, has a threshold in the place of a rank, so that there may be any number of them, and
+    rows could be of any size.
+
+    Args:
+        attention: float [layers, tokens], what each token receives; equal sums in all layers.
+    """
+    length = max(int(attention.shape[1] * ENDS), 1)
+    at_ends = attention[:, :length].sum(axis=1) + attention[:, -length:].sum(axis=1)
+    chosen = np.zeros(len(attention), dtype=bool)
+    chosen[np.argsort(-at_ends, kind="stable")[: int(np.ceil(len(attention) * CANDIDATES))]] = True
+    return chosen
+
+
+def distances(attention: np.ndarray) -> np.ndarray:
+    """float [layers, layers]: Euclidean distances of attention [layers, tokens] (Algorithm 1, line 15)."""
+    return np.linalg.norm(attention[:, None] - attention[None], axis=2)
+
+
+def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
+    """Pairs (i, j), i < j, of layers that share: Algorithm 1, lines 18 to 30.
+
+    By smallest distance, each layer in at most one pair; ties go to the lower layers. Pairs of candidates come first,
+    and others only where those are too few.
+
+    Args:
+        apart: float [layers, layers], distances of the layers' attention.
+        chosen: bool [layers], the candidates.
+        eligible: bool [layers, layers], upper triangle: pairs that may be chosen.
+        count: pairs to choose; fewer are returned where there are no more.
+    """
+    pairs = np.argwhere(np.triu(eligible, 1))
+    late = ~(chosen[pairs[:, 0]] & chosen[pairs[:, 1]])
+    found: list[tuple[int, int]] = []
+    taken: set[int] = set()
+    # Rounded: layers that are equally far apart shall be so on every machine.
+    for place in np.lexsort((pairs[:, 1], pairs[:, 0], apart[pairs[:, 0], pairs[:, 1]].round(9), late)):
+        first, second = (int(layer) for layer in pairs[place])
+        if len(found) == count:
+            break
+        if first not in taken and second not in taken:
+            found.append((first, second))
+            taken |= {first, second}
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Shareable:
+    """What pairs of layers of a layout can share: heads that store equally much, whichever they are."""
+
+    layout: SlabLayout
+
+    def heads(self, first: int, second: int) -> dict[int, int]:
+        """Heads of the second layer that are restored, each with the head of the first that it is restored from.
+
+        Heads that store the same of as much are matched in their order; with equal budgets it is head by head.
+        """
+        found: dict[int, int] = {}
+        offered = {(band.kept, band.total, band.first): band.heads for band in self.layout.bands[first]}
+        for band in self.layout.bands[second]:
+            if band.kept:
+                found.update(zip(band.heads, offered.get((band.kept, band.total, band.first), ()), strict=False))
+        return found
+
+    @cached_property
+    def elems(self) -> np.ndarray:
+        """int64 [layers, layers], upper triangle: elements of the second layer that need not be stored."""
+        layers = self.layout.num_layers
+        saved = np.zeros((layers, layers), dtype=np.int64)
+        for first, second in itertools.combinations(range(layers), 2):
+            heads = list(self.heads(first, second))
+            saved[first, second] = 2 * self.layout.head_dim * self.layout.kept[second, heads].sum()
+        return saved
+
+    @cached_property
+    def promise(self) -> tuple[int, int]:
+        """How many pairs are shared, and the fewest elements that each saves: what every segment can meet.
+
+        Only pairs that save so much are eligible. Whichever pairs are chosen first, a maximal matching has at least
+        half as many as the largest: so many are always found. The two numbers are those with the largest product. With
+        equal budgets that is every layer in full, and a quarter of the layers not stored: Krul's evaluation shares half
+        of the layers (section 8).
+        """
+        best = (0, 0)
+        for least in np.unique(self.elems[self.elems > 0]).tolist():
+            number = -(-len(self._some_matching(self.elems >= least)) // 2)
+            best = max(best, (number, least), key=lambda one: (one[0] * one[1], one[1]))
+        return best
+
+    def _some_matching(self, eligible: np.ndarray) -> list[tuple[int, int]]:
+        """Pairs of eligible layers, each layer in at most one, until no more can be added."""
+        found: list[tuple[int, int]] = []
+        taken: set[int] = set()
+        for first, second in np.argwhere(np.triu(eligible, 1)).tolist():
+            if first not in taken and second not in taken:
+                found.append((first, second))
+                taken |= {first, second}
+        return found
+
+    @property
+    def eligible(self) -> np.ndarray:
+        """bool [layers, layers], upper triangle: pairs that save what is promised."""
+        return (self.elems > 0) & (self.elems >= self.promise[1])

@@ -1,0 +1,74 @@
+"""How a slab lies in the host tier: the bytes of its row there, and the way back into the pool. Without SGLang."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sgl_ragged.mem_pool.layout import SlabLayout
+
+if TYPE_CHECKING:
+    from sgl_ragged.mem_pool.slab_store import SlabStore
+
+
+class SlabCodec(ABC):
+    """Writes slabs to rows of bytes, and reads layers of slabs back.
+
+    Args:
+        layout: of the slabs.
+        dtype: of the slabs' elements; uint8 where these are codes.
+    """
+
+    name: str
+    exact: bool
+    """Whether what is read back is what was written, bit by bit."""
+
+    def __init__(self, layout: SlabLayout, dtype: torch.dtype) -> None:
+        self.layout = layout
+        self.dtype = dtype
+
+    @property
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes of one slab in the tier: a multiple of the element's."""
+
+    def watch(self, store: SlabStore) -> None:
+        """Called once, before anything is sealed: a codec that needs more than slabs looks at seals."""
+        return
+
+    @abstractmethod
+    def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """uint8 [slabs, row_bytes] of slabs [slabs, slab_elems]; a view where that is possible.
+
+        Args:
+            slots: where the slabs are in the store that is watched.
+        """
+
+    @abstractmethod
+    def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
+        """Elements [slabs, elements] of layers first to end - 1, on the device, or a view of the rows.
+
+        Args:
+            rows: uint8 [slabs, row_bytes], on the host.
+            device: that of the store; what computes does so there, and has no more copied to it than it reads.
+        """
+
+
+class ExactCodec(SlabCodec):
+    """The slab as it is."""
+
+    name, exact = "exact", True
+
+    @property
+    def row_bytes(self) -> int:
+        return self.layout.slab_bytes(self.dtype.itemsize)
+
+    def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        return slabs.view(torch.uint8)
+
+    def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
+        start, stop = (int(self.layout.layer_start[layer]) for layer in (first, end))
+        return rows.view(self.dtype)[:, start:stop]

@@ -1,0 +1,110 @@
+"""Where calibrated profiles are kept, so that a model is calibrated once: a file per model, scorer and samples."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profiles.profile import FORMAT_VERSION
+
+VARIABLE = "SGLANG_RAGGED_CACHE"
+"""Environment variable that names the folder to use instead of ~/.cache/sgl_ragged."""
+
+EARLIER_VARIABLE = "SGL_RAGGED_CACHE"
+"""Its name before, read for one release more. SGLang copies it to the present name when it is imported, and warns."""
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """Everything that decides which profile a model gets.
+
+    model: last part of its path, for people. weights: `weights_identity`. fingerprint: of its attention geometry.
+    samples: hash of the samples and their version.
+    """
+
+    model: str
+    weights: str
+    fingerprint: str
+    scorer: str
+    scorer_weights: str
+    segment: int
+    samples: str
+    dtype: str
+
+    @property
+    def path(self) -> Path:
+        """Path of the file in the cache, which need not exist."""
+        content = json.dumps(asdict(self) | {"format_version": FORMAT_VERSION}, sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        return cache_folder() / f"{self.model}-{self.scorer}-{digest}.safetensors"
+
+
+def cache_folder() -> Path:
+    """Path of the cache's folder, which need not exist."""
+    given = os.environ.get(VARIABLE) or os.environ.get(EARLIER_VARIABLE)
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "sgl_ragged"
+
+
+def weights_identity(source: Path) -> str:
+    """16 hex digits that change with the weights: names, sizes and times of their files, or the hub's names for them.
+
+    Files of a hub's snapshot are links to files that are named by their content; a whole snapshot is named by its
+    commit, which is known before its weights are there.
+
+    Args:
+        source: the model's folder, or its only file.
+    """
+    if source.parent.name == "snapshots" and source.parent.parent.name.startswith("models--"):
+        return _digest([source.name])
+    files = [source] if source.is_file() else (path for pattern in WEIGHTS for path in source.glob(pattern))
+    state = []
+    for path in sorted(files):
+        status = path.stat()
+        identity = path.resolve().name if path.is_symlink() else status.st_mtime_ns
+        state.append([path.name, status.st_size, identity])
+    return _digest(state)
+
+
+def _digest(state: object) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
+    """Hold the lock of a file of the cache; `on_wait` is called once if another process holds it.
+
+    Yields:
+        The lock's file descriptor. A child process that inherits it holds the lock, too, for as long as it lives.
+
+    Raises:
+        RaggedConfigError: the folder cannot be written to.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise unwritable(path.parent, error) from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def unwritable(folder: Path, error: OSError) -> RaggedConfigError:
+    """The error of a cache that cannot be written to, for any reason."""
+    return RaggedConfigError(
+        f"the profile cache {folder} cannot be written to ({error.strerror}): set {VARIABLE} to another folder, or "
+        f"serve with --ragged-profile uniform or a profile of your own"
+    )

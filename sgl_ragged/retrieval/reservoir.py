@@ -1,0 +1,195 @@
+"""The reservoir: what some heads dropped of sealed segments, uncompressed, in host memory. Without SGLang."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from sgl_ragged.mem_pool.kv_dtype import movable
+from sgl_ragged.mem_pool.segments import Finished
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.retrieval.settings import entry_rows
+from sgl_ragged.scorers import rank_positions
+
+NOWHERE = -1
+"""In the place of a row's number: the head kept the token."""
+
+
+class Reservoir:
+    """One entry for each sealed segment that has room: the rows that satellite heads dropped, side by side.
+
+    Entries are keyed by slot, so all requests that share a page share its entry. The one that was used longest ago
+    makes room for a new one; what it held cannot be retrieved any more.
+
+    Args:
+        store: whose segments; the reservoir becomes one of its watchers.
+        satellites: the heads by layer.
+        capacity: how many entries there is memory for.
+
+    Satellites are numbered through the layers; `first[layer]` is the first of a layer. `bytes_written` counts what was
+    copied to the host.
+    """
+
+    def __init__(self, store: SlabStore, satellites: Sequence[Sequence[int]], capacity: int) -> None:
+        layout = store.layout
+        self.layout, self.satellites, self.capacity = layout, [list(own) for own in satellites], capacity
+        counts = [
+            layout.segment - int(layout.totals[layer][head]) for layer, own in enumerate(satellites) for head in own
+        ]
+        self._rows = entry_rows(layout, satellites)
+        self._first_row = torch.tensor([0, *np.cumsum(counts)[:-1]], dtype=torch.int64)
+        self.first = [0, *np.cumsum([len(own) for own in satellites]).tolist()]
+        pinned = store.slabs.is_cuda
+        shape = (self.capacity, self._rows, 2 * layout.head_dim)
+        self._data = torch.empty(shape, dtype=store.slabs.dtype, pin_memory=pinned)
+        self._numbers = torch.empty((self.capacity, len(counts), layout.segment), dtype=torch.int16, pin_memory=pinned)
+        self._entries: OrderedDict[int, int] = OrderedDict()
+        """Entry by slot, the one that was used longest ago first."""
+        self._free = list(range(self.capacity))[::-1]
+        self._layers = np.zeros(self.capacity, dtype=np.int64)
+        self._copied: torch.cuda.Event | None = None
+        self._freed: list[torch.Tensor] = []
+        self.bytes_written = 0
+        store.watchers.append(self._sealed)
+
+    def __len__(self) -> int:
+        self._settle()
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes + self._numbers.nbytes
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Of the entries, those of pages among them that were freed since the last segment was sealed."""
+        return len(self._entries) * (self.nbytes // self.capacity)
+
+    def forget(self, pages: torch.Tensor) -> None:
+        """These pages, integers, were freed: their entries, if there are any, take new segments. Does not wait."""
+        self._freed.append(pages)
+
+    def clear(self) -> None:
+        """All pages were freed."""
+        self._freed = []
+        self._drop(list(self._entries))
+
+    def _drop(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            entry = self._entries.pop(slot, None)
+            if entry is not None:
+                self._free.append(entry)
+
+    def entries(self, slots: Sequence[int], layer: int | None = None) -> list[int]:
+        """The entries of these slots, NOWHERE for those that have none; they count as used.
+
+        layer: one whose rows must be there already, in prefill; None for all layers.
+        """
+        self._settle()
+        wanted = self.layout.num_layers if layer is None else layer + 1
+        found = []
+        for slot in slots:
+            entry = self._entries.get(slot, NOWHERE)
+            if entry != NOWHERE:
+                self._entries.move_to_end(slot)
+            found.append(entry if entry != NOWHERE and self._layers[entry] >= wanted else NOWHERE)
+        return found
+
+    def gather(
+        self, satellites: torch.Tensor, entries: torch.Tensor, places: torch.Tensor, most: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each satellite's candidates the first `most` that it dropped. Waits for copies to the host.
+
+        Args:
+            satellites: int64, their numbers.
+            entries, places: int64 [satellites, candidates], entry and place in its segment of each; entry NOWHERE for
+                candidates that are not there.
+
+        Returns:
+            Rows [satellites, most, 2 * head_dim], keys then values, and int32 [satellites], how many of them count.
+        """
+        if self._rows == 0:
+            # At ratio 1, and on ranks whose satellites need so much, these keep everything.
+            shape = (len(satellites), most, 2 * self.layout.head_dim)
+            return torch.zeros(shape, dtype=self._data.dtype), torch.zeros(len(satellites), dtype=torch.int32)
+        if self._copied is not None:
+            self._copied.synchronize()
+        own = satellites[:, None]
+        numbers = self._numbers[entries.clamp_min(0), own, places].long()
+        dropped = (numbers != NOWHERE) & (entries != NOWHERE)
+        # Those that were dropped first, in the order of the candidates.
+        order = (~dropped).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        counts = dropped.sum(dim=1).clamp_max(most)
+        rows = (entries * self._rows + self._first_row[own] + numbers).gather(1, order)
+        rows = rows.masked_fill(torch.arange(order.shape[1]) >= counts[:, None], 0)
+        found = movable(self._data).view(-1, 2 * self.layout.head_dim)[rows.flatten()].view(*rows.shape, -1)
+        if rows.shape[1] < most:
+            found = torch.nn.functional.pad(found, (0, 0, 0, most - rows.shape[1]))
+        return found.view(self._data.dtype), counts.int()
+
+    def _sealed(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
+        layers = range(self.layout.num_layers) if layer is None else [layer]
+        slots = segments.slots.tolist()
+        if layers[0] == 0:
+            self._settle()
+            for slot in slots:
+                self._admit(slot)
+        # Of very long chunks the first segments may have made room for the last.
+        present = [number for number, slot in enumerate(slots) if slot in self._entries]
+        entries = [self._entries[slots[number]] for number in present]
+        if not present:
+            return
+        for one in layers:
+            self._write(store, one, segments, present, entries)
+            self._layers[entries] = one + 1
+        if store.slabs.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def _settle(self) -> None:
+        freed, self._freed = self._freed, []
+        for pages in freed:
+            self._drop(pages.tolist())
+
+    def _admit(self, slot: int) -> None:
+        self._drop([slot])
+        if not self._free:
+            self._drop([next(iter(self._entries))])
+        entry = self._free.pop()
+        self._layers[entry] = 0
+        self._entries[slot] = entry
+
+    def _write(self, store: SlabStore, layer: int, segments: Finished, present: list[int], entries: list[int]) -> None:
+        """Copy what the satellites of a layer dropped of some finished segments to their entries."""
+        if not self.satellites[layer]:
+            return
+        layout = self.layout
+        # No sealer says what it kept: they are scored once more.
+        rows = store.segment_rows(layer, segments)
+        order = rank_positions(store.scorer.score(store.segment_data(layer, segments, rows)), segments.numbers == 0)
+        keys, values = (movable(part)[present] for part in rows)
+        order = order[present]
+        host = torch.tensor(entries)
+        for index, head in enumerate(self.satellites[layer]):
+            satellite = self.first[layer] + index
+            dropped = order[:, head, int(layout.totals[layer][head]) :].sort(dim=-1).values
+            count = dropped.shape[1]
+            numbers = torch.full((len(present), layout.segment), NOWHERE, dtype=torch.int16, device=order.device)
+            ranks = torch.arange(count, dtype=torch.int16, device=order.device).expand_as(dropped)
+            numbers.scatter_(1, dropped, ranks)
+            picked = dropped[..., None].expand(-1, -1, layout.head_dim)
+            both = torch.cat([part[:, head].gather(1, picked) for part in (keys, values)], dim=-1)
+            first = int(self._first_row[satellite])
+            self._to_host(movable(self._data)[:, first : first + count], host, both)
+            self._to_host(self._numbers[:, satellite], host, numbers)
+
+    def _to_host(self, target: torch.Tensor, entries: torch.Tensor, source: torch.Tensor) -> None:
+        self.bytes_written += source.nbytes
+        if not source.is_cuda:
+            target[entries] = source
+            return
+        for number, entry in enumerate(entries.tolist()):
+            target[entry].copy_(source[number], non_blocking=True)

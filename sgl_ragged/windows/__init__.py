@@ -1,0 +1,1 @@
+"""Layers with sliding windows beside the slabs of the others."""

@@ -1,0 +1,85 @@
+"""Which rooms of the package import which, and where SGLang is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+STOREYS = (
+    {"errors"},
+    {"profiles"},
+    {"scorers", "fairkv"},
+    {"mem_pool"},
+    {"fitting"},
+    {"attention"},
+    {"history", "retrieval", "windows"},
+    {"host_tier"},
+    {"plan"},
+    {"SGLang's side"},
+)
+"""Rooms of the package from the ground up: each imports from its own storey and those below it."""
+
+LAUNCHERS = {"cli", "model_options", "plugin"}
+"""Part of SGLang's side, as are files named `sglang_*.py` in other rooms."""
+
+
+def room(module: str) -> str:
+    """Of a module such as sgl_ragged.history.bound."""
+    parts = [*module.split("."), "", ""]
+    return "SGLang's side" if parts[1] in LAUNCHERS or parts[2].startswith("sglang_") else parts[1]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Modules and names that are imported, those for type checkers excepted."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        else:
+            yield from imports(node)
+
+
+def modules() -> dict[str, list[str]]:
+    """What every module of the package and the calibrator imports, by its name."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): list(imports(ast.parse(path.read_text())))
+        for folder in ("sgl_ragged", "calib")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+
+
+def test_imports_run_downwards():
+    storeys = {name: height for height, storey in enumerate(STOREYS) for name in storey}
+    upwards = [
+        (module, imported)
+        for module, found in modules().items()
+        for imported in found
+        if module.startswith("sgl_ragged.") and imported.startswith("sgl_ragged.")
+        if module != "sgl_ragged.__init__" and storeys[room(imported)] > storeys[room(module)]
+    ]
+    assert upwards == []
+
+
+@pytest.mark.parametrize("one", ["history", "retrieval", "windows", "fitting"])
+def test_features_do_not_know_each_other(one):
+    """But for the host tier, which carries the scores of histories, and SGLang's side."""
+    others = {"history", "retrieval", "windows", "host_tier", "fitting"} - {one}
+    assert not [
+        (module, imported)
+        for module, found in modules().items()
+        for imported in found
+        if room(module) == one and imported.startswith("sgl_ragged.") and room(imported) in others
+    ]
+
+
+def test_files_that_import_sglang_say_so():
+    importing = {module for module, found in modules().items() if any(x.split(".")[0] == "sglang" for x in found)}
+    assert {module for module in importing if room(module) != "SGLang's side"} == {"calib.measure"}
