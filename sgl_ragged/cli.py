@@ -46,6 +46,8 @@ def main() -> None:
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
     check.set_defaults(run=check_installation)
+    conflicts = commands.add_parser("conflicts", help="what does not go together, as a table in Markdown")
+    conflicts.set_defaults(run=show_conflicts)
     options = parser.parse_args()
     try:
         with warnings.catch_warnings():
@@ -154,6 +156,13 @@ def check_installation(_: argparse.Namespace) -> None:
 
     check_seams(RAGGED_SEAMS)
     print(f"SGLang {installed_release()} is supported: all {len(RAGGED_SEAMS)} seams match")
+
+
+def show_conflicts(_: argparse.Namespace) -> None:
+    """Print the table of docs/conflicts.md."""
+    from sgl_ragged.plugin.conflicts import table
+
+    print(table())
 
 
 if __name__ == "__main__":

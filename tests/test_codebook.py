@@ -16,6 +16,7 @@ from calib.query_moments import rope_of
 from calib.recorder import CODEBOOK_QUERIES, Recorder
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plan import choose_budgets, why_unfitted
+from sgl_ragged.plugin.conflicts import Launch
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.resolution import why_not_to_fit
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
@@ -131,7 +132,7 @@ def test_so_many_queries_behind_the_first_segment():
 )
 def test_options_and_models_say_why_not(given, sinks, rope, words):
     config = SimpleNamespace(has_attention_sinks=sinks, hf_text_config=SimpleNamespace(rope_parameters=rope))
-    reason = why_not_to_fit(RaggedOptions(kv_pool="ragged", **given), config)
+    reason = why_not_to_fit(Launch(RaggedOptions(kv_pool="ragged", **given), None, config))
     assert reason is None if words is None else words in reason
 
 

@@ -15,7 +15,7 @@ from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin import placing
 from sgl_ragged.plugin.options import ATTRIBUTE
 from sgl_ragged.plugin.placing import describe_placement
-from sgl_ragged.profiles.geometry import ModelGeometry, WindowedLayers
+from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
 
@@ -86,18 +86,6 @@ def test_split_gives_every_rank_more_heads(llama, profile):
     assert config.hf_text_config.rms_norm_eps == 1e-4
     assert sum(layout.kept.sum() for layout in plan.layouts) == plan.kept.sum()
     assert [layout.full_heads for layout in plan.layouts] == [1] * 4
-
-
-def test_split_needs_kernels_that_give_parts():
-    placing.refuse_split("triton", GEOMETRY)
-    with pytest.raises(RaggedConfigError, match="not available with --ragged-kernel flashinfer"):
-        placing.refuse_split("flashinfer", GEOMETRY)
-
-
-def test_split_leaves_windowed_layers_their_heads():
-    windowed = dataclasses.replace(GEOMETRY, windowed=WindowedLayers((1, 2), 64, 128))
-    with pytest.raises(RaggedConfigError, match="sliding-window layers keep theirs; use --ragged-fairkv permute"):
-        placing.refuse_split("triton", windowed)
 
 
 def test_split_needs_a_config_that_takes_heads(llama):

@@ -18,8 +18,6 @@ from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import fit_pool
 from sgl_ragged.profiles.budgets import uniform_kept
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.retrieval.settings import Retrieval
-from sgl_ragged.retrieval.sglang_plan import refuse_shape
 from sgl_ragged.windows.sizes import TOKENS_PER_WINDOW, WindowNeeds
 
 GPT_OSS = {
@@ -157,17 +155,6 @@ def test_windows_that_are_kept_through_prefill_are_refused(monkeypatch):
     with pytest.raises(RaggedConfigError, match="_FREE_OUT_OF_WINDOW_SLOTS=0 keeps the windows of a whole prompt"):
         with_lag(bound, geometry, 256)
     assert with_lag(bound, replace(geometry, windowed=None), 256) == bound
-
-
-def test_retrieval_is_refused_beside_windows_and_where_ranks_share_heads():
-    geometry = ModelGeometry.from_config(GEMMA_3_12B, "model")
-    asked = Retrieval(reservoir_bytes=1, overlay=4, pivots=1, interval=8, drift=0.5)
-    with pytest.raises(RaggedConfigError, match="not supported for models with sliding-window layers"):
-        refuse_shape(asked, geometry, 1)
-    with pytest.raises(RaggedConfigError, match="--tp 16: a rank would have only some of the queries"):
-        refuse_shape(asked, replace(geometry, windowed=None), 16)
-    refuse_shape(asked, replace(geometry, windowed=None), 8)
-    refuse_shape(None, geometry, 16)
 
 
 @pytest.mark.parametrize("wrong", [("--swa-full-tokens-ratio", "2"), ("--chunked-prefill-size", "0")])

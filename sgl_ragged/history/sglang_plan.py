@@ -29,12 +29,6 @@ def plan_history(server_args: Any, options: RaggedOptions) -> HistoryBound | Non
     check_seams(HISTORY_SEAMS, " with --ragged-history")
     bound = history_bound(options.history, options.history_score or AUTO, options.segment)
     assert bound is not None
-    if server_args.radix_cache_backend:
-        raise RaggedConfigError("--ragged-history has a radix cache of its own; drop --radix-cache-backend")
-    if server_args.enable_mixed_chunk:
-        raise RaggedConfigError(
-            "--enable-mixed-chunk decodes within prefill, where --ragged-history does not look; drop one of the two"
-        )
     chunk = server_args.chunked_prefill_size
     most = bound.latest * options.segment
     if chunk is not None and not 0 < chunk <= most:

@@ -50,8 +50,6 @@ def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_conf
         logger.warning("--ragged-fairkv permute, the default, is not possible: %s", error)
         return plan
     mode = mode or "permute"
-    if mode == "split":
-        refuse_split(plan.kernel, plan.geometry)
     kv_itemsize = expected_kv_dtype(model_config, view.kv_cache_dtype).itemsize
     placement = plan_placement(plan.kept, plan.ranks, mode, cost=_cost(plan, model_config, kv_itemsize))
     return dataclasses.replace(plan, fairkv=mode, placement=placement)
@@ -97,20 +95,6 @@ def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
         raise RaggedConfigError(
             f"--ragged-fairkv split needs {placement.places} heads on each of {placement.ranks} ranks, but the config "
             f"of {geometry.name} does not take other numbers of heads; use --ragged-fairkv permute"
-        )
-
-
-def refuse_split(kernel: str, geometry: ModelGeometry) -> None:
-    """Raise RaggedConfigError for kernels that cannot attend to partial heads, and models with other layers beside."""
-    if geometry.windowed is not None:
-        raise RaggedConfigError(
-            "--ragged-fairkv split changes the number of heads of all layers, and sliding-window layers keep theirs; "
-            "use --ragged-fairkv permute"
-        )
-    if kernel == "flashinfer":
-        raise RaggedConfigError(
-            "--ragged-fairkv split is not available with --ragged-kernel flashinfer, which attends to whole heads; "
-            "use --ragged-kernel triton, or --ragged-fairkv permute"
         )
 
 

@@ -15,7 +15,9 @@ from sgl_ragged.host_tier.sglang_plan import plan_tier, refuse_storage
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.mem_pool.slab_format import Share, settle_share
-from sgl_ragged.plan import CODEC_NAMES, ServingPlan, kept_share, make_plan, refuse_ranks
+from sgl_ragged.plan import ServingPlan, kept_share, make_plan, refuse_ranks
+from sgl_ragged.plugin.conflicts import CODES, Launch, against, refuse_conflicts
+from sgl_ragged.plugin.conflicts import FITTED as FITTED_SLABS
 from sgl_ragged.plugin.model_support import (
     NAMED_KV_DTYPES,
     architecture,
@@ -25,7 +27,7 @@ from sgl_ragged.plugin.model_support import (
     refuse_kv_scheme,
     refuse_model,
 )
-from sgl_ragged.plugin.multimodal import counts_pictures, refuse_positions
+from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, FLAGS, RaggedOptions, dashed
 from sgl_ragged.plugin.seams import (
     ADAPTER_ID,
@@ -41,10 +43,10 @@ from sgl_ragged.plugin.seams import (
     seams_for,
 )
 from sgl_ragged.retrieval.settings import Retrieval
-from sgl_ragged.retrieval.sglang_plan import plan_retrieval, refuse_shape
+from sgl_ragged.retrieval.sglang_plan import plan_retrieval
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
@@ -71,10 +73,11 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
 
     refuse_environment()
     refuse_flags(server_args, options)
+    refuse_conflicts(Launch(options, server_args))
     _hook_launcher()
     if server_args.enable_hierarchical_cache:
         _hook_adapter_ids(options.from_command_line)
-    bound, retrieval = plan_history(server_args, options), plan_retrieval(server_args, options)
+    bound, retrieval = plan_history(server_args, options), plan_retrieval(options)
     tree = RETRIEVAL_CACHE if retrieval is not None else BOUNDED_CACHE if bound is not None else None
     sized = bool(server_args.hicache_ratio or server_args.hicache_size)
     # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
@@ -105,14 +108,16 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"SGLang set {name} to {found!r} for this model or flag combination, but --kv-pool ragged needs "
                 f"{wanted!r}"
             )
-    model_config = _hybrid_config(server_args, kernel)
+    model_config = _hybrid_config(server_args)
     kv_dtype = expected_kv_dtype(model_config, view.kv_cache_dtype)
     if is_fp8(kv_dtype):
         check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    share = choose_share(options, kernel, kv_dtype, model_geometry(model_config).head_dim)
-    plan = with_history(_decide(options, view, model_config, kernel, retrieval, share, kv_dtype.itemsize), bound)
+    launch = Launch(options, view, model_config, kv_dtype)
+    refuse_conflicts(launch)
+    share = choose_share(launch, model_geometry(model_config).head_dim)
+    plan = with_history(_decide(launch, kernel, retrieval, share), bound)
     if retrieval is not None:
         plan.reservoir_entries(kv_dtype.itemsize)
     if view.enable_hierarchical_cache:
@@ -126,7 +131,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         require_places(plan, model_geometry(model_config_of(server_args)))
 
 
-def _hybrid_config(server_args: Any, kernel: str) -> Any:
+def _hybrid_config(server_args: Any) -> Any:
     """SGLang's ModelConfig, sliding-window layers in a pool of their own where the model has some.
 
     Raises:
@@ -135,25 +140,10 @@ def _hybrid_config(server_args: Any, kernel: str) -> Any:
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     model_config, view = model_config_of(server_args), resolving_view(server_args)
-    if model_config.has_attention_sinks and kernel == "flashinfer":
-        raise RaggedConfigError(
-            f"attention of {architecture(model_config)} has learned sinks, which --ragged-kernel flashinfer does not "
-            f"know; use --ragged-kernel triton"
-        )
     geometry = model_geometry(model_config)
     if geometry.windowed is None:
         return model_config
     check_seams(WINDOW_SEAMS, " for models with sliding windows")
-    if view.enable_hierarchical_cache:
-        raise RaggedConfigError(
-            f"--enable-hierarchical-cache is not supported for models with sliding-window layers "
-            f"({architecture(model_config)}) with --kv-pool ragged; drop it"
-        )
-    if server_args.disable_hybrid_swa_memory:
-        raise RaggedConfigError(
-            "--disable-hybrid-swa-memory keeps everything of sliding-window layers, and --kv-pool ragged has slabs for "
-            "the other layers alone; drop it"
-        )
     if not model_config.is_hybrid_swa:
         overrides = hybrid_overrides(geometry, view.json_model_override_args)
         declare_resolution(
@@ -170,55 +160,36 @@ def _hybrid_config(server_args: Any, kernel: str) -> Any:
     return model_config
 
 
-def choose_share(options: RaggedOptions, kernel: str, kv_dtype: torch.dtype, head_dim: int) -> Share:
+def choose_share(launch: Launch, head_dim: int) -> Share:
     """What slabs keep; raises RaggedConfigError for what does not go with the format that was asked for."""
-    reasons = [
-        reason
-        for applies, reason in (
-            (kernel == "flashinfer", "FlashInfer reads numbers, no codes; use --ragged-kernel triton"),
-            (is_fp8(kv_dtype), "what is FP8 in tails would be rounded twice; use wide, or --kv-cache-dtype auto"),
-            (options.reservoir is not None, "pivots of --ragged-reservoir read keys as numbers; use wide"),
-            (options.host_codec not in (None, CODEC_NAMES[0]), "the host's codec would round it again; use exact"),
+    options, reason = launch.options, against(CODES, launch)
+    assert launch.kv_dtype is not None, "the model is known"
+    itemsize = launch.kv_dtype.itemsize
+    share = settle_share(options.slab_dtype, options.ratio, head_dim, itemsize, options.segment, reason is None)
+    if share.form.quantised and reason is not None:
+        raise RaggedConfigError(
+            f"--ragged-slab-dtype {share.form.name} is not available here: {reason.why}; {reason.advice}"
         )
-        if applies
-    ]
-    share = settle_share(options.slab_dtype, options.ratio, head_dim, kv_dtype.itemsize, options.segment, not reasons)
-    if share.form.quantised and reasons:
-        raise RaggedConfigError(f"--ragged-slab-dtype {share.form.name} is not available here: {reasons[0]}")
     return share
 
 
-def why_not_to_fit(options: RaggedOptions, model_config: Any) -> str | None:
+def why_not_to_fit(launch: Launch) -> str | None:
     """Why what heads keep must stay as it is with these options and this model; None if they leave that open."""
-    if options.fit != FITTED:
-        return f"--ragged-fit {options.fit}"
-    if options.reservoir is not None:
-        return "what --ragged-reservoir gives back would count twice"
-    if model_config.has_attention_sinks:
-        return "calibration does not record this model's learned sinks"
-    if counts_pictures(model_config.hf_text_config):
-        return "this model has three positions per token (M-RoPE)"
-    return None
+    if launch.options.fit != FITTED:
+        return f"--ragged-fit {launch.options.fit}"
+    reason = against(FITTED_SLABS, launch)
+    return None if reason is None else reason.why
 
 
-def _decide(
-    options: RaggedOptions,
-    view: Any,
-    model_config: Any,
-    kernel: str,
-    retrieval: Retrieval | None,
-    share: Share,
-    itemsize: int,
-) -> ServingPlan:
-    """The plan that all ranks follow; calibrates the model first where it has no profile yet.
-
-    itemsize: bytes per element of the cache.
-    """
+def _decide(launch: Launch, kernel: str, retrieval: Retrieval | None, share: Share) -> ServingPlan:
+    """The plan that all ranks follow; calibrates the model first where it has no profile yet."""
     from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
     from sgl_ragged.plugin.placing import place_heads
 
+    options, view, model_config = launch.options, launch.server_args, launch.model
     geometry = model_geometry(model_config)
-    refuse_shape(retrieval, geometry, view.tp_size)
+    assert launch.kv_dtype is not None, "the model is known"
+    itemsize = launch.kv_dtype.itemsize
     tokens = kept_share(geometry, share.ratio, options.segment, share.form, itemsize)
     scorer, profile = settle_profile(options, view, geometry, tokens)
     refuse_ranks(geometry, view.tp_size, scorer)
@@ -238,7 +209,7 @@ def _decide(
         retrieval=retrieval,
         form=share.form,
         itemsize=itemsize,
-        unfitted=why_not_to_fit(options, model_config),
+        unfitted=why_not_to_fit(launch),
     )
     return place_heads(plan, options, view, model_config)
 

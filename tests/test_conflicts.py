@@ -1,0 +1,100 @@
+"""The table of what does not go together: each line refuses, and the docs have all of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sgl_ragged import cli
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin import conflicts
+from sgl_ragged.plugin.conflicts import CASES, CODES, CONFLICTS, FITTED, REFUSED, Launch, against, refuse_conflicts
+from sgl_ragged.plugin.options import RaggedOptions
+
+ASKED = {
+    conflicts.HISTORY: {"history": 1024},
+    conflicts.RESERVOIR: {"reservoir": 1 << 30},
+    conflicts.SPLIT: {"fairkv": "split"},
+    conflicts.FLASHINFER: {"kernel": "flashinfer"},
+    conflicts.CODEC: {"host_codec": "shared"},
+}
+FLAGS = {
+    conflicts.TIER: {"enable_hierarchical_cache": True},
+    conflicts.TREE: {"radix_cache_backend": "mine"},
+    conflicts.MIXED: {"enable_mixed_chunk": True},
+    conflicts.ONE_POOL: {"disable_hybrid_swa_memory": True},
+    conflicts.MANY_RANKS: {"tp_size": 16},
+}
+
+
+@pytest.fixture(autouse=True)
+def _geometry_of_the_model(monkeypatch):
+    monkeypatch.setattr(conflicts, "model_geometry", lambda model: model.geometry)
+
+
+def launch(*cases: str) -> Launch:
+    """A start that has these cases and no others."""
+    given = {key: value for case in cases for key, value in ASKED.get(case, {}).items()}
+    flags = {key: value for case in cases for key, value in FLAGS.get(case, {}).items()}
+    plain = dict(
+        enable_hierarchical_cache=False,
+        radix_cache_backend=None,
+        enable_mixed_chunk=False,
+        disable_hybrid_swa_memory=False,
+        tp_size=1,
+    )
+    model = SimpleNamespace(
+        geometry=SimpleNamespace(num_heads=8, windowed=conflicts.WINDOWS in cases or None),
+        has_attention_sinks=conflicts.SINKS in cases,
+        hf_text_config=SimpleNamespace(
+            rope_parameters={"mrope_section": [2, 3, 3]} if conflicts.M_ROPE in cases else {}
+        ),
+    )
+    dtype = torch.float8_e4m3fn if conflicts.FP8 in cases else torch.bfloat16
+    return Launch(RaggedOptions(kv_pool="ragged", **given), SimpleNamespace(**plain | flags), model, dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cases_are_seen_and_alone_they_are_served(case):
+    assert [name for name, applies in CASES.items() if applies(launch(case))] == [case]
+    refuse_conflicts(launch(case))
+
+
+@pytest.mark.parametrize(
+    "found", [one for one in CONFLICTS if one.effect == REFUSED], ids=lambda it: f"{it.one}-{it.other}"
+)
+def test_both_together_are_refused_in_one_line(found):
+    with pytest.raises(RaggedConfigError) as refused:
+        refuse_conflicts(launch(found.one, found.other))
+    assert str(refused.value) == f"{found.one} is not supported with {found.other}: {found.why}; {found.advice}"
+
+
+@pytest.mark.parametrize(
+    "found", [one for one in CONFLICTS if one.effect != REFUSED], ids=lambda it: f"{it.one}-{it.other}"
+)
+def test_what_a_server_does_by_itself_is_left_out_with_a_reason(found):
+    assert against(found.one, launch(found.other)) == found
+    refuse_conflicts(launch(found.other))
+
+
+def test_nothing_speaks_against_a_plain_start():
+    assert against(CODES, launch()) is None
+    assert against(FITTED, launch()) is None
+    refuse_conflicts(launch())
+    flags = launch()
+    refuse_conflicts(Launch(flags.options, flags.server_args))
+
+
+def test_no_pair_stands_twice():
+    pairs = [frozenset((one.one, one.other)) for one in CONFLICTS]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_the_docs_have_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sgl-ragged", "conflicts"])
+    cli.main()
+    assert capsys.readouterr().out in (Path(__file__).parent.parent / "docs" / "conflicts.md").read_text()
