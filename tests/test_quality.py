@@ -74,6 +74,7 @@ def test_texts_are_there_and_differ(monkeypatch):
     assert [text.source for text in found] == [source for source in texts.SOURCES for _ in range(2)]
     assert len({text.ids for text in found}) == len(found)
     assert {len(text.ids) for text in found} == {200}
+    assert texts.pieces(Words(), 200, 2, ["licence"]) == texts.pieces(Words(), 200, 2, ["licence", "c++"])[:2]
     monkeypatch.setitem(texts.SOURCES, "prose", ("no-such-package", "x", ""))
     with pytest.raises(texts.TextMissing, match="in the package no-such-package, which is not installed"):
         texts.pieces(Words(), 200)
@@ -142,6 +143,23 @@ def test_only_what_sees_compressed_history_counts():
     only_first = made.result([torch.zeros(64, 64)], torch.eye(64), tasks())["texts"]
     assert only_first["kl"] == [0.0]
     assert only_first["all_kl"][0] > 0
+
+
+def test_octaves_of_the_position_by_hand():
+    assert table.by_octave([[1.0, 2.0, 4.0], [3.0, 2.0, 4.0]]) == [2.0, 3.0]
+    assert table.by_octave([[1.0, 2.0, 4.0, 5.0, 6.0, 7.0, 8.0]]) == [1.0, 3.0, 6.5]
+    assert table.by_octave([[1.0, 2.0, 4.0, 5.0, 7.0]]) == [1.0, 3.0, 6.0]
+
+
+def test_long_texts_are_shown_by_position(tmp_path):
+    results = Results(tmp_path / "q.json", {"segment": 16, "text_tokens": 130}, {})
+    console = Console(record=True, width=200)
+    for segments, shown in (([0.25] * 6, False), ([0.25] * 8, True)):
+        results.served = {Configuration("gate", "auto", 0.3): result(1.0, False) | {"segments": [segments]}}
+        table.show(results, console)
+        assert ("KL by position" in (text := console.export_text())) == shown
+    assert re.search(r"16 to 32.*32 to 64.*64 to 128.*128 to 130", text)
+    assert text.count("0.2500") == 4
 
 
 def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
@@ -225,7 +243,7 @@ def test_peers_that_fail_keep_what_they_measured_and_go_on_from_there(tmp_path):
         ask(fake_peers(tmp_path / "python", 3), progress=progress)
     assert list(Results.load(results.path).peers) == [(method, 0.5) for method in peering.METHODS[:3]]
     with Progress() as progress:
-        ask(fake_peers(tmp_path / "python", 7), progress=progress)
+        ask(fake_peers(tmp_path / "python", 2 * len(peering.METHODS) - 3), progress=progress)
     assert set(results.peers) == {(method, share) for method in peering.METHODS for share in (0.5, 0.3)}
     found = results.peers["KeyDiff", 0.3]
     assert found["texts"]["continuation_nll"] == [1.5]

@@ -28,12 +28,15 @@ from benchmarks.quality.peering import ask_peers
 from benchmarks.quality.plot import draw
 from benchmarks.quality.store import Results
 from benchmarks.quality.table import show
-from benchmarks.quality.texts import pieces
+from benchmarks.quality.texts import SOURCES, pieces
 from sgl_ragged.mem_pool import slab_format
 from sgl_ragged.plugin.options import FITTED
 
 CALIBRATION_S = 3600.0
 """A server that calibrates its model first takes minutes to start."""
+
+CHUNK = 4096
+"""Tokens that servers prefill at once by default, here. Of what they prefill before, they return no hidden states."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--segment", type=int, default=256)
     made.add_argument("--length", type=int, default=1280, help="tokens of a text [1280]")
+    made.add_argument("--texts", nargs="+", choices=tuple(SOURCES), default=list(SOURCES), help="sources [all]")
     made.add_argument("--pieces", type=int, default=1, help="pieces of every source [1]")
     made.add_argument("--interviews", type=int, default=6, help="contexts with facts, of each kind [6]")
     made.add_argument("--facts", type=int, default=8, help="in a context [8]")
@@ -81,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     model = Path(options.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tasks = Tasks(
-        texts=pieces(tokenizer, options.length, options.pieces),
+        texts=pieces(tokenizer, options.length, options.pieces, options.texts),
         interviews=[
             interview
             for kind in KINDS
@@ -102,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
     if missing:
         head = load_head(model)
         with (
-            Started(options.model, options.kv_bytes, ["--enable-return-hidden-states"], []) as servers,
+            Started(options.model, options.kv_bytes, _common(options.length, options.segment), []) as servers,
             Progress(*columns, console=console) as progress,
         ):
             bar = progress.add_task("servers", total=len(missing) + 1)
@@ -126,6 +130,12 @@ def run(options: argparse.Namespace) -> None:
     else:
         show(results, console)
     console.print(f"results and plot: {options.output.with_suffix('')}.*", highlight=False, soft_wrap=True)
+
+
+def _common(length: int, segment: int) -> list[str]:
+    """Flags of all servers. Texts are prefilled at once."""
+    whole = ["--chunked-prefill-size", str(-(-length // segment) * segment)] if length > CHUNK else []
+    return ["--enable-return-hidden-states", *whole]
 
 
 def _measured(

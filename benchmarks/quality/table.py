@@ -30,8 +30,24 @@ def continuation(results: Results, result: dict[str, Any]) -> tuple[float, float
     return mean_and_error([a - b for a, b in zip(found, reference, strict=True)])
 
 
+LONG = 8
+"""Segments from which on a text is long enough to ask how KL goes with the position."""
+
+
+def by_octave(segments: list[list[float]]) -> list[float]:
+    """Mean over texts and over the segments of each octave of positions.
+
+    Args:
+        segments: a figure of each segment but the first, per text. The second is the first octave, two follow, then
+            four, and so on; the last octave may be cut off.
+    """
+    means = np.mean(segments, axis=0)
+    borders = 2 ** np.arange(len(means).bit_length())
+    return [float(means[start - 1 : 2 * start - 1].mean()) for start in borders]
+
+
 def show(results: Results, console: Console) -> None:
-    """Two tables: servers, and servers beside peers."""
+    """Tables: servers, servers by position where texts are long, and servers beside peers."""
     table = Table(title="Next-token distributions behind the first segment, against the token pool; facts known")
     columns = (
         "configuration",
@@ -49,6 +65,7 @@ def show(results: Results, console: Console) -> None:
         agrees = f"{mean_and_error(texts['agrees'])[0]:.3f}"
         table.add_row(str(one), *cells, agrees, *(f"{recall(result, kind):.3f}" for kind in KINDS))
     console.print(table)
+    _show_positions(results, console)
     if not results.peers:
         return
     table = Table(title="Beside kvpress at the same kept share, question unknown: continuation and recall")
@@ -59,4 +76,21 @@ def show(results: Results, console: Console) -> None:
     for name, share, result in sorted(rows, key=lambda row: -(row[1] or 0)):
         mean, error = continuation(results, result)
         table.add_row(name, f"{share:g}", f"{mean:.4f} ± {error:.4f}", *(f"{recall(result, k):.3f}" for k in KINDS))
+    console.print(table)
+
+
+def _show_positions(results: Results, console: Console) -> None:
+    """KL by octave of the position, of servers on the ragged pool."""
+    rows = {str(one): r["segments"] for one, r in results.served.items() if one.ratio is not None and "segments" in r}
+    rows = {name: segments for name, segments in rows.items() if len(segments[0]) + 1 >= LONG}
+    if not rows:
+        return
+    segment, length = results.settings["segment"], results.settings["text_tokens"]
+    table = Table(title="KL by position, tokens")
+    table.add_column("configuration")
+    octaves = {name: by_octave(segments) for name, segments in rows.items()}
+    for octave in range(max(map(len, octaves.values()))):
+        table.add_column(f"{segment << octave} to {min(segment << octave + 1, length)}", justify="right")
+    for name, means in octaves.items():
+        table.add_row(name, *(f"{mean:.4f}" for mean in means))
     console.print(table)

@@ -5,6 +5,7 @@ None of it is in the built-in calibration samples (`calib.built_in`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -48,10 +49,10 @@ def read(source: str) -> str:
     raise TextMissing(f"the package {distribution} has no file {ending}, which holds the text {source!r}")
 
 
-def pieces(tokenizer: Any, length: int, count: int = 1) -> list[Text]:
-    """`count` pieces of `length` tokens of every source, evenly over it. Raises TextMissing."""
+def pieces(tokenizer: Any, length: int, count: int = 1, sources: Sequence[str] = tuple(SOURCES)) -> list[Text]:
+    """`count` pieces of `length` tokens of every one of the sources, evenly over it. Raises TextMissing."""
     found = []
-    for source in SOURCES:
+    for source in sources:
         ids = tokenizer.encode(read(source), add_special_tokens=False)
         first = first_token(tokenizer)
         own = length - len(first)
