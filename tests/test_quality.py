@@ -250,6 +250,11 @@ def test_peers_that_fail_keep_what_they_measured_and_go_on_from_there(tmp_path):
     assert found["right"] == {kind: [[True, True]] for kind in facts.KINDS}
 
 
+def test_the_peers_program_has_every_method():
+    written = peering.SCRIPT.read_text()
+    assert [method for method in peering.METHODS if f'    "{method}": lambda' not in written] == []
+
+
 def test_peers_without_an_environment_are_one_line(tmp_path):
     with pytest.raises(peering.PeersFailed, match="make peers"), Progress() as progress:
         peering.ask_peers(tmp_path / "python", "m", tasks(), Words(), [0.3], Results(tmp_path, {}, {}), progress)

@@ -20,7 +20,10 @@ from benchmarks.quality.store import Results
 
 SCRIPT = Path(__file__).with_name("peers.py")
 
-METHODS = ("KeyDiff", "SnapKV", "ExpectedAttention", "AdaKV + SnapKV", "AdaKV + ExpectedAttention")
+METHODS = (
+    *("KeyDiff", "SnapKV", "ExpectedAttention", "AdaKV + SnapKV", "AdaKV + ExpectedAttention"),
+    *("KVzip", "KVzip+", "AdaKV + Compactor", "Merging + SnapKV"),
+)
 """The methods in `peers.py`; none of them sees the question when it compresses."""
 
 

@@ -14,11 +14,45 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from kvpress import AdaKVPress, ExpectedAttentionPress, KeyDiffPress, SnapKVPress
+from kvpress import (
+    AdaKVPress,
+    CompactorPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KVzipPress,
+    MergingPress,
+    SnapKVPress,
+)
 from transformers import AutoModelForCausalLM, DynamicCache
+
+
+class KVzip(KVzipPress):
+    """KVzipPress, which takes the beginning of every context for that of a chat template and does not score it.
+
+    Of a context without a template all tokens are scored. Scores do not depend on the share: each context is scored
+    once.
+    """
+
+    scored: ClassVar[dict[tuple[bool, tuple[int, ...]], torch.Tensor]] = {}
+    """By normalisation and context."""
+
+    def prepare(self, model: Any, tokenizer: Any, *given: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if int(self._context_ids[0, 0]) not in tokenizer.all_special_ids:
+            self.prefix_length = 0
+        return super().prepare(model, tokenizer, *given)
+
+    def _perform_kvzip_compression(self, model: Any, tokenizer: Any) -> None:
+        context = (self.kvzip_plus_normalization, tuple(self._context_ids[0].tolist()))
+        if context not in self.scored:
+            super()._perform_kvzip_compression(model, tokenizer)
+            self.scored[context] = self.score_val
+        else:
+            self.score_val = self.scored[context]
+            self.compress_post(model)
+
 
 METHODS = {
     "KeyDiff": lambda ratio: KeyDiffPress(ratio),
@@ -26,6 +60,10 @@ METHODS = {
     "ExpectedAttention": lambda ratio: ExpectedAttentionPress(ratio),
     "AdaKV + SnapKV": lambda ratio: AdaKVPress(SnapKVPress(ratio)),
     "AdaKV + ExpectedAttention": lambda ratio: AdaKVPress(ExpectedAttentionPress(ratio)),
+    "KVzip": lambda ratio: KVzip(ratio),
+    "KVzip+": lambda ratio: KVzip(ratio, kvzip_plus_normalization=True),
+    "AdaKV + Compactor": lambda ratio: AdaKVPress(CompactorPress(ratio)),
+    "Merging + SnapKV": lambda ratio: MergingPress(SnapKVPress(ratio)),
 }
 
 
@@ -33,6 +71,8 @@ def compressed(model: Any, method: str, share: float, context: list[int]) -> Dyn
     """The cache of a context of which `share` is kept; heads' masks, where a method has them, stay in the model."""
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
+    # Compactor draws a random sketch.
+    torch.manual_seed(0)
     cache = DynamicCache()
     with METHODS[method](1 - share)(model):
         positions = torch.arange(len(context))
