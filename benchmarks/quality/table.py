@@ -19,8 +19,9 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
 
 
 def recall(result: dict[str, Any], kind: str) -> float:
-    """Share of right answers."""
-    return float(np.mean([one for interview in result["right"][kind] for one in interview]))
+    """Share of right answers (nan where nothing was asked)."""
+    answers = [one for interview in result["right"][kind] for one in interview]
+    return float(np.mean(answers)) if answers else np.nan
 
 
 def continuation(results: Results, result: dict[str, Any]) -> tuple[float, float]:
