@@ -136,6 +136,41 @@ def test_lengths_without_names_are_not_mixed(tmp_path):
     assert tasks_of(ruler.load(tmp_path / "8192", None, None)) == ["vt"]
 
 
+def row(task: str = "vt", **fields: object) -> dict:
+    made = {"context": HAYSTACK, "question": "Which is it?", "answer_prefix": "It is", "answer": ["7305", "tin"]}
+    return made | {"task": task, "max_new_tokens": 30} | fields
+
+
+def test_rows_as_kvpress_has_them(tmp_path):
+    rows = [row("niah_single_1", max_new_tokens=128), row("qa_1"), row("niah_single_1", answer_prefix="")]
+    path = write_parquet(tmp_path / "4096" / "test-00000-of-00001.parquet", rows)
+    sessions = ruler.load(path, None, None)
+    assert names(sessions) == ["niah_single_1/1", "niah_single_1/2", "qa_1/1"]
+    assert {session.context for session in sessions} == {HAYSTACK}
+    first, second, third = (session.questions[0] for session in sessions)
+    assert (first.text, first.answer, first.new_tokens) == ("Which is it?\nIt is", "7305, tin", 128)
+    assert (second.text, second.new_tokens) == ("Which is it?\n", 30)
+    assert (first.score("7305"), first.score("TIN 7305"), third.score("Tin")) == (0.5, 1.0, 1.0)
+    assert names(ruler.load(path, ["niah_single_1"], 1)) == ["niah_single_1/1"]
+    with pytest.raises(SuiteError, match=r"^no task vt in this data: it holds niah_single_1, qa_1$"):
+        ruler.load(path, ["vt"], None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"task": "summary"}, r'"task" must begin with one of niah, vt'),
+        ({"answer": []}, r'"answer" must be a list of strings'),
+        ({"question": None}, r'"question" is missing'),
+        ({"max_new_tokens": "many"}, r'"max_new_tokens" must be a number'),
+    ],
+)
+def test_a_row_that_kvpress_does_not_have(tmp_path, fields, message):
+    path = write_parquet(tmp_path / "test.parquet", [row(**fields)])
+    with pytest.raises(SuiteError, match=rf"test.parquet, record 1: {message}"):
+        ruler.load(path, None, None)
+
+
 # What is wrong with a file, for both suites
 
 

@@ -1,6 +1,7 @@
 """RULER (arXiv 2404.06654): its prepared files, each line a text with one question.
 
 RULER writes them to `<length>/data/<task>/validation.jsonl`, for the model and the lengths that it was called with.
+kvpress reads Parquet files of one length and all tasks, with columns of their own.
 """
 
 from __future__ import annotations
@@ -38,19 +39,48 @@ def load(data: Path, tasks: Sequence[str] | None, limit: int | None) -> list[Ses
     """A session for each line, by length and task.
 
     Args:
-        data: one of RULER's files, or a folder that has them anywhere below it.
+        data: one of RULER's files, or a folder that has them anywhere below it; or a Parquet file as kvpress has them.
         tasks: with or without their length (`4096/vt`, `vt`); None: all that are found.
-        limit: lines of each file, at most; None: all.
+        limit: lines of each task, at most; None: all.
 
     Raises:
         SuiteError: no such files or tasks, or a line that cannot be used.
     """
     records.check_limit(limit)
     sessions = []
+    if data.suffix == ".parquet":
+        for task, rows in files.chosen(_by_task(data), tasks).items():
+            sessions += [_row_session(task, number, row) for number, row in enumerate(rows[:limit], start=1)]
+        return sessions
     for task, path in files.chosen(_find(data), tasks).items():
         lines = records.read([path], limit)
         sessions += [_session(task, number, line) for number, line in enumerate(lines, start=1)]
     return sessions
+
+
+def _by_task(data: Path) -> dict[str, list[Record]]:
+    """The rows of a file of kvpress by task, in the order in which tasks appear."""
+    found: dict[str, list[Record]] = {}
+    for row in records.read(files.candidates(data)):
+        found.setdefault(row.text("task"), []).append(row)
+    return found
+
+
+def _row_session(task: str, number: int, row: Record) -> Session:
+    """The session of a row of kvpress, named by the row's number among those of its task.
+
+    A line break separates the question from the beginning of its answer, as kvpress has it without a chat template.
+    """
+    family = _FAMILIES.get(_family(task))
+    if family is None:
+        raise row.wrong(f'"task" must begin with one of {", ".join(_FAMILIES)}')
+    prefix = row.text("answer_prefix") if row.fields.get("answer_prefix") else ""
+    answers = row.text_or_texts("answer")
+    score = functools.partial(_score, metric=family.metric, outputs=answers)
+    text, new_tokens = f"{row.text('question')}\n{prefix}", int(row.number("max_new_tokens"))
+    return Session(
+        f"{task}/{number}", row.text("context"), (Question(task, text, ", ".join(answers), new_tokens, score),)
+    )
 
 
 def _find(data: Path) -> dict[str, Path]:
