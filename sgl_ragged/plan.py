@@ -15,6 +15,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
 from sgl_ragged.profiles.bundled import find_bundled
@@ -126,6 +127,15 @@ class ServingPlan:
             state.update(json.dumps([name, array.shape]).encode())
             state.update(np.ascontiguousarray(array).tobytes())
         return state.hexdigest()[:15]
+
+    def describe_features(self, sizes: PoolSizes) -> list[str]:
+        """What features add to the start-up line."""
+        found = []
+        if self.retrieval is not None and self.roles is not None:
+            found.append(self.retrieval.describe(self.roles))
+        if self.history is not None:
+            found.append(f"{self.history.describe(sizes)}; segments leave by {self.history.score}")
+        return found
 
     @property
     def q_per_kv(self) -> int:

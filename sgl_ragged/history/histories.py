@@ -8,8 +8,9 @@ where it has changed: one small transfer for a filled segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -63,6 +64,14 @@ class Histories:
         self._histories: dict[int, BoundedHistory] = {}
         self._changed: set[int] = set()
         self._arriving: list[_Arriving] = []
+
+    gauges: ClassVar[dict[str, str]] = {}
+    counters: ClassVar = {"dropped_segments": "Segments that have left the views of requests with bounded histories."}
+    label: ClassVar = ""
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """As `plugin.pool.Feature` has it."""
+        return {("dropped_segments", ""): self.dropped}
 
     def get(self, row: int) -> BoundedHistory | None:
         """Of the request in a row; None while it sees all that it has."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
@@ -41,6 +42,19 @@ class Restorer:
         self._rows: dict[int, int] = {}
         self.on_cpu = torch.device(pool.device).type == "cpu"
         self.prefill = Stopwatch(Rate(), self.on_cpu)
+
+    gauges: ClassVar[dict[str, str]] = {}
+    counters: ClassVar = {
+        "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read "
+        "from storage to the host, or computed again though the host has them.",
+        "restored_bytes": "Bytes that were moved for that on this rank.",
+    }
+    label: ClassVar = "tier"
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """As `plugin.pool.Feature` has it."""
+        counts = zip(self.counters, (self.meter.segments, self.meter.bytes), strict=True)
+        return {(name, way): count for name, ways in counts for way, count in ways.items()}
 
     def settings(self) -> dict[str, Any]:
         """What /server_info says of the tier."""

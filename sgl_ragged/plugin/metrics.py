@@ -37,25 +37,6 @@ _COUNTERS = {
     "it, not the time it takes there.",
 }
 
-_HISTORY_COUNTERS = {
-    "dropped_segments": "Segments that have left the views of requests with bounded histories.",
-}
-
-_RETRIEVAL_GAUGES = {
-    "reservoir_bytes_in_use": "Host bytes on this rank of what heads dropped of segments that are cached or in use.",
-}
-_RETRIEVAL_COUNTERS = {
-    "pivot_questions": "Times that a pivot was asked in decode what it attends to.",
-    "pivot_answers": "Those after which something was fetched, since its attention had moved.",
-    "retrieved_rows": "Keys and values that were fetched from the reservoir, in prefill and in decode.",
-}
-
-_TIER_COUNTERS = {
-    "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read from "
-    "storage to the host, or computed again though the host has them.",
-    "restored_bytes": "Bytes that were moved for that on this rank.",
-}
-
 
 def imbalance(layouts: list[SlabLayout]) -> float:
     """Largest / mean kept elements of a segment over the ranks."""
@@ -81,20 +62,20 @@ class RaggedMetrics:
         from prometheus_client import Counter, Gauge
 
         self._pool, self._allocator, self._requests = pool, slab_allocator(allocator), requests
-        gauges = _GAUGES | (_RETRIEVAL_GAUGES if pool.retriever is not None else {})
+        gauges = _GAUGES | {name: text for feature in pool.features for name, text in feature.gauges.items()}
         self._gauges = {
             name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
             for name, text in gauges.items()
         }
         families = {name: Counter(PREFIX + name, text, labels.keys()) for name, text in _COUNTERS.items()}
-        if pool.histories is not None:
-            families |= {n: Counter(PREFIX + n, text, labels.keys()) for n, text in _HISTORY_COUNTERS.items()}
-        if pool.retriever is not None:
-            families |= {n: Counter(PREFIX + n, text, labels.keys()) for n, text in _RETRIEVAL_COUNTERS.items()}
-        if pool.tier is not None:
-            families |= {n: Counter(PREFIX + n, text, (*labels, "tier")) for n, text in _TIER_COUNTERS.items()}
+        own: dict[str, str] = {}
+        for feature in pool.features:
+            for name, text in feature.counters.items():
+                own[name] = feature.label
+                families[name] = Counter(PREFIX + name, text, (*labels, *([feature.label] if feature.label else [])))
         self._counters = {
-            (name, way): families[name].labels(**labels, **({"tier": way} if way else {})) for name, way in self._totals
+            (name, value): families[name].labels(**labels, **({own[name]: value} if value else {}))
+            for name, value in self._totals
         }
         self._counted = dict.fromkeys(self._counters, 0.0)
         self._gauges["kept_ratio"].set(pool.sizes.layout.mean_kept_share)
@@ -108,47 +89,30 @@ class RaggedMetrics:
         rows = self._requests.size - self._requests.available_size()
         self._gauges["slab_bytes_in_use"].set(pages * sizes.slab_bytes)
         self._gauges["tail_bytes_in_use"].set(rows * sizes.row_bytes)
-        if self._pool.retriever is not None:
-            self._gauges["reservoir_bytes_in_use"].set(self._pool.retriever.reservoir.bytes_in_use)
+        for feature in self._pool.features:
+            for name in feature.gauges:
+                self._gauges[name].set(feature.readings()[name, ""])
         for key, total in self._totals.items():
             self._counters[key].inc(total - self._counted[key])
             self._counted[key] = total
 
     @property
     def _totals(self) -> dict[tuple[str, str], float]:
-        """Counts by the counter's name and, of counters that have one, tier."""
-        seals, tier = self._pool.store.seal_meter, self._pool.tier
+        """Counts by the counter's name and, of features that have a label, its value."""
+        seals = self._pool.store.seal_meter
         totals: dict[tuple[str, str], float] = {
             ("sealed_segments", ""): seals.segments,
             ("seal_seconds", ""): seals.seconds,
         }
-        if self._pool.histories is not None:
-            totals["dropped_segments", ""] = self._pool.histories.dropped
-        if self._pool.retriever is not None:
-            counts = self._pool.retriever.counts
-            totals |= {
-                ("pivot_questions", ""): counts.asked,
-                ("pivot_answers", ""): counts.fetched,
-                ("retrieved_rows", ""): counts.rows,
-            }
-        if tier is not None:
-            totals |= {("restored_segments", way): count for way, count in tier.meter.segments.items()}
-            totals |= {("restored_bytes", way): count for way, count in tier.meter.bytes.items()}
+        for feature in self._pool.features:
+            totals |= {key: value for key, value in feature.readings().items() if key[0] in feature.counters}
         return totals
 
 
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
-    if plan.retrieval is not None and plan.roles is not None:
-        watched = sum(map(len, plan.roles.satellites))
-        return (
-            f"{line}; {len(plan.roles.pivots)} pivots watch for {watched} heads, which can be given "
-            f"{plan.retrieval.overlay} tokens each, from {plan.retrieval.reservoir_bytes} bytes of host memory"
-        )
-    if plan.history is None:
-        return line
-    return f"{line}; {plan.history.describe(size)}; segments leave by {plan.history.score}"
+    return "; ".join([line, *plan.describe_features(size)])
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -16,6 +16,26 @@ if TYPE_CHECKING:
     from sgl_ragged.history.histories import Histories
     from sgl_ragged.host_tier.sglang_restoring import Restorer
     from sgl_ragged.retrieval.retriever import Retriever
+
+
+class Feature(Protocol):
+    """What runs beside the pool, as operators see it.
+
+    gauges, counters: by name, what they mean. label: what the counters are counted by, if by anything.
+    """
+
+    @property
+    def gauges(self) -> Mapping[str, str]: ...
+
+    @property
+    def counters(self) -> Mapping[str, str]: ...
+
+    @property
+    def label(self) -> str: ...
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """Values of gauges and counters, by name and the label's value, which is empty where there is none."""
+        ...
 
 
 class RaggedTokenToKVPool(MHATokenToKVPool):
@@ -66,6 +86,11 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             end_layer=len(layer_numbers),
             enable_alt_stream=False,
         )
+
+    @property
+    def features(self) -> list[Feature]:
+        """Those that are there."""
+        return [one for one in (self.histories, self.retriever, self.tier) if one is not None]
 
     def _create_buffers(self) -> None:
         self.store = SlabStore(

@@ -7,8 +7,9 @@ overlay is used from DELAY steps later on. So what a request sees follows from i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -101,6 +102,24 @@ class Retriever:
         self._seen_from: dict[int, int] = {}
         self._windows: list[_Window] = []
         self.counts = RetrievalCounts()
+
+    gauges: ClassVar = {
+        "reservoir_bytes_in_use": "Host bytes on this rank of what heads dropped of segments that are cached or in use."
+    }
+    counters: ClassVar = {
+        "pivot_questions": "Times that a pivot was asked in decode what it attends to.",
+        "pivot_answers": "Those after which something was fetched, since its attention had moved.",
+        "retrieved_rows": "Keys and values that were fetched from the reservoir, in prefill and in decode.",
+    }
+    label: ClassVar = ""
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """As `plugin.pool.Feature` has it."""
+        counts = self.counts
+        of_counters = dict(zip(self.counters, (counts.asked, counts.fetched, counts.rows), strict=True))
+        return {(name, ""): value for name, value in of_counters.items()} | {
+            ("reservoir_bytes_in_use", ""): self.reservoir.bytes_in_use
+        }
 
     @property
     def device_bytes(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.retrieval.roles import HeadRoles
 
 WINDOW = 32
 """The last tokens of a prompt, which see an overlay that their own attention asks for."""
@@ -73,6 +74,13 @@ class Retrieval:
                 f"bytes"
             )
         return self.reservoir_bytes // size
+
+    def describe(self, roles: HeadRoles) -> str:
+        """What it means, for the start-up line."""
+        return (
+            f"{len(roles.pivots)} pivots watch for {sum(map(len, roles.satellites))} heads, which can be given "
+            f"{self.overlay} tokens each, from {self.reservoir_bytes} bytes of host memory"
+        )
 
     @property
     def numbers(self) -> list[float]:
