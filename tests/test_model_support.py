@@ -118,9 +118,9 @@ def test_windowed_layers_get_a_pool_of_their_own(tmp_path, name, architecture, m
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--enable-hierarchical-cache",), "not supported for models with sliding-window layers"),
-        (("--disable-hybrid-swa-memory",), "drop it"),
-        (("--tp", "2", "--ragged-fairkv", "split"), "sliding-window layers keep theirs"),
+        (("--enable-hierarchical-cache",), "is not supported with sliding-window layers: pages of windows are not"),
+        (("--disable-hybrid-swa-memory",), "and slabs are for other layers; drop it"),
+        (("--tp", "2", "--ragged-fairkv", "split"), "changes the number of heads of all layers, and these keep theirs"),
     ],
 )
 def test_what_does_not_go_with_windowed_layers(tmp_path, flags, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.host_tier.sglang_feature import HOST_TIER
 from sgl_ragged.plugin import refusal as refusal_module
 from sgl_ragged.plugin import register, resolution, seams
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, dashed, make_options
@@ -419,7 +421,7 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
 
 def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypatch):
     lacking = (seams.Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.no_such_strategy", ("strategy",)),)
-    monkeypatch.setattr(resolution, "TIER_SEAMS", lacking)
+    monkeypatch.setattr(resolution, "HOST_TIER", dataclasses.replace(HOST_TIER, seams=lacking))
     message = refusal(llama, "--kv-pool", "ragged", "--enable-hierarchical-cache")
     assert "is not supported with --enable-hierarchical-cache" in message
     resolved(llama, "--kv-pool", "ragged")

@@ -115,5 +115,5 @@ class BoundedRadixCache(UnifiedRadixCache):
 
 
 def bounded_cache(context: Any) -> Any:
-    """SGLang's factory of the radix cache called `seams.BOUNDED_CACHE`."""
+    """SGLang's factory of the radix cache that `sglang_feature` names."""
     return create_unified_radix_cache(context, cache_class=BoundedRadixCache)

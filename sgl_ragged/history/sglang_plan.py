@@ -8,9 +8,9 @@ from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.bound import AUTO, NOVELTY, RECENCY, HistoryBound, history_bound
+from sgl_ragged.history.sglang_feature import HISTORY
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.seams import HISTORY_SEAMS, check_seams
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.windows.sizes import window_pages
 
@@ -26,7 +26,7 @@ def plan_history(server_args: Any, options: RaggedOptions) -> HistoryBound | Non
                 "or drop the flag"
             )
         return None
-    check_seams(HISTORY_SEAMS, " with --ragged-history")
+    HISTORY.require()
     bound = history_bound(options.history, options.history_score or AUTO, options.segment)
     assert bound is not None
     chunk = server_args.chunked_prefill_size

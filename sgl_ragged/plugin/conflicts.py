@@ -12,7 +12,7 @@ from sgl_ragged.plan import CODEC_NAMES
 from sgl_ragged.plugin.model_support import model_geometry
 from sgl_ragged.plugin.multimodal import counts_pictures
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.seams import BOUNDED_CACHE, RETRIEVAL_CACHE
+from sgl_ragged.plugin.seams import features
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ STAYS_UNFITTED = "served unfitted, and the log says why"
 class Launch:
     """What is known of a start; flags alone, before SGLang has read the model.
 
-    server_args: SGLang's settings. model: its ModelConfig. kv_dtype: of the cache.
+    server_args: SGLang's settings, as they were asked for. model: its ModelConfig. kv_dtype: of the cache.
     """
 
     options: RaggedOptions
@@ -54,7 +54,7 @@ CASES: dict[str, Callable[[Launch], bool]] = {
     SPLIT: lambda launch: launch.options.fairkv == "split",
     FLASHINFER: lambda launch: launch.options.kernel == "flashinfer",
     CODEC: lambda launch: launch.options.host_codec not in (None, CODEC_NAMES[0]),
-    TREE: lambda launch: launch.server_args.radix_cache_backend not in (None, "", RETRIEVAL_CACHE, BOUNDED_CACHE),
+    TREE: lambda launch: launch.server_args.radix_cache_backend not in (None, "", *_own_trees()),
     MIXED: lambda launch: launch.server_args.enable_mixed_chunk,
     ONE_POOL: lambda launch: launch.server_args.disable_hybrid_swa_memory,
     WINDOWS: lambda launch: launch.geometry is not None and launch.geometry.windowed is not None,
@@ -67,6 +67,10 @@ CASES: dict[str, Callable[[Launch], bool]] = {
 
 Codes and fitting are what a server does by itself where nothing speaks against it: they are asked about by name.
 """
+
+
+def _own_trees() -> list[str]:
+    return [feature.radix_cache[0] for feature in features() if feature.radix_cache is not None]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from sgl_ragged.attention.kernel_choice import check_cache, choose_kernel, device_capability
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.history.sglang_feature import HISTORY
 from sgl_ragged.history.sglang_plan import chunk_size, plan_history, with_history
+from sgl_ragged.host_tier.sglang_feature import HOST_TIER
 from sgl_ragged.host_tier.sglang_plan import plan_tier, refuse_storage
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
@@ -32,18 +34,16 @@ from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, FLAGS, RaggedOptions, d
 from sgl_ragged.plugin.seams import (
     ADAPTER_ID,
     BACKEND,
-    BOUNDED_CACHE,
     DEAD_WORKER,
-    RETRIEVAL_CACHE,
-    TIER_SEAMS,
-    WINDOW_SEAMS,
     Seam,
     check_seams,
     resolve,
     seams_for,
 )
 from sgl_ragged.retrieval.settings import Retrieval
+from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
 from sgl_ragged.retrieval.sglang_plan import plan_retrieval
+from sgl_ragged.windows.sglang_feature import WINDOWS
 
 if TYPE_CHECKING:
     pass
@@ -67,7 +67,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     if not options.ragged:
         return original(server_args)
     if server_args.enable_hierarchical_cache:
-        check_seams(TIER_SEAMS, " with --enable-hierarchical-cache")
+        HOST_TIER.require()
 
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
@@ -78,7 +78,11 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     if server_args.enable_hierarchical_cache:
         _hook_adapter_ids(options.from_command_line)
     bound, retrieval = plan_history(server_args, options), plan_retrieval(options)
-    tree = RETRIEVAL_CACHE if retrieval is not None else BOUNDED_CACHE if bound is not None else None
+    trees = [
+        feature.radix_cache[0]
+        for feature, asked in ((HISTORY, bound), (RETRIEVAL, retrieval))
+        if asked is not None and feature.radix_cache is not None
+    ]
     sized = bool(server_args.hicache_ratio or server_args.hicache_size)
     # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
     declare_resolution(
@@ -88,7 +92,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         attention_backend=BACKEND,
         cuda_graph_backend_prefill=DISABLED,
         **({} if options.kernel in CAPTURED_KERNELS else {"cuda_graph_backend_decode": DISABLED}),
-        **({} if tree is None else {"radix_cache_backend": tree}),
+        **({"radix_cache_backend": trees[0]} if trees else {}),
     )
     original(server_args)
     view = resolving_view(server_args)
@@ -114,10 +118,10 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         check_cache(kernel, kv_dtype, device_capability(view.device))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    launch = Launch(options, view, model_config, kv_dtype)
+    launch = Launch(options, server_args, model_config, kv_dtype)
     refuse_conflicts(launch)
     share = choose_share(launch, model_geometry(model_config).head_dim)
-    plan = with_history(_decide(launch, kernel, retrieval, share), bound)
+    plan = with_history(_decide(launch, view, kernel, retrieval, share), bound)
     if retrieval is not None:
         plan.reservoir_entries(kv_dtype.itemsize)
     if view.enable_hierarchical_cache:
@@ -143,7 +147,7 @@ def _hybrid_config(server_args: Any) -> Any:
     geometry = model_geometry(model_config)
     if geometry.windowed is None:
         return model_config
-    check_seams(WINDOW_SEAMS, " for models with sliding windows")
+    WINDOWS.require()
     if not model_config.is_hybrid_swa:
         overrides = hybrid_overrides(geometry, view.json_model_override_args)
         declare_resolution(
@@ -181,12 +185,12 @@ def why_not_to_fit(launch: Launch) -> str | None:
     return None if reason is None else reason.why
 
 
-def _decide(launch: Launch, kernel: str, retrieval: Retrieval | None, share: Share) -> ServingPlan:
+def _decide(launch: Launch, view: Any, kernel: str, retrieval: Retrieval | None, share: Share) -> ServingPlan:
     """The plan that all ranks follow; calibrates the model first where it has no profile yet."""
     from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
     from sgl_ragged.plugin.placing import place_heads
 
-    options, view, model_config = launch.options, launch.server_args, launch.model
+    options, model_config = launch.options, launch.model
     geometry = model_geometry(model_config)
     assert launch.kv_dtype is not None, "the model is known"
     itemsize = launch.kv_dtype.itemsize

@@ -10,36 +10,23 @@ from typing import TYPE_CHECKING, Any
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
-from sgl_ragged.history.sglang_admission import check_held_pages as check_held_pages
-from sgl_ragged.history.sglang_admission import fits as fits
-from sgl_ragged.history.sglang_admission import make_room as make_room
-from sgl_ragged.history.sglang_admission import reserve_admitted as reserve_admitted
-from sgl_ragged.history.sglang_admission import reserve_running as reserve_running
-from sgl_ragged.history.sglang_admission import uncached_tokens as uncached_tokens
+from sgl_ragged.history.sglang_histories import make_histories
+from sgl_ragged.host_tier.sglang_hooks import build_tier
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
 from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.chunking import cut_one_request as cut_one_request
-from sgl_ragged.plugin.metrics import controller_ready as controller_ready
-from sgl_ragged.plugin.metrics import flush_cache as flush_cache
-from sgl_ragged.plugin.metrics import log_stats as log_stats
-from sgl_ragged.plugin.metrics import scheduler_ready as scheduler_ready
 from sgl_ragged.plugin.metrics import summary
 from sgl_ragged.plugin.model_support import refuse_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.placing import describe_placement
 from sgl_ragged.plugin.ranks import least_over_ranks, require_equal_digests
 from sgl_ragged.plugin.refusal import end_worker
+from sgl_ragged.retrieval.sglang_hooks import make_retriever
 from sgl_ragged.windows.sizes import WindowNeeds
 
 if TYPE_CHECKING:
     import torch
 
-    from sgl_ragged.history.bound import HistoryBound
-    from sgl_ragged.history.histories import Histories
-    from sgl_ragged.mem_pool.slab_store import SlabStore
-    from sgl_ragged.retrieval.retriever import Retriever
-    from sgl_ragged.retrieval.settings import Retrieval
 
 logger = logging.getLogger(__name__)
 
@@ -109,42 +96,6 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     )
 
 
-def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any:
-    """Tells the retriever how long the prompts are whose chunks are about to be prefilled."""
-    from sgl_ragged.windows.sglang_pool import slab_pool
-
-    prepared = original(batch)
-    retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).retriever
-    for req in batch.reqs:
-        retriever.begin(req.kv.req_pool_idx, len(req.full_untruncated_fill_ids))
-    return prepared
-
-
-def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any) -> Any:
-    """Tells the retriever whose batch runs: what the attention backend is given in place of it may not say."""
-    from sgl_ragged.windows.sglang_pool import slab_pool
-
-    retriever = slab_pool(worker.model_runner.token_to_kv_pool).retriever
-    retriever.running = tuple(batch.req_pool_indices_cpu.tolist())
-    try:
-        return original(worker, batch, *args, **more)
-    finally:
-        retriever.running = ()
-
-
-def forget_pages(options: RaggedOptions, original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
-    """What a page's segment dropped leaves the reservoir with it."""
-    for pages in page_ids:
-        allocator.get_kvcache().retriever.reservoir.forget(pages)
-    return original(allocator, *page_ids)
-
-
-def forget_all_pages(options: RaggedOptions, original: Callable, allocator: Any) -> Any:
-    """The same, where all pages are freed at once."""
-    allocator.get_kvcache().retriever.reservoir.clear()
-    return original(allocator)
-
-
 def place_weights(options: RaggedOptions, original: Callable, model: Any, weights: Any, target_device: Any) -> None:
     """Load a checkpoint with its attention heads in the order of the placement."""
     plan = serving_plan(options)
@@ -207,9 +158,9 @@ def build_pool(
         layer_numbers=geometry.layer_numbers,
     )
     if serving.retrieval is not None:
-        pool.retriever = _retriever(serving, serving.retrieval, pool.store, req_to_token_pool.req_to_token)
+        pool.retriever = make_retriever(serving, serving.retrieval, pool.store, req_to_token_pool.req_to_token)
     if serving.history is not None:
-        pool.histories = _histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
+        pool.histories = make_histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
     if geometry.windowed is not None:
         from sgl_ragged.windows.sglang_pool import RaggedHybridPool
 
@@ -236,73 +187,6 @@ def build_pool(
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return pool
-
-
-def _retriever(plan: ServingPlan, settings: Retrieval, store: SlabStore, req_to_token: torch.Tensor) -> Retriever:
-    from sglang.srt.runtime_context import get_parallel
-
-    from sgl_ragged.retrieval.retriever import Retriever
-
-    parallel, owners = get_parallel(), plan.pivot_ranks
-    entries = plan.reservoir_entries(store.dtype.itemsize)
-    roles = plan.rank_roles(parallel.attn_tp_rank)
-    if plan.ranks == 1:
-        return Retriever(store, settings, roles, entries, req_to_token)
-    group = parallel.attn_tp_group
-
-    def share(pivot: int, numbers: torch.Tensor) -> None:
-        group.broadcast(numbers, src=owners[pivot])
-
-    return Retriever(store, settings, roles, entries, req_to_token, share)
-
-
-def _histories(plan: ServingPlan, bound: HistoryBound, store: SlabStore, req_to_token: torch.Tensor) -> Histories:
-    import torch
-    from sglang.srt.runtime_context import get_parallel
-
-    from sgl_ragged.history.histories import Histories
-    from sgl_ragged.history.segment_scores import SegmentScores
-
-    scores = None
-    if not bound.by_age:
-        rank, device = get_parallel().attn_tp_rank, store.slabs.device
-        means = plan.rank_value_means(rank)
-        on_device = None if means is None else [torch.from_numpy(own).float().to(device) for own in means]
-        scores = SegmentScores(store, bound.score, torch.from_numpy(plan.head_weights(rank)), on_device)
-    if plan.ranks == 1:
-        return Histories(bound, req_to_token, plan.segment, scores)
-    group, ranks = get_parallel().attn_tp_group, plan.ranks
-
-    def over_ranks(own: torch.Tensor) -> torch.Tensor:
-        # Gathered and added in the order of the ranks: all of them get the same bits.
-        return group.all_gather(own, dim=0).view(ranks, -1).sum(dim=0)
-
-    return Histories(bound, req_to_token, plan.segment, scores, over_ranks)
-
-
-def build_tier(options: RaggedOptions, **asked: Any) -> Any:
-    """Host pool and controller of SGLang's HiCache."""
-    from sgl_ragged.host_tier.sglang_controller import build_stack
-
-    tier = serving_plan(options).tier
-    assert tier is not None, "it was registered because there is one"
-    return build_stack(tier, **asked)
-
-
-def recompute_segments(
-    options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any
-) -> Any:
-    """Before a batch, the segments of its cached prefixes that were not loaded; its prefill is timed."""
-    from sgl_ragged.windows.sglang_pool import slab_pool
-
-    restorer = slab_pool(worker.model_runner.token_to_kv_pool).tier
-    if batch is None or restorer is None:
-        return original(worker, batch, *args, **more)
-    restorer.run(worker, batch)
-    if not batch.forward_mode.is_extend():
-        return original(worker, batch, *args, **more)
-    with restorer.prefill.measuring(batch.extend_num_tokens / restorer.pool.page_size):
-        return original(worker, batch, *args, **more)
 
 
 def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch: Any) -> bool:

@@ -42,5 +42,5 @@ class RetrievalRadixCache(UnifiedRadixCache):
 
 
 def retrieval_cache(context: Any) -> Any:
-    """SGLang's factory of the radix cache called `seams.RETRIEVAL_CACHE`."""
+    """SGLang's factory of the radix cache that `sglang_feature` names."""
     return create_unified_radix_cache(context, cache_class=RetrievalRadixCache)

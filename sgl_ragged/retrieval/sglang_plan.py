@@ -6,8 +6,8 @@ from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import RaggedOptions, dashed
-from sgl_ragged.plugin.seams import RETRIEVAL_SEAMS, check_seams
 from sgl_ragged.retrieval.settings import Retrieval
+from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
 
 DEFAULTS: dict[str, Any] = {"overlay": 128, "pivots": 2, "watch_interval": 8, "drift": 0.5}
 """By field of `RaggedOptions`."""
@@ -24,7 +24,7 @@ def plan_retrieval(options: RaggedOptions) -> Retrieval | None:
                 f"--ragged-reservoir, or drop them"
             )
         return None
-    check_seams(RETRIEVAL_SEAMS, " with --ragged-reservoir")
+    RETRIEVAL.require()
     chosen = DEFAULTS | given
     return Retrieval(
         reservoir_bytes=options.reservoir,
