@@ -1,6 +1,8 @@
 """Registers, shared memory and spills of the Triton kernels, compiled for GPUs that this machine need not have.
 
-    python -m benchmarks.kernel_resources [--json] [--output docs/kernel-resources.md]     (two to three minutes)
+    python -m benchmarks.kernel_resources [--json] [--output benchmarks/results/kernel-resources.md]
+
+It takes two to three minutes.
 
 Compiles every kernel for every architecture and dtype and for some head dimensions, and reads what the assembler made
 of it. No GPU is used, so this says what a kernel needs, not how fast it is.
@@ -266,7 +268,7 @@ def spills(found: list[Resources]) -> str:
 
 
 def markdown(found: list[Resources]) -> str:
-    """The page in docs/: one row per kernel, dtype and head dimension, architectures side by side."""
+    """The page of results: one row per kernel, dtype and head dimension, architectures side by side."""
     intro = f"""\
 # What the kernels need
 
@@ -277,14 +279,14 @@ and 10.0. Compiled, not run: this says nothing about speed.
 Another Triton gives other figures and may spill (`docs/kernels.md`, versions): see `spilled_bytes` in what
 `python -m benchmarks.kernel_resources --json` prints with yours.
 
-By `python -m benchmarks.kernel_resources --output docs/kernel-resources.md`;
+By `python -m benchmarks.kernel_resources --output benchmarks/results/kernel-resources.md`;
 `tests/test_compiled_kernels.py` guards it.
 
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
 FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
-queries are bf16 there. int8, k8v4, k6v4 and k4v4 are slabs of codes (`slab-formats.md`), tails and queries bf16. Head
-dimensions 80 and 96 stand for those that are no powers of two.
+queries are bf16 there. int8, k8v4, k6v4 and k4v4 are slabs of codes (`docs/slab-formats.md`), tails and queries bf16.
+Head dimensions 80 and 96 stand for those that are no powers of two.
 """
     lines = [
         intro,

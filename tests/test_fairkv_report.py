@@ -115,9 +115,9 @@ def test_models_that_do_not_fit(model, monkeypatch, key, words):
 
 
 def test_the_page_says_what_was_found():
-    """docs/fairkv.md against benchmarks/results/fairkv.json, which is rounded, too, to four digits."""
+    """benchmarks/fairkv/README.md against benchmarks/results/fairkv.json, which is rounded, too, to four digits."""
     root = Path(__file__).parent.parent
-    page = (root / "docs" / "fairkv.md").read_text()
+    page = (root / "benchmarks" / "fairkv" / "README.md").read_text()
     profiles = json.loads((root / "benchmarks" / "results" / "fairkv.json").read_text())["profiles"]
 
     def figures(text: str) -> list[float]:

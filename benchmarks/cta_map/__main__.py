@@ -5,7 +5,7 @@
 Profiles are those of tests/data (four scorers, three models, two scopes, two shares). Kept counts are fitted to each
 ratio at segments of 256 tokens, in the profile's own scope. Largest / mean is that of a
 layer's CTAs; makespan is the waves model of `sgl_ragged.attention.cta_map.makespan`. Writes a row for each ratio, batch
-and method, every layer of the first ratio for some batches and methods, and the images of docs/cta-map.md.
+and method, every layer of the first ratio for some batches and methods, and the images of benchmarks/cta_map/README.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sgl_ragged.profiles.budgets import fit_kept
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
 OUTPUT = ROOT / "benchmarks" / "results" / "cta-map.json"
-IMAGES = ROOT / "docs" / "images"
+IMAGES = ROOT / "benchmarks" / "results"
 PICTURED = "keydiff/llama-3.1-8b-instruct/layer/evictable"
 SEGMENT = 256
 RESIDENT_CTAS = 396
@@ -132,7 +132,7 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def draw(ratio: float, batch: int) -> None:
-    """The load of every CTA of one profile: docs/images/cta-map-batch-BATCH.png."""
+    """The load of every CTA of one profile: benchmarks/results/cta-map-batch-BATCH.png."""
     with np.load(PROFILES) as archive:
         kept = fit_kept(archive[PICTURED], ratio, SEGMENT, PICTURED.split("/")[2])
     loads = compare_methods(kept, batch, RESIDENT_CTAS)

@@ -5,7 +5,7 @@
 Profiles are those of tests/data, evictable share (four scorers, three models, two scopes), or those of a folder
 SCORER/MODEL/profile*.npz of measured files. Kept counts are fitted to the ratio in the profile's own scope. Weights are
 those of the three models; gemma-3's layers with a sliding window count as weights alone. Writes every profile, mode and
-number of ranks, a table of batches and contexts for one profile, and the image of docs/fairkv.md.
+number of ranks, a table of batches and contexts for one profile, and the image of benchmarks/fairkv/README.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sgl_ragged.profiles.bundled import FOLDER
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
 OUTPUT = ROOT / "benchmarks" / "results" / "fairkv.json"
-IMAGE = ROOT / "docs" / "images" / "fairkv-busy.png"
+IMAGE = ROOT / "benchmarks" / "results" / "fairkv-busy.png"
 PICTURED = "keydiff/llama-3.1-8b-instruct/layer"
 RANKS = (2, 4, 8)
 BATCHES, CONTEXTS = (1, 8, 32, 64), (4096, 16384, 32768)

@@ -1,6 +1,6 @@
 """One page of all results: tables and plots from the files under benchmarks/results/, in a single HTML file.
 
-    python -m benchmarks.report [--output report.html] [--document docs/results.md]
+    python -m benchmarks.report [--output report.html] [--document benchmarks/results/speed.md]
 
 Starts no server and measures nothing. What concerns speed is also written as a document of the repository.
 """
@@ -38,7 +38,7 @@ def document(sections: Sequence[Section], folder: Path) -> str:
     """Sections as Markdown; links to plots are relative to `folder`."""
     parts = [
         "# Results: speed\n",
-        "Written by `make report` from `benchmarks/results/`; `docs/multi-turn.md` says what is measured and how.",
+        "Written by `make report` from `benchmarks/results/`; `docs/evaluation.md` says what is measured and how.",
         "All other results are in the page that the same command writes.\n",
     ]
     for section in sections:
@@ -72,7 +72,7 @@ def main() -> None:
         prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("report.html"), help="[report.html]")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "results.md", help="[docs/results.md]")
+    parser.add_argument("--document", type=Path, default=RESULTS / "speed.md", help="[benchmarks/results/speed.md]")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to read [benchmarks/results]")
     options = parser.parse_args()
     with command("report"):

@@ -150,7 +150,8 @@ KINDS = (
         "return*.json",
         "Conversations that come back, by tier",
         "Time to first token of a conversation that paused: still on the device, evicted to the host, after a restart, "
-        "and with no tier below the device; all pools with the same bytes on device and host. docs/returning.md.",
+        "and with no tier below the device; all pools with the same bytes on device and host. "
+        "benchmarks/returning/README.md has more.",
         "python -m benchmarks.multi_turn --shape return",
         _returning,
     ),
@@ -158,7 +159,7 @@ KINDS = (
         "accuracy*.json",
         "Accuracy by suite, scorer, budgets and ratio",
         "Mean score of answers to questions about long texts that are in the cache, with 95 % intervals; suites and "
-        "metrics are in docs/accuracy.md. * means that a server found nothing in its cache.",
+        "metrics are in docs/evaluation.md. * means that a server found nothing in its cache.",
         "python -m benchmarks.accuracy",
         _accuracy,
     ),
@@ -166,7 +167,7 @@ KINDS = (
         "tier-codecs*.json",
         "What may be stored smaller in the host tier",
         "Contexts leave the device and come back through each codec; what follows is compared with the same on the "
-        "device. Bytes are those of the tier; docs/host-tier-codecs.md says what is measured.",
+        "device. Bytes are those of the tier; benchmarks/tier_codecs/README.md says what is measured.",
         "python -m benchmarks.tier_codecs",
         _tier_codecs,
     ),
@@ -174,7 +175,7 @@ KINDS = (
         "storm*.json",
         "Storms: pairs of features under load",
         "Many clients on too small a pool, with requests that are left, aborted and retracted; what was answered is "
-        "compared with a quiet server's. docs/storm.md.",
+        "compared with a quiet server's. benchmarks/storm/README.md.",
         "python -m benchmarks.storm --pairs",
         _storm,
     ),

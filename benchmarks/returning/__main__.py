@@ -6,7 +6,7 @@ A first turn of --prompt-length tokens; then other conversations, until it has b
 which the time to first token is taken, one request at a time. Tiers: device (it was not evicted), host
 (--enable-hierarchical-cache), disk (the server was restarted), recomputed (no tier below the device). All servers have
 the same bytes on the device and on the host, are up at once and take turns. Returns that were not found where they
-should be are listed and do not count. docs/returning.md says more. Lengths are in tokens.
+should be are listed and do not count. benchmarks/returning/README.md says more. Lengths are in tokens.
 """
 
 from __future__ import annotations

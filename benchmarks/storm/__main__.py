@@ -6,7 +6,7 @@
 
 Each storm is a server on a CPU with SGLang's own memory checks on, and a second, quiet one with the same flags: what
 the first answered in the storm is compared with what the second says to the same request, alone and with an empty
-cache. docs/storm.md says more.
+cache. benchmarks/storm/README.md says more.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ class Feature:
 
 
 _TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
-_FP8 = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/fp8.md)"
+_FP8 = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/kernels.md)"
 _CODES = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/slab-formats.md)"
 _FEW_BYTES = ("--ragged-ratio", "0.1")
 """Of more, codes would keep every token beside a cache in float32."""
-_CODEC = "a restored prefix is not what was served (docs/host-tier-codecs.md)"
+_CODEC = "a restored prefix is not what was served (docs/host-tier.md)"
 
 FEATURES: dict[str, Feature] = {
     one.name: one

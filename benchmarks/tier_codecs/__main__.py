@@ -6,7 +6,7 @@
         --budgets benchmarks/recall/keydiff-coverage.safetensors
 
 Every codec is a server of its own whose pool holds two contexts. The reference is the server with codec exact, with
-contexts that are still on the device. docs/host-tier-codecs.md says what is measured.
+contexts that are still on the device. benchmarks/tier_codecs/README.md says what is measured.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The heads of a band keep n tokens of every sealed segment, side by side in the slab, which is a paged KV cache as
 FlashInfer knows it: slots are pages, n is the page size, the slab is the page stride. One call per band attends to the
-sealed segments; our own decode kernel attends to the tail; the two are merged by their log-sum-exp. docs/flashinfer.md.
+sealed segments; our own decode kernel attends to the tail; the two are merged by their log-sum-exp. docs/kernels.md.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def settle_profile(options: RaggedOptions, view: Any, geometry: ModelGeometry, s
     if options.profile == "uniform":
         logger.warning(
             "--ragged-profile uniform: every head keeps the same share. On SmolLM2-135M at ratio 0.5 that lost 16 of "
-            "88 facts; calibrated budgets of the same size lost none (docs/quality.md); use --ragged-profile auto"
+            "88 facts; calibrated budgets of the same size lost none (docs/evaluation.md); use --ragged-profile auto"
         )
         return options.scorer or OTHER_SCORER, "uniform"
     if options.profile == "auto" and share == 1:

@@ -22,7 +22,7 @@ SERVED = frozenset(
         "Glm4vForConditionalGeneration",
     }
 )
-"""Architectures under test with pictures, against Hugging Face (docs/multimodal.md)."""
+"""Architectures under test with pictures, against Hugging Face (docs/models.md)."""
 
 _OWN_MASKS = frozenset(
     {

@@ -24,7 +24,7 @@ ATTRIBUTE = "_sgl_ragged"
 """Bookkeeping attribute of SGLang's ServerArgs that holds the options; it is pickled along to the workers."""
 
 CALIBRATED_SCORER = "gate"
-"""The scorer of models that are calibrated at their first start (docs/quality.md)."""
+"""The scorer of models that are calibrated at their first start (docs/evaluation.md)."""
 
 OTHER_SCORER = "keydiff"
 """The scorer where there is nothing but budgets: bundled profiles, and equal ones."""
@@ -123,7 +123,7 @@ class RaggedOptions:
     host_codec: str | None = _flag(
         None,
         "How slabs lie in the host tier and in storage: as they are, in 8 bits, or without the layers that are "
-        "restored from another's. All but exact lose something (docs/host-tier-codecs.md).",
+        "restored from another's. All but exact lose something (docs/host-tier.md).",
         shown=CODEC_NAMES[0],
         choices=CODEC_NAMES,
     )

@@ -1,4 +1,4 @@
-"""Profiles that come with the package, found by the model's fingerprint (docs/profiles.md)."""
+"""Profiles that come with the package, found by the model's fingerprint (docs/calibration.md)."""
 
 from __future__ import annotations
 

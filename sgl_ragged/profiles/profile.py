@@ -1,7 +1,7 @@
 """Profiles: the calibrated statistics of one model and one scorer, as one safetensors file.
 
 A file is JSON and raw numbers only. It carries a format version, the fingerprint of the model's attention geometry
-and a digest of its own contents, and is refused when any of them does not fit. docs/profiles.md lists tensors and
+and a digest of its own contents, and is refused when any of them does not fit. docs/calibration.md lists tensors and
 metadata.
 """
 

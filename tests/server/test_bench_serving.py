@@ -1,4 +1,4 @@
-"""SGLang's own benchmark client against a ragged server, by the command lines of docs/clients.md."""
+"""SGLang's own benchmark client against a ragged server, by the command lines of docs/operate.md."""
 
 from __future__ import annotations
 
