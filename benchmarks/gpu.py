@@ -1,4 +1,4 @@
-"""Checks the Triton kernels on a GPU against float64 and times them. docs/evaluation.md explains the blocks.
+"""Checks the Triton kernels on a GPU against float64 and times them. gpu_blocks/README.md explains the blocks.
 
     python benchmarks/gpu.py [--output DIR] [--json] [--blocks correctness,decode,...] [--seconds 420]
     python benchmarks/gpu.py --dry-run      every case on paper, no GPU

@@ -6,7 +6,7 @@
 Questions about long texts, in conversations or each on its own, with the text in the cache: the suite `recall` on the
 recall model of this repository, or `ruler` and `scbench` from their files on any model. Every cell is a server of its
 own; cells that the output file holds already are not run again. Writes JSON and a plot, prints tables.
-docs/evaluation.md says what is measured.
+benchmarks/accuracy/README.md says what is measured.
 """
 
 from __future__ import annotations

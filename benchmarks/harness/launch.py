@@ -46,7 +46,7 @@ def free_port() -> int:
 
 WAITING_THREADS = {"GOMP_SPINCOUNT": "10000"}
 """On few cores, threads that spin for milliseconds while they wait take the time from those that work; threads that
-sleep at once make a decode step of many small operations twice as long (docs/evaluation.md)."""
+sleep at once make a decode step of many small operations twice as long (benchmarks/multi_turn/README.md)."""
 
 LAUNCH_SERVER = (sys.executable, "-m", "sglang.launch_server")
 SGLANG_SERVE = (str(Path(sys.executable).parent / "sglang"), "serve")

@@ -5,7 +5,7 @@
 
 Each configuration is a server of its own; all read the same texts and answer the same questions as SGLang's token pool.
 With `--peers` (an environment made by `make peers`), methods of kvpress keep the same share of the same contexts.
-Writes JSON and a plot, prints a table. docs/evaluation.md says what is measured.
+Writes JSON and a plot, prints a table. benchmarks/quality/README.md says what is measured.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def document(sections: Sequence[Section], folder: Path) -> str:
     """Sections as Markdown; links to plots are relative to `folder`."""
     parts = [
         "# Results: speed\n",
-        "Written by `make report` from `benchmarks/results/`; `docs/evaluation.md` says what is measured and how.",
+        "Written by `make report` from this folder; `benchmarks/multi_turn/README.md` says what is measured and how.",
         "All other results are in the page that the same command writes.\n",
     ]
     for section in sections:

@@ -159,7 +159,7 @@ KINDS = (
         "accuracy*.json",
         "Accuracy by suite, scorer, budgets and ratio",
         "Mean score of answers to questions about long texts that are in the cache, with 95 % intervals; suites and "
-        "metrics are in docs/evaluation.md. * means that a server found nothing in its cache.",
+        "metrics are in benchmarks/accuracy/README.md. * means that a server found nothing in its cache.",
         "python -m benchmarks.accuracy",
         _accuracy,
     ),

@@ -1,4 +1,4 @@
-"""Random requests of many clients on pools too small for them; answers are a quiet server's (benchmarks/storm/README.md)."""
+"""Random requests on pools too small for them; every answer is a quiet server's (benchmarks/storm/README.md)."""
 
 from __future__ import annotations
 
