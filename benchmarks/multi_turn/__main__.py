@@ -5,7 +5,8 @@
 
 Every point is a pool, a number of clients and a repetition, on a server of its own with nothing cached; the pools take
 turns. Finished points are kept in --output, and the same command continues where it was stopped.
-benchmarks/multi_turn/README.md says what is measured. Lengths are in tokens; options of SGLang's own multi-turn benchmark have its defaults.
+benchmarks/multi_turn/README.md says what is measured. Lengths are in tokens; options of SGLang's own multi-turn
+benchmark have its defaults.
 """
 
 from __future__ import annotations
