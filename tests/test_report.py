@@ -15,6 +15,9 @@ from benchmarks.multi_turn.plots import colour, draw
 from benchmarks.multi_turn.store import Store
 from benchmarks.multi_turn.tables import overview
 from benchmarks.report.__main__ import RESULTS
+from benchmarks.report.kinds import HEADLINE, KINDS
+from benchmarks.report.multi_turn import PATTERN
+from benchmarks.report.single_files import OTHERS, sections
 from tests.multi_turn_points import point
 
 HTML = "{http://www.w3.org/1999/xhtml}"
@@ -65,9 +68,9 @@ def test_missing_files_are_named(tmp_path):
     (tmp_path / "results").mkdir()
     root, document, printed = report(tmp_path / "results", tmp_path)
     missing = [p for p in root.iter(f"{HTML}p") if p.get("class") == "missing"]
-    assert len(missing) == 8
+    assert len(missing) == len(KINDS) + 1
     assert "the benchmark has not been run" in document
-    assert printed.count("missing:") == 8
+    assert printed.count("missing:") == len(KINDS) + 1
 
 
 def test_broken_files_are_named_and_do_not_stop_the_page(results, tmp_path):
@@ -88,6 +91,40 @@ def test_the_results_of_this_repository_make_a_page(tmp_path):
     assert "cannot be read" not in "".join(root.itertext())
     titles = [title.text for title in root.iter(f"{HTML}h2")]
     assert any(title.startswith("Accuracy") for title in titles)
+
+
+def named(section) -> set[str]:
+    """Files that a section shows, by what its tables are called."""
+    return {f"{table.title.split(':')[0]}.json" for table in section.tables}
+
+
+def test_every_result_file_has_a_table():
+    """With a file that no kind has a pattern for there would be one section more."""
+    made = sections(RESULTS)
+    assert [section.title for section in made] == [kind.title for kind in KINDS]
+    assert set().union(*map(named, made)) == {path.name for path in RESULTS.glob("*.json")}
+    assert all(not section.notes and not section.missing for section in made)
+    folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
+    assert folders == {path.name for path in RESULTS.glob(PATTERN) if path.is_dir()}
+
+
+def test_a_file_of_no_kind_is_found(tmp_path):
+    (tmp_path / "something.json").write_text("{}")
+    assert sections(tmp_path)[-1].title == OTHERS
+
+
+def test_the_files_of_the_readme_are_first(tmp_path):
+    root, _, _ = report(RESULTS, tmp_path)
+    assert next(root.iter(f"{HTML}h2")).text == KINDS[0].title
+    assert named(sections(RESULTS)[0]) == set(HEADLINE)
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    assert all(name in readme for name in HEADLINE)
+
+
+def test_results_and_their_commands_are_listed():
+    """benchmarks/results/README.md has every file."""
+    page = (RESULTS / "README.md").read_text()
+    assert [path.name for path in RESULTS.glob("*.json") if f"`{path.name}`" not in page] == []
 
 
 def test_a_folder_that_is_not_there_is_one_line_and_status_1(tmp_path):

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.harness.rows import Rows
 from benchmarks.quality.configuration import Configuration
 from benchmarks.quality.facts import KINDS
 from benchmarks.quality.store import Results
@@ -47,51 +47,63 @@ def by_octave(segments: list[list[float]]) -> list[float]:
     return [float(means[start - 1 : 2 * start - 1].mean()) for start in borders]
 
 
+def known(result: dict[str, Any], kind: str) -> str:
+    """Right answers and how many were asked, empty where nothing was."""
+    answers = [one for interview in result["right"][kind] for one in interview]
+    return f"{sum(answers)} of {len(answers)}" if answers else ""
+
+
 def show(results: Results, console: Console) -> None:
-    """Tables: servers, servers by position where texts are long, and servers beside peers."""
-    table = Table(title="Next-token distributions behind the first segment, against the token pool; facts known")
-    columns = (
-        "configuration",
-        "KL",
-        "KL at borders",
-        "delta NLL",
-        "top-1 same",
-        *(f"recall, {kind}" for kind in KINDS),
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name == "configuration" else "right")
+    """Print the tables."""
+    for rows in tables(results):
+        rows.show(console)
+
+
+def tables(results: Results) -> list[Rows]:
+    """Servers; servers by position where texts are long; servers beside peers where there are any."""
+    made = [_servers(results)]
+    made += [rows for rows in (_positions(results), _beside_peers(results)) if rows.rows]
+    return made
+
+
+def _servers(results: Results) -> Rows:
+    columns = ("configuration", "KL", "KL at borders", "delta NLL", "top-1 same", "continuation, delta NLL", *KINDS)
+    rows = []
     for one, result in results.served.items():
         texts = result["texts"]
-        cells = [f"{a:.4f} ± {e:.4f}" for a, e in (mean_and_error(texts[n]) for n in ("kl", "border_kl", "delta_nll"))]
-        agrees = f"{mean_and_error(texts['agrees'])[0]:.3f}"
-        table.add_row(str(one), *cells, agrees, *(f"{recall(result, kind):.3f}" for kind in KINDS))
-    console.print(table)
-    _show_positions(results, console)
-    if not results.peers:
-        return
-    table = Table(title="Beside kvpress at the same kept share, question unknown: continuation and recall")
-    for name in ("method", "share", "delta NLL", *(f"recall, {kind}" for kind in KINDS)):
-        table.add_column(name, justify="left" if name == "method" else "right")
+        cells = [f"{a:.5f} ± {e:.5f}" for a, e in (mean_and_error(texts[n]) for n in ("kl", "border_kl", "delta_nll"))]
+        cells.append(f"{mean_and_error(texts['agrees'])[0]:.3f}")
+        cells.append(_continuation(results, result))
+        rows.append((str(one), *cells, *(known(result, kind) for kind in KINDS)))
+    title = "Next-token distributions behind the first segment, against the token pool; facts known"
+    return Rows(title, columns, tuple(rows))
+
+
+def _continuation(results: Results, result: dict[str, Any]) -> str:
+    """Empty where no context was continued, or not by the token pool."""
+    if Configuration.token() not in results.served or not result["texts"]["continuation_nll"]:
+        return ""
+    return "{:.4f} ± {:.4f}".format(*continuation(results, result))
+
+
+def _beside_peers(results: Results) -> Rows:
     rows = [(str(one), one.ratio, result) for one, result in results.served.items() if one.ratio is not None]
     rows += [(f"kvpress {method}", share, result) for (method, share), result in results.peers.items()]
-    for name, share, result in sorted(rows, key=lambda row: -(row[1] or 0)):
-        mean, error = continuation(results, result)
-        table.add_row(name, f"{share:g}", f"{mean:.4f} ± {error:.4f}", *(f"{recall(result, k):.3f}" for k in KINDS))
-    console.print(table)
+    made = []
+    for name, share, result in sorted(rows, key=lambda row: -(row[1] or 0)) if results.peers else ():
+        facts = (known(result, kind) for kind in KINDS)
+        made.append((name, f"{share:g}", _continuation(results, result), *facts))
+    title = "Beside kvpress at the same kept share, question unknown: continuation and facts known"
+    return Rows(title, ("method", "share", "delta NLL", *KINDS), tuple(made))
 
 
-def _show_positions(results: Results, console: Console) -> None:
+def _positions(results: Results) -> Rows:
     """KL by octave of the position, of servers on the ragged pool."""
     rows = {str(one): r["segments"] for one, r in results.served.items() if one.ratio is not None and "segments" in r}
-    rows = {name: segments for name, segments in rows.items() if len(segments[0]) + 1 >= LONG}
-    if not rows:
-        return
-    segment, length = results.settings["segment"], results.settings["text_tokens"]
-    table = Table(title="KL by position, tokens")
-    table.add_column("configuration")
-    octaves = {name: by_octave(segments) for name, segments in rows.items()}
-    for octave in range(max(map(len, octaves.values()))):
-        table.add_column(f"{segment << octave} to {min(segment << octave + 1, length)}", justify="right")
-    for name, means in octaves.items():
-        table.add_row(name, *(f"{mean:.4f}" for mean in means))
-    console.print(table)
+    octaves = {name: by_octave(found) for name, found in rows.items() if len(found[0]) + 1 >= LONG}
+    segment, length = results.settings.get("segment", 0), results.settings.get("text_tokens", 0)
+    columns = ["configuration"]
+    for octave in range(max(map(len, octaves.values()), default=0)):
+        columns.append(f"{segment << octave} to {min(segment << octave + 1, length)}")
+    made = [(name, *(f"{mean:.4f}" for mean in means)) for name, means in octaves.items()]
+    return Rows("KL by position, tokens", tuple(columns), tuple(made))

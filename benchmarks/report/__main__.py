@@ -84,11 +84,12 @@ def write(options: argparse.Namespace) -> None:
     if not options.results.is_dir():
         raise SettingsError(f"{options.results} is no folder")
     conversations = multi_turn.sections(options.results)
-    everything = [*conversations, *single_files.sections(options.results)]
+    headline, *others = single_files.sections(options.results)
+    everything = [headline, *conversations, *others]
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     try:
         options.output.write_text(html(everything, str(options.results.name), measured_on(options.results), date))
-        speed = [*conversations, single_files.section(options.results, single_files.STEP_SPEED)]
+        speed = [*conversations, single_files.step_speed(options.results)]
         options.document.write_text(document(speed, options.document.resolve().parent))
     except OSError as error:
         raise SettingsError(f"cannot write {error.filename}: {error.strerror}") from None
