@@ -27,20 +27,27 @@ def add_model_options(parser: argparse.ArgumentParser, ratio: float | None = WID
     parser.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
 
 
-def read_geometry(options: argparse.Namespace) -> ModelGeometry:
-    """The model, read as the server reads it, with SGLang's own code, which takes seconds to import.
+def read_model(options: argparse.Namespace) -> Any:
+    """SGLang's ModelConfig of the model, which takes seconds to import.
 
     Raises:
         RaggedConfigError: no such model, or one that the server refuses.
     """
-    from sgl_ragged.plugin.model_support import load_model_config, model_geometry, refuse_model
+    from sgl_ragged.plugin.model_support import load_model_config, refuse_model
     from sgl_ragged.plugin.multimodal import refuse_positions
 
     check_segment(options.segment)
     model_config = load_model_config(options.model)
     refuse_model(model_config)
     refuse_positions(model_config.hf_text_config, options.scorer)
-    return model_geometry(model_config)
+    return model_config
+
+
+def read_geometry(options: argparse.Namespace) -> ModelGeometry:
+    """The model as the server reads it, by `read_model`, with what that raises."""
+    from sgl_ragged.plugin.model_support import model_geometry
+
+    return model_geometry(read_model(options))
 
 
 def choose_kept(

@@ -8,54 +8,32 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
 from sgl_ragged.profiles.bundled import find_bundled
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.profiles.profile import CODEBOOK_VERSION, VALUE_MEAN, Profile, load_profile
-from sgl_ragged.retrieval.roles import ELSEWHERE, HeadRoles, head_roles, with_pivots
-from sgl_ragged.retrieval.settings import Retrieval, entry_bytes
-
-TIER_FORMAT = 1
-"""Version of what rows of the host tier hold."""
-
-CODEC_NAMES = ("exact", "fp8", "shared")
-"""Values of --ragged-host-codec. The classes are in `host_tier.codecs`, which needs torch."""
+from sgl_ragged.profiles.profile import CODEBOOK_VERSION, Profile, load_profile
 
 
 @dataclass(frozen=True)
-class TierPlan:
-    """What a tier below the device holds.
+class Joined:
+    """What a feature brings into a plan (`plugin.feature.Feature`).
 
-    codec: how slabs lie there, one of CODEC_NAMES.
-    served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
-        model, and the digest of the plan.
-    sized: whether the user said how large the host's part is.
-    restore: what is loaded and what is computed again, one of `host_tier.restore_schedule.MODES`.
+    name: the feature's. settings: what its workers follow. state: numbers, names and arrays that decide what workers
+    compute, for the digest.
     """
 
-    codec: str
-    served: str
-    sized: bool
-    restore: str
-
-    def rank_identity(self, rank: int, stored_as: str) -> str:
-        """16 hex digits: rows with equal identities and tokens are equal. stored_as: of the rank's `SlabStore`.
-
-        With a codec that loses something they are equal up to that: what is computed behind a restored prefix has seen
-        it as it was restored.
-        """
-        state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, stored_as])
-        return hashlib.sha256(state.encode()).hexdigest()[:16]
+    name: str
+    settings: Any
+    state: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,11 +48,8 @@ class ServingPlan:
     statistics: per layer, the scorer's float32 tensors [heads, ...] by name, [1, ...] those in `shared`.
     shared: names of statistics that all heads of a layer share.
     fairkv: how heads are placed. placement: where; None for SGLang's own order.
-    tier: what is kept below the device, if anything is.
-    history: how much of its history a request sees, if that is bounded.
-    value_mean: float32 [layers, heads, head_dim], mean values of the model's heads, if the profile has them.
     unfitted: why kept keys and values stay as they are; None where they are fitted, by CODEBOOK among `statistics`.
-    retrieval: how what heads dropped is fetched again, if it is; roles: then, who watches for whom.
+    features: what joins, in the order in which it does.
     """
 
     geometry: ModelGeometry
@@ -90,13 +65,13 @@ class ServingPlan:
     shared: tuple[str, ...] = ()
     fairkv: str = "none"
     placement: Placement | None = None
-    tier: TierPlan | None = None
-    history: HistoryBound | None = None
-    value_mean: np.ndarray | None = None
-    retrieval: Retrieval | None = None
-    roles: HeadRoles | None = None
     form: SlabFormat = WIDE
     unfitted: str | None = "it was not asked for"
+    features: tuple[Joined, ...] = ()
+
+    def settings_of(self, feature: str) -> Any:
+        """Settings of a feature by its name; None where it has not joined."""
+        return next((one.settings for one in self.features if one.name == feature), None)
 
     @property
     def fit(self) -> str:
@@ -111,31 +86,18 @@ class ServingPlan:
         settings = [self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv]
         if self.form.quantised:
             settings.append(self.form.name)
-        if self.history is not None:
-            settings += [self.history.limit, self.history.score, self.history.lag]
-        if self.retrieval is not None:
-            settings += self.retrieval.numbers
-        state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
         arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]
         if self.placement is not None:
             arrays += [("heads", self.placement.heads), ("kept", self.placement.kept)]
-        if self.history is not None and self.value_mean is not None:
-            arrays.append((VALUE_MEAN, self.value_mean))
-        if self.roles is not None:
-            arrays += [("pivots", np.array(self.roles.pivots)), ("watched_by", self.roles.watched_by)]
+        for one in self.features:
+            settings.append(one.name)
+            settings += [part for part in one.state if not isinstance(part, np.ndarray)]
+            arrays += [(one.name, part) for part in one.state if isinstance(part, np.ndarray)]
+        state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
         for name, array in arrays:
             state.update(json.dumps([name, array.shape]).encode())
             state.update(np.ascontiguousarray(array).tobytes())
         return state.hexdigest()[:15]
-
-    def describe_features(self, sizes: PoolSizes) -> list[str]:
-        """What features add to the start-up line."""
-        found = []
-        if self.retrieval is not None and self.roles is not None:
-            found.append(self.retrieval.describe(self.roles))
-        if self.history is not None:
-            found.append(f"{self.history.describe(sizes)}; segments leave by {self.history.score}")
-        return found
 
     @property
     def q_per_kv(self) -> int:
@@ -172,49 +134,6 @@ class ServingPlan:
     def layouts(self) -> list[SlabLayout]:
         """Those of all ranks."""
         return [self.layout(rank) for rank in range(self.ranks)]
-
-    def rank_roles(self, rank: int) -> HeadRoles:
-        """Who watches for whom, of the heads of a rank; with retrieval alone."""
-        assert self.roles is not None, "the launcher has decided retrieval and roles together"
-        return self.roles.on_rank(self.heads(rank))
-
-    @property
-    def pivot_ranks(self) -> list[int]:
-        """Which rank has each of the pivots; with retrieval alone."""
-        roles = [self.rank_roles(rank) for rank in range(self.ranks)]
-        assert self.roles is not None, "rank_roles has asked"
-        return [
-            next(rank for rank, own in enumerate(roles) if own.pivots[number][1] != ELSEWHERE)
-            for number in range(len(self.roles.pivots))
-        ]
-
-    def reservoir_entries(self, itemsize: int) -> int:
-        """Segments that the reservoir holds on each rank; with retrieval alone. Raises as `Retrieval.entries` does."""
-        assert self.retrieval is not None, "there is a reservoir"
-        sizes = [
-            entry_bytes(layout, self.rank_roles(rank).satellites, itemsize) for rank, layout in enumerate(self.layouts)
-        ]
-        return self.retrieval.entries(sizes)
-
-    def overlay_bytes(self, rank: int, itemsize: int, query_itemsize: int) -> int:
-        """Device bytes of a request's overlays, as `Retrieval.row_bytes` counts them; 0 without retrieval."""
-        if self.retrieval is None or self.roles is None:
-            return 0
-        satellites = sum(map(len, self.rank_roles(rank).satellites))
-        head_dim = self.geometry.head_dim
-        return self.retrieval.row_bytes(satellites, head_dim, self.q_per_kv, itemsize, query_itemsize)
-
-    def head_weights(self, rank: int) -> np.ndarray:
-        """float32 [layers, heads of the rank]: 1 / heads of the model, shared by the ranks that have the same head."""
-        everywhere = np.concatenate([self.heads(one) for one in range(self.ranks)], axis=1)
-        copies = (self.heads(rank)[:, :, None] == everywhere[:, None]).sum(axis=2)
-        return (1 / (copies * self.geometry.num_heads)).astype(np.float32)
-
-    def rank_value_means(self, rank: int) -> list[np.ndarray] | None:
-        """Per layer, mean values [heads of the rank, head_dim]; None where the profile has none."""
-        if self.value_mean is None:
-            return None
-        return [means[heads] for means, heads in zip(self.value_mean, self.heads(rank), strict=True)]
 
     def rank_statistics(self, rank: int) -> list[dict[str, np.ndarray]]:
         """Per layer, the scorer's tensors [heads of the rank, ...], [1, ...] those that heads share."""
@@ -278,6 +197,7 @@ def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio:
 
 def make_plan(
     geometry: ModelGeometry,
+    chosen: BudgetChoice,
     *,
     ranks: int,
     ratio: float,
@@ -286,29 +206,21 @@ def make_plan(
     scorer_weights: str | None,
     profile: str,
     kernel: str,
-    retrieval: Retrieval | None = None,
     form: SlabFormat = WIDE,
-    itemsize: int = 2,
     unfitted: str | None = None,
 ) -> ServingPlan:
-    """Read the files that are named, and fit the budgets; heads are not placed yet.
+    """Read the files that are named; heads are not placed yet, and no feature has joined.
 
     Args:
-        ratio: kept / full KV bytes. itemsize: bytes per element of an uncompressed cache.
+        ratio: kept / full KV bytes.
         unfitted: why nothing is to be fitted, whatever the profile has.
 
     Raises:
-        RaggedConfigError: as `choose_budgets`, `scorers.statistics.scorer_statistics`, `head_roles` and `with_pivots`
-            do.
+        RaggedConfigError: as `scorers.statistics.scorer_statistics` does.
     """
     from sgl_ragged.scorers import get_scorer
     from sgl_ragged.scorers.statistics import scorer_statistics
 
-    share = kept_share(geometry, ratio, segment, form, itemsize)
-    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=share, segment=segment)
-    kept, roles = chosen.kept, None
-    if retrieval is not None:
-        roles, kept = choose_pivots(chosen, retrieval.pivots, share, segment)
     statistics = scorer_statistics(
         get_scorer(scorer),
         chosen.profile,
@@ -336,14 +248,11 @@ def make_plan(
         scorer=scorer,
         profile=profile,
         kernel=kernel,
-        kept=kept,
+        kept=chosen.kept,
         source=chosen.source,
         statistics=tuple(of_layers),
         shared=shared,
         unfitted=unfitted,
-        value_mean=None if chosen.profile is None else chosen.profile.statistics.get(VALUE_MEAN),
-        retrieval=retrieval,
-        roles=roles,
         form=form,
     )
 
@@ -371,29 +280,6 @@ def why_unfitted(chosen: BudgetChoice, segment: int) -> str | None:
             more = "it was converted, or no rotary embedding is common to all of the model's layers"
         return f"the profile has no codebook; {more} (docs/fitting.md)"
     return None
-
-
-def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:
-    """The first `count` pivots, and kept tokens like `BudgetChoice.kept` with room for them.
-
-    Raises RaggedConfigError: there is no profile, nobody to watch for, or as `head_roles` and `with_pivots` do.
-    """
-    found = _profile_with_roles(chosen)
-    roles = head_roles(found, count)
-    if not any(roles.satellites):
-        raise RaggedConfigError(
-            f"the {count} pivots of {found.model_id!r} foresee nothing that other heads drop: ask for more of them"
-        )
-    return roles, with_pivots(lambda share: profile_kept(found, share, segment), roles, ratio, segment)
-
-
-def _profile_with_roles(chosen: BudgetChoice) -> Profile:
-    if chosen.profile is None:
-        raise RaggedConfigError(
-            "--ragged-reservoir needs to know which heads watch for which, and equal budgets come without: calibrate "
-            "(python -m calib run), or let --ragged-profile auto do it"
-        )
-    return chosen.profile
 
 
 def refuse_ranks(geometry: ModelGeometry, ranks: int, scorer: str) -> None:

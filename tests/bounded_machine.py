@@ -82,7 +82,7 @@ class BoundedMachine(RuleBasedStateMachine):
         self.count = 0
 
     def _allocator(self) -> PagedTokenToKVPoolAllocator:
-        pool = SimpleNamespace(histories=self.histories)
+        pool = SimpleNamespace(attached={"history": self.histories})
         return PagedTokenToKVPoolAllocator(PAGES * SEGMENT, SEGMENT, torch.float32, "cpu", pool, need_sort=False)
 
     @staticmethod

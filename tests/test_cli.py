@@ -82,7 +82,7 @@ def test_layout_of_codes_counts_bytes_and_tokens(model, monkeypatch, capsys):
     )
     run(monkeypatch, *flags[:5], "--ratio", "0.6", "--slab-dtype", "int8")
     assert "of the bytes: every token is kept)" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="does not go with an FP8 cache"):
+    with pytest.raises(SystemExit, match="rounded twice; use wide"):
         run(monkeypatch, *flags, "k8v4", "--dtype", "fp8_e4m3")
 
 
@@ -116,8 +116,8 @@ def test_layout_of_retrieval(model, monkeypatch, capsys):
     assert (plan["kept"][0][1], plan["kept"][1][2]) == (256, 256)
     assert np.mean(plan["kept"]) <= 0.3 * 256
     run(monkeypatch, *flags)
-    assert "2 pivots watch for 10 heads; each request's overlays take " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--overlay is about what --reservoir holds"):
+    assert "2 pivots watch for 10 heads, which can be given 128 tokens each" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"--ragged-overlay: .* add --ragged-reservoir"):
         run(monkeypatch, *flags[:-2], "--overlay", "32")
     blind = load_profile(model / "roles.safetensors")
     statistics = dict(blind.statistics) | {WATCHED: np.zeros_like(blind.statistics[WATCHED])}

@@ -21,6 +21,7 @@ from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.resolution import why_not_to_fit
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.retrieval.sglang_feature import RetrievalFlags
 from tests.models import make_profile
 from tests.test_recorder import DIM, HEADS, LAYERS, LENGTH, PER_HEAD, SEGMENT, content, record
 
@@ -125,7 +126,7 @@ def test_so_many_queries_behind_the_first_segment():
     [
         ({}, False, {}, None),
         ({"fit": "none"}, False, {}, "--ragged-fit none"),
-        ({"reservoir": 1 << 20}, False, {}, "count twice"),
+        ({"of_features": (RetrievalFlags(reservoir=1 << 20),)}, False, {}, "count twice"),
         ({}, True, {}, "sinks"),
         ({}, False, {"mrope_section": [2, 3, 3]}, "M-RoPE"),
     ],

@@ -11,35 +11,52 @@ import torch
 
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin import conflicts
-from sgl_ragged.plugin.conflicts import CASES, CODES, CONFLICTS, FITTED, REFUSED, Launch, against, refuse_conflicts
+from sgl_ragged.history.sglang_feature import HISTORY, HistoryFlags
+from sgl_ragged.host_tier.sglang_feature import CODEC, HOST_TIER, TierFlags
+from sgl_ragged.plugin import launch as launching
+from sgl_ragged.plugin.conflicts import against, cases, conflicts, refuse_conflicts
+from sgl_ragged.plugin.launch import (
+    CODES,
+    FITTED,
+    FLASHINFER,
+    FP8,
+    M_ROPE,
+    MANY_RANKS,
+    MIXED,
+    REFUSED,
+    SINKS,
+    SPLIT,
+    TREE,
+    Launch,
+)
 from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.retrieval.sglang_feature import RETRIEVAL, RetrievalFlags
+from sgl_ragged.windows.sglang_feature import ONE_POOL, WINDOWS
 
-ASKED = {
-    conflicts.HISTORY: {"history": 1024},
-    conflicts.RESERVOIR: {"reservoir": 1 << 30},
-    conflicts.SPLIT: {"fairkv": "split"},
-    conflicts.FLASHINFER: {"kernel": "flashinfer"},
-    conflicts.CODEC: {"host_codec": "shared"},
+ASKED = {SPLIT: {"fairkv": "split"}, FLASHINFER: {"kernel": "flashinfer"}}
+OF_FEATURES = {
+    HISTORY.case: HistoryFlags(history=1024),
+    RETRIEVAL.case: RetrievalFlags(reservoir=1 << 30),
+    CODEC: TierFlags(host_codec="shared"),
 }
 FLAGS = {
-    conflicts.TIER: {"enable_hierarchical_cache": True},
-    conflicts.TREE: {"radix_cache_backend": "mine"},
-    conflicts.MIXED: {"enable_mixed_chunk": True},
-    conflicts.ONE_POOL: {"disable_hybrid_swa_memory": True},
-    conflicts.MANY_RANKS: {"tp_size": 16},
+    HOST_TIER.case: {"enable_hierarchical_cache": True},
+    TREE: {"radix_cache_backend": "mine"},
+    MIXED: {"enable_mixed_chunk": True},
+    ONE_POOL: {"disable_hybrid_swa_memory": True},
+    MANY_RANKS: {"tp_size": 16},
 }
 
 
 @pytest.fixture(autouse=True)
 def _geometry_of_the_model(monkeypatch):
-    monkeypatch.setattr(conflicts, "model_geometry", lambda model: model.geometry)
+    monkeypatch.setattr(launching, "model_geometry", lambda model: model.geometry)
 
 
-def launch(*cases: str) -> Launch:
+def launch(*has: str) -> Launch:
     """A start that has these cases and no others."""
-    given = {key: value for case in cases for key, value in ASKED.get(case, {}).items()}
-    flags = {key: value for case in cases for key, value in FLAGS.get(case, {}).items()}
+    given = {key: value for case in has for key, value in ASKED.get(case, {}).items()}
+    flags = {key: value for case in has for key, value in FLAGS.get(case, {}).items()}
     plain = dict(
         enable_hierarchical_cache=False,
         radix_cache_backend=None,
@@ -48,24 +65,24 @@ def launch(*cases: str) -> Launch:
         tp_size=1,
     )
     model = SimpleNamespace(
-        geometry=SimpleNamespace(num_heads=8, windowed=conflicts.WINDOWS in cases or None),
-        has_attention_sinks=conflicts.SINKS in cases,
-        hf_text_config=SimpleNamespace(
-            rope_parameters={"mrope_section": [2, 3, 3]} if conflicts.M_ROPE in cases else {}
-        ),
+        geometry=SimpleNamespace(num_heads=8, windowed=WINDOWS.case in has or None),
+        has_attention_sinks=SINKS in has,
+        hf_text_config=SimpleNamespace(rope_parameters={"mrope_section": [2, 3, 3]} if M_ROPE in has else {}),
     )
-    dtype = torch.float8_e4m3fn if conflicts.FP8 in cases else torch.bfloat16
-    return Launch(RaggedOptions(kv_pool="ragged", **given), SimpleNamespace(**plain | flags), model, dtype)
+    dtype = torch.float8_e4m3fn if FP8 in has else torch.bfloat16
+    of_features = tuple(OF_FEATURES[case] for case in has if case in OF_FEATURES)
+    options = RaggedOptions(kv_pool="ragged", of_features=of_features, **given)
+    return Launch(options, SimpleNamespace(**plain | flags), model, dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases())
 def test_cases_are_seen_and_alone_they_are_served(case):
-    assert [name for name, applies in CASES.items() if applies(launch(case))] == [case]
+    assert [name for name, applies in cases().items() if applies(launch(case))] == [case]
     refuse_conflicts(launch(case))
 
 
 @pytest.mark.parametrize(
-    "found", [one for one in CONFLICTS if one.effect == REFUSED], ids=lambda it: f"{it.one}-{it.other}"
+    "found", [one for one in conflicts() if one.effect == REFUSED], ids=lambda it: f"{it.one}-{it.other}"
 )
 def test_both_together_are_refused_in_one_line(found):
     with pytest.raises(RaggedConfigError) as refused:
@@ -74,7 +91,7 @@ def test_both_together_are_refused_in_one_line(found):
 
 
 @pytest.mark.parametrize(
-    "found", [one for one in CONFLICTS if one.effect != REFUSED], ids=lambda it: f"{it.one}-{it.other}"
+    "found", [one for one in conflicts() if one.effect != REFUSED], ids=lambda it: f"{it.one}-{it.other}"
 )
 def test_what_a_server_does_by_itself_is_left_out_with_a_reason(found):
     assert against(found.one, launch(found.other)) == found
@@ -90,7 +107,7 @@ def test_nothing_speaks_against_a_plain_start():
 
 
 def test_no_pair_stands_twice():
-    pairs = [frozenset((one.one, one.other)) for one in CONFLICTS]
+    pairs = [frozenset((one.one, one.other)) for one in conflicts()]
     assert len(set(pairs)) == len(pairs)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from sgl_ragged.host_tier.codecs import CODECS
 from sgl_ragged.host_tier.fp8_codec import Fp8Codec
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.host_tier.tier_plan import CODEC_NAMES
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.plan import CODEC_NAMES
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -53,13 +53,14 @@ class Tier:
         if score is not None:
             self.scores = SegmentScores(self.store, score)
             self.table = torch.zeros((3, 4 * SEGMENT), dtype=torch.int32)
-            self.pool.histories = Histories(HistoryBound(3, score), self.table, SEGMENT, self.scores)
+            histories = Histories(HistoryBound(3, score), self.table, SEGMENT, self.scores)
+            self.pool.attached["history"] = self.pool.views = histories
         self.allocator = PagedTokenToKVPoolAllocator(
             sizes.max_total_tokens, SEGMENT, torch.float32, "cpu", self.pool, need_sort=False
         )
         codec = CODECS["exact"](LAYOUT, torch.float32)
         self.host = RaggedHostPool(self.pool, codec, 9, DIRECT_LAYOUT, "identity")
-        self.pool.tier = Restorer(self.pool, self.host, TierMeter(SEGMENT, self.host.row_bytes))
+        self.pool.attached["tier"] = Restorer(self.pool, self.host, TierMeter(SEGMENT, self.host.row_bytes))
         entry = build_pool_entry(
             name=PoolName.KV,
             host_pool=self.host,
@@ -127,8 +128,8 @@ def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
     rows = tier.controller.write(indices)
     tier.controller.start_writing()
     device = tier.allocator.alloc(SEGMENT)
-    tier.pool.tier.mark(device, rows)
-    tier.pool.tier.run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    tier.pool.attached["tier"].mark(device, rows)
+    tier.pool.attached["tier"].run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
     assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
 
 
@@ -140,11 +141,11 @@ def test_a_page_that_was_given_back_is_not_computed_for_who_had_it(monkeypatch):
     rows = tier.controller.write(indices)
     tier.controller.start_writing()
     device = tier.allocator.alloc(SEGMENT)
-    history = tier.pool.histories.advance(1, 4)
+    history = tier.pool.attached["history"].advance(1, 4)
     (left,) = history.left
     tier.table[1, left * SEGMENT : (left + 1) * SEGMENT] = device
     history.returned.add(left)
-    tier.pool.tier.mark(device, rows)
+    tier.pool.attached["tier"].mark(device, rows)
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_extend=lambda: True),
         reqs=[None],
@@ -152,7 +153,7 @@ def test_a_page_that_was_given_back_is_not_computed_for_who_had_it(monkeypatch):
         prefix_lens=[4 * SEGMENT],
     )
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=tier.table))
-    tier.pool.tier.run(SimpleNamespace(model_runner=runner), batch)
+    tier.pool.attached["tier"].run(SimpleNamespace(model_runner=runner), batch)
     assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
 
 
@@ -179,8 +180,8 @@ def test_scores_come_back_with_their_segments():
     other = tier.host.alloc(SEGMENT)
     tier.host.set_from_flat_data_page(other[0], page)
     device = tier.allocator.alloc(SEGMENT)
-    tier.pool.tier.mark(device, other)
-    tier.pool.tier.run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    tier.pool.attached["tier"].mark(device, other)
+    tier.pool.attached["tier"].run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
     assert torch.equal(tier.scores.values[device[:1] // SEGMENT], wanted)
     assert torch.equal(tier.store.slabs[device[0] // SEGMENT], tier.store.slabs[slot[0]])
 
@@ -211,6 +212,8 @@ def test_a_layer_is_not_read_before_it_has_come_from_the_host():
         return queries
 
     layer, numbers = SimpleNamespace(layer_id=7), {7: 3}
-    backend = SimpleNamespace(pool=pool, exchange=None, numbers=numbers, forward_metadata=None, _heads=lambda *_: heads)
+    backend = SimpleNamespace(
+        pool=pool, _behind={3: []}, numbers=numbers, forward_metadata=None, _heads=lambda *_: heads
+    )
     RaggedAttnBackend._attend(backend, operation, None, None, None, layer, None, None)
     assert said == [("wait", 3), ("read", 3)]

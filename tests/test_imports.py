@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +84,44 @@ def test_features_do_not_know_each_other(one):
 def test_files_that_import_sglang_say_so():
     importing = {module for module, found in modules().items() if any(x.split(".")[0] == "sglang" for x in found)}
     assert {module for module in importing if room(module) != "SGLang's side"} == {"calib.measure"}
+
+
+NAMED = re.compile(r"history|histories|retriev\w*|reservoir|overlay|tier|hicache|hierarchical|windows?|swa", re.I)
+"""Words by which the core would speak of a feature."""
+
+OF_MODELS = {"sliding_window", "sliding_window_size", "is_hybrid_swa", "is_hybrid_swa_compress", "_WINDOWS_IGNORED"}
+"""Names with such words that say what a model is, as its `windowed` layers do."""
+
+
+def conditions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.BoolOp):
+            yield node
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_no_feature_is_named_in_a_condition_outside_its_folder():
+    """FairKV and fitting are no features of that sort: they change no pool."""
+    rooms = {"history", "retrieval", "host_tier", "windows"}
+    found = []
+    for path in (ROOT / "sgl_ragged").rglob("*.py"):
+        if path.relative_to(ROOT / "sgl_ragged").parts[0] in rooms:
+            continue
+        for condition in conditions(ast.parse(path.read_text())):
+            words = [word for name in set(names(condition)) - OF_MODELS for word in re.split(r"[^a-zA-Z]+", name)]
+            if any(NAMED.fullmatch(word) for word in words):
+                found.append((str(path.relative_to(ROOT)), ast.unparse(condition)))
+    assert found == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pickle
@@ -20,7 +19,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.host_tier.sglang_feature import HOST_TIER
 from sgl_ragged.plugin import refusal as refusal_module
 from sgl_ragged.plugin import register, resolution, seams
-from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, dashed, make_options
+from sgl_ragged.plugin.feature import Seam
+from sgl_ragged.plugin.flags import dashed
+from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, make_options
 from sgl_ragged.plugin.seams import installed_release
 from tests.models import make_llama, make_profile, make_qwen3
 
@@ -383,7 +384,7 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
 
     def served(model, *flags: str) -> str:
         args = resolved(model, "--kv-pool", "ragged", "--enable-hierarchical-cache", *flags)
-        return getattr(args, ATTRIBUTE).plan.tier.served
+        return getattr(args, ATTRIBUTE).plan.settings_of("tier").served
 
     copy = tmp_path / "copy"
     shutil.copytree(llama, copy)
@@ -420,8 +421,8 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
 
 
 def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypatch):
-    lacking = (seams.Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.no_such_strategy", ("strategy",)),)
-    monkeypatch.setattr(resolution, "HOST_TIER", dataclasses.replace(HOST_TIER, seams=lacking))
+    lacking = (Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.no_such_strategy", ("strategy",)),)
+    monkeypatch.setattr(HOST_TIER, "seams", lacking)
     message = refusal(llama, "--kv-pool", "ragged", "--enable-hierarchical-cache")
     assert "is not supported with --enable-hierarchical-cache" in message
     resolved(llama, "--kv-pool", "ragged")
@@ -445,7 +446,7 @@ def test_slabs_of_codes_lie_on_the_host_as_they_are_alone(llama):
     tier = ("--kv-pool", "ragged", "--ragged-slab-dtype", "k8v4", "--enable-hierarchical-cache")
     assert "would round it again; use exact" in refusal(llama, *tier, "--ragged-host-codec", "fp8")
     served = {
-        getattr(resolved(llama, *tier[:2], *flags, tier[-1]), ATTRIBUTE).plan.tier.served
+        getattr(resolved(llama, *tier[:2], *flags, tier[-1]), ATTRIBUTE).plan.settings_of("tier").served
         for flags in (WIDE, tier[2:4], ("--ragged-slab-dtype", "int8"))
     }
     assert len(served) == 3

@@ -27,8 +27,8 @@ from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.retrieval.retriever import Retriever
 from sgl_ragged.retrieval.roles import HeadRoles
 from sgl_ragged.retrieval.settings import Retrieval
-from sgl_ragged.retrieval.sglang_backend import RetrievingBackend
 from sgl_ragged.retrieval.sglang_hooks import name_requests
+from sgl_ragged.retrieval.sglang_watching import Watching
 from sgl_ragged.scorers import get_scorer
 
 pytestmark = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23")
@@ -55,12 +55,12 @@ class Served:
         )  # fmt: skip
         pages = torch.arange(rows * SEGMENTS).view(rows, SEGMENTS, 1) * SEGMENT
         self.table = (pages + torch.arange(SEGMENT)).flatten(1).int()
-        kind = RaggedAttnBackend
         if history:
-            self.pool.histories = Histories(HistoryBound(2, "recency"), self.table, SEGMENT)
+            self.pool.attached["history"] = self.pool.views = Histories(HistoryBound(2, "recency"), self.table, SEGMENT)
         else:
-            self.pool.retriever = Retriever(self.pool.store, SETTINGS, ROLES, 8, self.table)
-            kind = RetrievingBackend
+            retriever = Retriever(self.pool.store, SETTINGS, ROLES, 8, self.table)
+            self.pool.attached["retrieval"] = retriever
+            self.pool.epilogues.append(Watching(retriever))
         self.layers = torch.nn.ModuleList(
             RadixAttention(HEADS * PER_HEAD, DIM, DIM**-0.5, HEADS, layer_id=number) for number in range(LAYERS)
         )
@@ -69,7 +69,7 @@ class Served:
             model=self.layers,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
         )
-        self.backend = kind(self.runner, lambda store, _: TorchOps(store))
+        self.backend = RaggedAttnBackend(self.runner, lambda store, _: TorchOps(store))
 
     def attend(self, batch, tokens: int, seed: int) -> torch.Tensor:
         """The layers of one forward pass: [layers, tokens, ..]."""
@@ -88,7 +88,7 @@ class Served:
 
     def prefill(self, lengths: list[int]) -> torch.Tensor:
         for row, length in zip(ROWS, lengths, strict=True):
-            self.pool.retriever.begin(row, length)
+            self.pool.attached["retrieval"].begin(row, length)
         batch = forward_batch(
             ForwardMode.EXTEND, lengths, req_pool_indices_cpu=ROWS_ON_HOST, extend_prefix_lens_cpu=[0, 0],
             extend_seq_lens_cpu=lengths,
@@ -169,11 +169,13 @@ def test_a_replayed_graph_retrieves_the_same():
         own = [length + step for length in lengths]
         expected = plain.decode(own, replayed=False)
         torch.testing.assert_close(graphs.decode(own, replayed=True), expected)
-    assert plain.pool.retriever.counts.fetched > 6
-    assert vars(graphs.pool.retriever.counts) == vars(plain.pool.retriever.counts)
+    assert plain.pool.attached["retrieval"].counts.fetched > 6
+    assert vars(graphs.pool.attached["retrieval"].counts) == vars(plain.pool.attached["retrieval"].counts)
     for row in ROWS:
-        assert graphs.pool.retriever.overlaid_from(row) == plain.pool.retriever.overlaid_from(row)
-        assert graphs.pool.retriever.overlays.counts[row].any()
+        assert graphs.pool.attached["retrieval"].overlaid_from(row) == plain.pool.attached["retrieval"].overlaid_from(
+            row
+        )
+        assert graphs.pool.attached["retrieval"].overlays.counts[row].any()
 
 
 def made_up(served: Served, mode: ForwardMode, monkeypatch) -> int:
@@ -215,5 +217,5 @@ def test_batches_that_sglang_makes_up(history, mode, monkeypatch):
     served = Served(history)
     assert made_up(served, mode, monkeypatch) == GRAPH
     if not history:
-        assert vars(served.pool.retriever.counts) == {"asked": 0, "fetched": 0, "rows": 0}
-        assert served.pool.retriever.overlaid_from(0) is None
+        assert vars(served.pool.attached["retrieval"].counts) == {"asked": 0, "fetched": 0, "rows": 0}
+        assert served.pool.attached["retrieval"].overlaid_from(0) is None

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from sgl_ragged.host_tier.codecs import CODECS
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer, layer_groups
 from sgl_ragged.host_tier.stored_page import FOOTER_BYTES, read_page, write_page
+from sgl_ragged.host_tier.tier_plan import TierPlan
 from sgl_ragged.mem_pool.kv_dtype import FP8
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.plan import TierPlan
 
 KEPT = np.array([[16, 48], [32, 16], [64, 64], [16, 16], [48, 32]])
 LAYOUT = SlabLayout(kept=KEPT, head_dim=8, segment=64)

@@ -74,15 +74,15 @@ def test_both_pools_fit_the_budget_and_no_other_slab_would(budget, requests, per
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     windows = WindowNeeds(page_bytes, per_prefix, per_prefix + 3, in_flight, share)
     try:
-        plan = fit_pool(layout, 4, budget, requests, windows=windows)
+        plan = fit_pool(layout, 4, budget, requests, side_pages=windows)
     except RaggedConfigError as error:
         assert "too small" in str(error) or "sliding-window layers get" in str(error)  # noqa: PT017 (either is right)
         return
     running = plan.max_requests if requests else windows.running(plan.max_requests, budget)
-    assert plan.window_pages == windows.pages(plan.num_slots, running, 256)
-    assert 1 < plan.window_pages <= plan.num_slots
+    assert plan.side_pages == windows.pages(plan.num_slots, running, 256)
+    assert 1 < plan.side_pages <= plan.num_slots
     assert plan.total_bytes <= budget
-    more = windows.pages(plan.num_slots + 1, running, 256) - plan.window_pages
+    more = windows.pages(plan.num_slots + 1, running, 256) - plan.side_pages
     assert budget < plan.total_bytes + plan.slab_bytes + more * page_bytes
 
 
@@ -98,7 +98,7 @@ def test_there_is_a_window_for_every_running_request_and_so_many_cached_tokens()
 def test_a_pool_that_admits_no_request_is_refused(windows):
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     with pytest.raises(RaggedConfigError, match=r"the sliding-window layers get \d+ pages, and one request needs"):
-        fit_pool(layout, 4, 10**9, 4, windows=windows)
+        fit_pool(layout, 4, 10**9, 4, side_pages=windows)
 
 
 @pytest.mark.parametrize(("config", "bytes_per_token"), [(GPT_OSS, 7373), (GEMMA_3_12B, 19661)])

@@ -54,7 +54,7 @@ class WindowedMachine(BoundedMachine):
 
     def _allocator(self) -> SWATokenToKVPoolAllocator:
         slabs = SimpleNamespace(
-            histories=self.histories,
+            attached={"history": self.histories},
             size=PAGES * SEGMENT,
             page_size=SEGMENT,
             head_dim=1,

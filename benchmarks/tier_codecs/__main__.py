@@ -31,7 +31,7 @@ from benchmarks.quality.head import load_head
 from benchmarks.tier_codecs.asking import Answers, go_on_restored, read_contexts
 from benchmarks.tier_codecs.results import Result, count_right, differences, document, draw, table
 from benchmarks.tier_codecs.suites import SUITES, Talk, from_recall, from_texts, pool_tokens
-from sgl_ragged.plan import CODEC_NAMES
+from sgl_ragged.host_tier.tier_plan import CODEC_NAMES
 
 CALIBRATION_S = 3600.0
 """A server that calibrates its model first takes minutes to start."""

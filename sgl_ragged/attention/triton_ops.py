@@ -21,7 +21,7 @@ from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
-LONG_HISTORY = 4096
+LONG_CONTEXT = 4096
 """Tokens of history from which a short chunk's heads are divided in prefill; below, merging parts is not worth it."""
 
 
@@ -158,7 +158,7 @@ class TritonOps(Operations):
     ) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
         """Work of each layer's CTAs in prefill, and scratch for parts. Few tiles with a long history divide heads."""
         store = self.store
-        if not 0 < num_tiles <= self._few_tiles or most_seen * store.layout.segment < LONG_HISTORY:
+        if not 0 < num_tiles <= self._few_tiles or most_seen * store.layout.segment < LONG_CONTEXT:
             return self._whole, None
         work = self._chunk_work[num_tiles - 1]
         rows = num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,14 @@ class LseExchange:
     def needed(self, layer: int) -> bool:
         """Whether any rank holds a part of a head in this layer."""
         return self._layers[layer] is not None
+
+    def describe(self, batch: Any) -> None:
+        """Nothing changes from batch to batch (`attention.epilogue.Epilogue`)."""
+
+    def apply(
+        self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, batch: Any
+    ) -> torch.Tensor:
+        return self.weigh(layer, output, lse)
 
     def weigh(self, layer: int, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Multiply the outputs of parts by their weights.

@@ -63,7 +63,7 @@ class HistoryBound:
     def request_bytes(self, sizes: PoolSizes) -> int:
         """Bytes that a request holds of its own at most while it decodes: slabs of what it sees and of its open
         segment, its tail, and what sliding-window layers need."""
-        windows = (self.lag + 1) * sizes.window_page_bytes if sizes.window_pages else 0
+        windows = (self.lag + 1) * sizes.side_page_bytes
         return self.held * sizes.slab_bytes + sizes.row_bytes + windows
 
     def describe(self, sizes: PoolSizes) -> str:

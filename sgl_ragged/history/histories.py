@@ -70,8 +70,13 @@ class Histories:
     label: ClassVar = ""
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `plugin.pool.Feature` has it."""
+        """As `plugin.pool.Attached` has it."""
         return {("dropped_segments", ""): self.dropped}
+
+    @property
+    def limit(self) -> int:
+        """Most segments that a request sees."""
+        return self.bound.limit
 
     def get(self, row: int) -> BoundedHistory | None:
         """Of the request in a row; None while it sees all that it has."""

@@ -27,7 +27,7 @@ class BoundedRadixCache(UnifiedRadixCache):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.histories: Histories = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).histories
+        self.histories: Histories = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).attached["history"]
 
     def own_segments(self, kv: ReqKvInfo) -> int:
         """Pages that a request holds beside those of the tree."""

@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
-from sgl_ragged.plugin.seams import ADDER, BATCH, REGISTRY, TREE, Feature, Seam
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_ragged.history.bound import check_score
+from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.feature import Feature, Rank, Seam, Worker
+from sgl_ragged.plugin.flags import flag
+from sgl_ragged.plugin.launch import MIXED, TREE, Conflict, Launch
+from sgl_ragged.plugin.seams import ADDER, BATCH, REGISTRY, TREE_CLASS
 
 CHECKER = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
 
-HISTORY = Feature(
-    planned=lambda plan: plan.history is not None,
-    asked=" with --ragged-history",
-    seams=(
-        Seam(f"{BATCH}.check_decode_mem", ("self", "selected_indices"), "history.sglang_admission.make_room"),
+
+@dataclass(frozen=True)
+class HistoryFlags:
+    """Values as given."""
+
+    history: int | None = flag(
+        None,
+        "Tokens of its history that a request sees at most, a multiple of the segment; what leaves its view is freed "
+        "while it runs.",
+        shown="all",
+        type=int,
+        metavar="N",
+    )
+    history_score: str | None = flag(
+        None,
+        "With --ragged-history: by which score segments leave; auto: value_novelty with a calibrated profile, else "
+        "recency.",
+        shown="auto",
+        check=check_score,
+        metavar="NAME",
+    )
+
+
+class History(Feature):
+    """Settings: `sglang_plan.HistoryPlan`."""
+
+    name = "history"
+    case = "--ragged-history"
+    flags = HistoryFlags
+    in_vain = "{flags} says what leaves a bounded history, and this one is not: add --ragged-history, or drop the flag"
+    layout_flags = ("history",)
+    needed_for = " with --ragged-history"
+    radix_cache = ("ragged_bounded", "sgl_ragged.history.sglang_cache.bounded_cache")
+    conflicts = (
+        Conflict(case, TREE, "histories have a radix cache of their own", "drop --radix-cache-backend"),
+        Conflict(case, MIXED, "it decodes within prefill, where histories do not look"),
+    )
+    seams = (
+        Seam(
+            f"{BATCH}.check_decode_mem", ("self", "selected_indices"), "sgl_ragged.history.sglang_admission.make_room"
+        ),
         Seam(
             f"{ADDER}._get_running_request_total_token_offset",
             ("self", "req"),
-            "history.sglang_admission.reserve_running",
+            "sgl_ragged.history.sglang_admission.reserve_running",
         ),
         Seam(
             f"{ADDER}._check_prefill_budget",
             ("self", "req", "extend_input_len", "total_tokens", "swa_host_hit_length", "chunk_limit"),
-            "history.sglang_admission.fits",
+            "sgl_ragged.history.sglang_admission.fits",
         ),
         Seam(
             f"{ADDER}._update_prefill_budget",
@@ -27,17 +72,58 @@ HISTORY = Feature(
                 *("self", "prefix_len", "extend_input_len", "max_new_tokens", "retracted_stain", "mamba_gap_reserve"),
                 *("request_slot_reserve", "is_chunked_continuation", "replay_len"),
             ),
-            "history.sglang_admission.reserve_admitted",
+            "sgl_ragged.history.sglang_admission.reserve_admitted",
         ),
-        Seam(f"{CHECKER}._get_total_uncached_sizes", ("self",), "history.sglang_admission.uncached_tokens"),
-        Seam(f"{CHECKER}._check_kv_page_invariants", ("self",), "history.sglang_admission.check_held_pages"),
+        Seam(f"{CHECKER}._get_total_uncached_sizes", ("self",), "sgl_ragged.history.sglang_admission.uncached_tokens"),
+        Seam(f"{CHECKER}._check_kv_page_invariants", ("self",), "sgl_ragged.history.sglang_admission.check_held_pages"),
         Seam(f"{REGISTRY}.register_radix_cache_backend", ("name", "factory")),
         Seam(f"{REGISTRY}.create_unified_radix_cache", ("ctx", "cache_class")),
-        Seam(f"{TREE}.checkpoint", ("self", "req", "up_to", "kwargs")),
-        Seam(f"{TREE}.free_kv_row", ("self", "kv", "ranges")),
-        Seam(f"{TREE}.on_release", ("self", "req", "checkpointed")),
-        Seam(f"{TREE}.evict_sliding_windows", ("self", "req", "pre_len", "eviction_interval")),
-        Seam(f"{TREE}.release_swa_prefix_lock", ("self", "req")),
-    ),
-    radix_cache=("ragged_bounded", "history.sglang_cache.bounded_cache"),
-)
+        Seam(f"{TREE_CLASS}.checkpoint", ("self", "req", "up_to", "kwargs")),
+        Seam(f"{TREE_CLASS}.free_kv_row", ("self", "kv", "ranges")),
+        Seam(f"{TREE_CLASS}.on_release", ("self", "req", "checkpointed")),
+        Seam(f"{TREE_CLASS}.evict_sliding_windows", ("self", "req", "pre_len", "eviction_interval")),
+        Seam(f"{TREE_CLASS}.release_swa_prefix_lock", ("self", "req")),
+    )
+
+    def asked(self, launch: Launch) -> bool:
+        return launch.options.of(HistoryFlags).history is not None
+
+    def settle(self, launch: Launch) -> Any:
+        from sgl_ragged.history.sglang_plan import asked_bound
+
+        return asked_bound(launch)
+
+    def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
+        from sgl_ragged.history.sglang_plan import chunk_size
+
+        return {"chunked_prefill_size": chunk_size(launch.view.chunked_prefill_size, settings, launch.options.segment)}
+
+    def join(self, settings: Any, plan: ServingPlan, launch: Launch) -> Any:
+        from sgl_ragged.history.sglang_plan import settled
+
+        return settled(settings, plan, launch)
+
+    def state(self, settings: Any) -> tuple[Any, ...]:
+        return settings.state
+
+    def attach(self, settings: Any, worker: Worker) -> Any:
+        from sgl_ragged.history.sglang_histories import make_histories
+
+        histories = make_histories(settings, worker)
+        worker.pool.attached[self.name] = worker.pool.views = histories
+        return worker.given
+
+    def describe(self, settings: Any, sizes: PoolSizes) -> str:
+        return f"{settings.bound.describe(sizes)}; segments leave by {settings.bound.score}"
+
+    def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
+        return {
+            "history": settings and settings.bound.limit * pool.page_size,
+            "history_score": settings and settings.bound.score,
+        }
+
+    def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
+        return {} if settings is None else {"most_request_bytes": settings.bound.request_bytes(sizes)}
+
+
+HISTORY = History()

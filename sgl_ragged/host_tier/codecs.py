@@ -12,7 +12,7 @@ from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CODECS: dict[str, type[SlabCodec]] = {codec.name: codec for codec in (ExactCodec, Fp8Codec, SharedCodec)}
-"""The classes behind `plan.CODEC_NAMES`."""
+"""The classes behind `tier_plan.CODEC_NAMES`."""
 
 
 def make_codec(name: str, layout: SlabLayout, dtype: torch.dtype) -> SlabCodec:

@@ -27,7 +27,7 @@ from sgl_ragged.host_tier.sglang_pool import DIRECT_LAYOUT, KERNEL_LAYOUT, Ragge
 from sgl_ragged.host_tier.sglang_restoring import Restorer
 from sgl_ragged.host_tier.sglang_stopwatch import Stopwatch
 from sgl_ragged.host_tier.tier_meter import HOST, STORAGE, TierMeter
-from sgl_ragged.plan import TierPlan
+from sgl_ragged.host_tier.tier_plan import TierPlan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.plugin.ranks import least_over_ranks
 
@@ -48,7 +48,7 @@ class RaggedCacheController(HybridCacheController):
 
     def __init__(self, *args: Any, mode: str, **more: Any) -> None:
         """mode: one of `host_tier.restore_schedule.MODES`; the other arguments are SGLang's."""
-        self.restorer: Restorer = args[0].get_kvcache().tier
+        self.restorer: Restorer = args[0].get_kvcache().attached["tier"]
         self.meter = self.restorer.meter
         self._mode = mode
         self._loading = Stopwatch(Rate(), self.restorer.on_cpu)
@@ -235,7 +235,7 @@ def build_stack(
         DIRECT_LAYOUT if memory.hicache_io_backend == "direct" else KERNEL_LAYOUT,
         identity,
     )
-    kvcache.tier = Restorer(kvcache, host, TierMeter(kvcache.page_size, row_bytes))
+    kvcache.attached["tier"] = Restorer(kvcache, host, TierMeter(kvcache.page_size, row_bytes))
     layers = layout.num_layers
     group = HostPoolGroup(
         [

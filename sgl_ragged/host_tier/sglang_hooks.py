@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.plugin.options import RaggedOptions, serving_plan
+from sgl_ragged.plugin.options import RaggedOptions
+
+if TYPE_CHECKING:
+    from sgl_ragged.host_tier.tier_plan import TierPlan
 
 
-def build_tier(options: RaggedOptions, **asked: Any) -> Any:
-    """Host pool and controller of SGLang's HiCache."""
-    from sgl_ragged.host_tier.sglang_controller import build_stack
+def register_stack(tier: TierPlan, options: RaggedOptions) -> None:
+    """Have SGLang's HiCache build its host pool and controller for slabs."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
-    tier = serving_plan(options).tier
-    assert tier is not None, "it was registered because there is one"
-    return build_stack(tier, **asked)
+    from sgl_ragged.host_tier.sglang_controller import RaggedStack, build_stack
+    from sgl_ragged.plugin.refusal import bind
+
+    def build(_: RaggedOptions, **asked: Any) -> Any:
+        return build_stack(tier, **asked)
+
+    register_stack_strategy(RaggedStack(bind(build, options)))
 
 
 def recompute_segments(
@@ -23,7 +30,7 @@ def recompute_segments(
     """Before a batch, the segments of its cached prefixes that were not loaded; its prefill is timed."""
     from sgl_ragged.windows.sglang_pool import slab_pool
 
-    restorer = slab_pool(worker.model_runner.token_to_kv_pool).tier
+    restorer = slab_pool(worker.model_runner.token_to_kv_pool).attached.get("tier")
     if batch is None or restorer is None:
         return original(worker, batch, *args, **more)
     restorer.run(worker, batch)

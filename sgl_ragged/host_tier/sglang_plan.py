@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.host_tier.codecs import make_codec
 from sgl_ragged.host_tier.restore_schedule import AUTO
-from sgl_ragged.plan import CODEC_NAMES, ServingPlan, TierPlan
+from sgl_ragged.host_tier.sglang_feature import TierFlags
+from sgl_ragged.host_tier.tier_plan import CODEC_NAMES, TierPlan
+from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.launch import Launch
 from sgl_ragged.plugin.model_source import model_folder
-from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.seams import installed_release
+from sgl_ragged.plugin.seams import ADAPTER_ID, hook_launcher, installed_release
 from sgl_ragged.profiles.profile_cache import weights_identity
 
 STORAGE_BACKENDS = ("file",)
@@ -42,21 +42,22 @@ CODE = ("*.json", "*.py")
 """Files beside the weights that say what is computed: configurations, and the code of --trust-remote-code."""
 
 
-def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool, kv_dtype: torch.dtype) -> TierPlan:
+def plan_tier(plan: ServingPlan, launch: Launch, *, sized: bool) -> TierPlan:
     """What the tiers hold.
 
     Args:
-        view: SGLang's resolved settings.
+        plan: all that decides what slabs hold has joined it.
         sized: whether the user said how large the host's part is.
-        kv_dtype: of the cache, as far as the launcher knows it.
 
     Raises:
         RaggedConfigError: the codec cannot serve these budgets or this cache.
     """
-    codec = options.host_codec or CODEC_NAMES[0]
+    flags, view = launch.options.of(TierFlags), launch.view
+    codec = flags.host_codec or CODEC_NAMES[0]
+    assert launch.kv_dtype is not None, "the model is known"
     for layout in plan.layouts:
         # A codec refuses what it cannot serve; here rather than in a worker.
-        make_codec(codec, layout, kv_dtype)
+        make_codec(codec, layout, launch.kv_dtype)
     settings = {name: str(getattr(view, name, None)) for name in NAMED}
     # The path is not named: the same weights in another folder give the same slabs.
     folder = model_folder(view)
@@ -66,7 +67,7 @@ def plan_tier(plan: ServingPlan, options: RaggedOptions, view: Any, sized: bool,
         codec=codec,
         served=hashlib.sha256(state.encode()).hexdigest()[:16],
         sized=sized,
-        restore=options.restore or AUTO,
+        restore=flags.restore or AUTO,
     )
 
 
@@ -85,3 +86,11 @@ def refuse_storage(backend: str | None) -> None:
             f"--hicache-storage-backend {backend} was not tried with --kv-pool ragged, or its keys do not name the "
             f"model, so that it could give slabs of another ratio or profile; use {' or '.join(STORAGE_BACKENDS)}"
         )
+
+
+@functools.cache
+def name_adapters_by_content(from_command_line: bool) -> None:
+    """Let what is in an adapter be part of its id; SGLang asks for it behind the resolution. Once per process."""
+    from sgl_ragged.plugin.adapters import adapter_id
+
+    hook_launcher(ADAPTER_ID, functools.partial(adapter_id, from_command_line))

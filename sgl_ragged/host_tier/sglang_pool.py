@@ -132,7 +132,8 @@ class RaggedHostPool(HostKVCache):
 
 def segment_scores(pool: RaggedTokenToKVPool) -> SegmentScores | None:
     """The scores by which segments leave bounded histories, if they do so by a score."""
-    return None if pool.histories is None else pool.histories.scores
+    histories = pool.attached.get("history")
+    return None if histories is None else histories.scores
 
 
 def tier_row_bytes(pool: RaggedTokenToKVPool, codec: SlabCodec) -> int:

@@ -52,7 +52,7 @@ class Restorer:
     label: ClassVar = "tier"
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `plugin.pool.Feature` has it."""
+        """As `plugin.pool.Attached` has it."""
         counts = zip(self.counters, (self.meter.segments, self.meter.bytes), strict=True)
         return {(name, way): count for name, ways in counts for way, count in ways.items()}
 
@@ -92,7 +92,8 @@ class Restorer:
         row = int(batch.req_pool_indices_cpu[index])
         firsts = runner.req_to_token_pool.req_to_token[row, : batch.prefix_lens[index] : segment]
         slots = (firsts // segment).tolist()
-        history = None if self.pool.histories is None else self.pool.histories.get(row)
+        histories = self.pool.attached.get("history")
+        history = None if histories is None else histories.get(row)
         # Pages that a bounded request has given back are another's by now, and still stand in its row of the table.
         gone: set[int] = set() if history is None else history.returned
         chunk = get_schedule().chunked_prefill_size

@@ -5,13 +5,10 @@ from __future__ import annotations
 import bisect
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
-
-if TYPE_CHECKING:
-    from sgl_ragged.windows.sizes import WindowNeeds
 
 MAX_TAIL_SHARE = 1 / 8
 """Unless the user asks for more running requests, tails take at most this share of the KV bytes, and at most half of
@@ -39,12 +36,34 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+class SidePages(Protocol):
+    """Pages of another pool that grows with the slabs; `windows.sizes.WindowNeeds` is one. what: whose they are."""
+
+    @property
+    def what(self) -> str: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    def pages(self, num_slots: int, requests: int, segment: int) -> int:
+        """Pages beside so many slabs and for so many running requests, the padding page among them."""
+        ...
+
+    def running(self, requests: int, budget_bytes: int) -> int:
+        """Of so many requests, those whose pages are counted where the user gave no number."""
+        ...
+
+    def require(self, pages: int, num_slots: int) -> None:
+        """Raise RaggedConfigError for too few pages to admit a request."""
+        ...
+
+
 @dataclass(frozen=True)
 class PoolSizes:
     """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
     `side_bytes`: what is kept beside each row's tail, counted as part of the tails: by the scorer, and overlays.
-    `window_pages`, `window_page_bytes`: the pool of the model's sliding-window layers, its padding page among them.
+    `side_pages`, `side_page_bytes`: another pool's, its padding page among them. `side_pages_of`: whose they are.
     """
 
     layout: SlabLayout
@@ -52,8 +71,9 @@ class PoolSizes:
     num_slots: int
     num_rows: int
     side_bytes: int = 0
-    window_pages: int = 0
-    window_page_bytes: int = 0
+    side_pages: int = 0
+    side_page_bytes: int = 0
+    side_pages_of: str = ""
 
     @property
     def slab_bytes(self) -> int:
@@ -69,12 +89,12 @@ class PoolSizes:
         return self.num_rows * self.row_bytes
 
     @property
-    def windows_bytes(self) -> int:
-        return self.window_pages * self.window_page_bytes
+    def side_pages_bytes(self) -> int:
+        return self.side_pages * self.side_page_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.num_slots * self.slab_bytes + self.tails_bytes + self.windows_bytes
+        return self.num_slots * self.slab_bytes + self.tails_bytes + self.side_pages_bytes
 
     @property
     def max_total_tokens(self) -> int:
@@ -88,8 +108,8 @@ class PoolSizes:
 
     @property
     def full_tokens(self) -> int:
-        """Tokens that an uncompressed cache holds in the same bytes, with as many pages for sliding-window layers."""
-        return (self.total_bytes - self.windows_bytes) // self.layout.full_bytes_per_token(self.itemsize)
+        """Tokens that an uncompressed cache holds in the same bytes, with as many pages beside it."""
+        return (self.total_bytes - self.side_pages_bytes) // self.layout.full_bytes_per_token(self.itemsize)
 
     @property
     def warning(self) -> str | None:
@@ -112,9 +132,9 @@ class PoolSizes:
         kept = self.layout.kept
         low, middle, high = int(kept.min()), _median(kept.ravel().tolist()), int(kept.max())
         gain = self.max_total_tokens / self.full_tokens
-        windows = ""
-        if self.window_pages:
-            windows = f"sliding-window layers {self.windows_bytes} bytes in {self.window_pages} pages, "
+        beside = ""
+        if self.side_pages:
+            beside = f"{self.side_pages_of} {self.side_pages_bytes} bytes in {self.side_pages} pages, "
         share = f"mean share {self.layout.mean_kept_share:.4f}"
         if self.layout.form.quantised:
             share += f" in {self.layout.form.name}, {self.layout.byte_share(self.itemsize):.4f} of the bytes"
@@ -124,7 +144,7 @@ class PoolSizes:
             f"kept per {self.layout.segment}-token segment min/median/max {low}/{middle:g}/{high} "
             f"({share}), slab {self.slab_bytes} bytes, {self.num_slots} slots, "
             f"{self.max_total_tokens} virtual tokens, tails {self.tails_bytes} bytes for {self.max_requests} requests, "
-            f"{windows}total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them "
+            f"{beside}total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them "
             f"({gain:.2f}x)"
         )
 
@@ -136,9 +156,9 @@ def fit_pool(
     max_requests: int | None,
     side_bytes: int = 0,
     max_tokens: int | None = None,
-    windows: WindowNeeds | None = None,
+    side_pages: SidePages | None = None,
 ) -> PoolSizes:
-    """Divide a KV budget into tails, slabs and pages of sliding-window layers.
+    """Divide a KV budget into tails, slabs and pages beside them.
 
     Args:
         layout: the slab layout of this rank.
@@ -149,30 +169,35 @@ def fit_pool(
         side_bytes: as in PoolSizes.
         max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
             smaller has fewer tails, too.
-        windows: what the model's sliding-window layers need, if it has any.
+        side_pages: what another pool needs, if there is one.
 
     Raises:
         RaggedConfigError: the budget does not hold the tails and one usable slab, or a limit is below what serves, or
-            sliding-window layers get less than one request needs.
+            that other pool gets less than one request needs.
     """
     check_limits(layout.segment, max_requests, max_tokens)
     most_slots = None if max_tokens is None else max_tokens // layout.segment + 1
 
     def with_requests(requests: int) -> PoolSizes:
         empty = PoolSizes(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
-        running = windows.running(requests, budget_bytes) if windows and max_requests is None else requests
+        running = side_pages.running(requests, budget_bytes) if side_pages and max_requests is None else requests
 
         def with_slots(slots: int) -> PoolSizes:
-            pages, page_bytes = 0, 0
-            if windows is not None:
-                pages, page_bytes = windows.pages(slots, running, layout.segment), windows.page_bytes
-            return replace(empty, num_slots=slots, window_pages=pages, window_page_bytes=page_bytes)
+            if side_pages is None:
+                return replace(empty, num_slots=slots)
+            return replace(
+                empty,
+                num_slots=slots,
+                side_pages=side_pages.pages(slots, running, layout.segment),
+                side_page_bytes=side_pages.page_bytes,
+                side_pages_of=side_pages.what,
+            )
 
         slots = range(max(budget_bytes, 0) // empty.slab_bytes + 1)
         fitting = bisect.bisect_right(slots, budget_bytes, key=lambda count: with_slots(count).total_bytes) - 1
         if fitting < 2:
             least = with_slots(2)
-            beside = f" and {least.windows_bytes} for sliding-window layers" if windows else ""
+            beside = f" and {least.side_pages_bytes} for {least.side_pages_of}" if side_pages else ""
             raise RaggedConfigError(
                 f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need "
                 f"{least.tails_bytes} bytes of tails and at least two slabs of {least.slab_bytes} bytes{beside}, "
@@ -180,8 +205,8 @@ def fit_pool(
                 f"fewer --max-running-requests or a shorter --ragged-segment"
             )
         plan = with_slots(min(fitting, most_slots or fitting))
-        if windows is not None:
-            windows.require(plan.window_pages, plan.num_slots)
+        if side_pages is not None:
+            side_pages.require(plan.side_pages, plan.num_slots)
         return plan
 
     if max_requests is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,17 +12,16 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_model
 
+from sgl_ragged.attention.epilogue import Epilogue
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.windows.sglang_attention import window_backend
-from sgl_ragged.windows.sglang_pool import RaggedHybridPool, slab_pool
+from sgl_ragged.windows.sglang_pool import slab_pool
 
 
 class Observer(Protocol):
@@ -64,8 +63,8 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 class RaggedAttnBackend(AttentionBackend):
     """Attention over slabs and tails.
 
-    Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose. Sliding-window
-    layers are left to a backend of their own (`windows`).
+    Owns no memory: the pool's store holds slabs and tails, SGLang's request table says which are whose. Layers that are
+    not in slabs are left to a backend of their own (`others`).
     """
 
     def __init__(
@@ -73,20 +72,20 @@ class RaggedAttnBackend(AttentionBackend):
         model_runner: Any,
         make_operations: Callable[[SlabStore, int], Operations],
         observer: Observer | None = None,
-        exchange: LseExchange | None = None,
-        kernel: str = "torch",
+        epilogues: Sequence[Epilogue] = (),
+        others: AttentionBackend | None = None,
     ) -> None:
         """
         Args:
             make_operations: gives the operations for a store and the most segments that a sequence can have.
-            kernel: the name of these operations; sliding-window layers follow it.
-            exchange: combines the parts of heads that are split over ranks; None where no head is split.
+            epilogues: what is done behind attention before the pool's own epilogues.
+            others: attends in layers that are not in slabs; None where all are.
         """
         super().__init__()
-        given, pool = model_runner.token_to_kv_pool, slab_pool(model_runner.token_to_kv_pool)
+        pool = slab_pool(model_runner.token_to_kv_pool)
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
-        self.windows = window_backend(model_runner, kernel) if isinstance(given, RaggedHybridPool) else None
+        self.others = others
         layers = _attention_layers(model_runner.model, pool)
         self.numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
@@ -97,7 +96,10 @@ class RaggedAttnBackend(AttentionBackend):
         self.observer = observer
         if observer is not None:
             observer.prepare(model_runner.model, self.store)
-        self.exchange = exchange
+        self.epilogues = (*epilogues, *pool.epilogues)
+        self._behind = {
+            number: [one for one in self.epilogues if one.needed(number)] for number in self.numbers.values()
+        }
         self._observed: ExtendView | None = None
         self._token_scores: dict[int, torch.Tensor] = {}
         self._hidden_states: dict[int, torch.Tensor] = {}
@@ -106,12 +108,10 @@ class RaggedAttnBackend(AttentionBackend):
         self.segment = pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         most = -(-self.req_to_token.shape[1] // self.segment)
-        self.histories = pool.histories
-        if self.histories is not None:
-            most = min(most, self.histories.bound.limit)
-        self.operations = make_operations(self.store, most)
-        if self.histories is not None:
-            self.operations.in_view = self.histories.table
+        self.views = pool.views
+        self.operations = make_operations(self.store, most if self.views is None else min(most, self.views.limit))
+        if self.views is not None:
+            self.operations.in_view = self.views.table
         # Operations may seal made-up segments when they are made, to have their kernels compiled.
         self.store.seal_meter.reset()
         self.forward_metadata: Any = None
@@ -120,18 +120,18 @@ class RaggedAttnBackend(AttentionBackend):
         # A decode step copies rows, lengths and slots to buffers of its own before its layers run. What it reads after
         # that, slabs and tails, is written by forward passes alone, in stream order.
         own = SharedReadEnds.PRE_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
-        return own if self.windows is None else SharedReadEnds.max_of([own, self.windows.shared_read_ends(fm)])
+        return own if self.others is None else SharedReadEnds.max_of([own, self.others.shared_read_ends(fm)])
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Seal what the last decode step filled, then describe this batch."""
         mode = forward_batch.forward_mode
         if mode.is_decode():
             self._describe_decode(forward_batch)
-            if self.windows is not None:
-                self.windows.init_forward_metadata(forward_batch)
+            if self.others is not None:
+                self.others.init_forward_metadata(forward_batch)
             return
-        if self.windows is not None:
-            self.windows.init_forward_metadata(forward_batch)
+        if self.others is not None:
+            self.others.init_forward_metadata(forward_batch)
         self.store.settle()
         if mode.is_idle():
             self.forward_metadata = None
@@ -140,19 +140,21 @@ class RaggedAttnBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices
         seen = None
         # Batches that SGLang makes up to tune kernels name no requests: all of their tokens lie in row 0.
-        if self.histories is not None and forward_batch.rids is not None:
-            seen = self.histories.seen(forward_batch.req_pool_indices_cpu.tolist(), prefixes, lengths)
+        if self.views is not None and forward_batch.rids is not None:
+            seen = self.views.seen(forward_batch.req_pool_indices_cpu.tolist(), prefixes, lengths)
         self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths, seen)
         if self.observer is not None:
             self._observed = extend_view(self.req_to_token, rows, prefixes, lengths, self.segment)
+        for epilogue in self.epilogues:
+            epilogue.describe(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Before any graph is captured: batches are padded to sizes that may exceed the rows of the request table."""
         if not self.operations.captures_graphs:
             raise RaggedConfigError("these attention kernels cannot be captured; use --disable-cuda-graph")
         self.operations.reserve(max_bs)
-        if self.windows is not None:
-            self.windows.init_cuda_graph_state(max_bs, max_num_tokens)
+        if self.others is not None:
+            self.others.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have one token, in row 0, which belongs to no request."""
@@ -164,18 +166,18 @@ class RaggedAttnBackend(AttentionBackend):
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
         self._describe_decode(forward_batch, in_capture)
-        if self.windows is not None:
-            self.windows.init_forward_metadata_out_graph(forward_batch, in_capture)
+        if self.others is not None:
+            self.others.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.windows is not None:
-            self.windows.init_forward_metadata_in_graph(forward_batch)
+        if self.others is not None:
+            self.others.init_forward_metadata_in_graph(forward_batch)
 
     def _describe_decode(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if not in_capture:
             self.store.settle()
-            if self.histories is not None:
-                self.histories.refresh()
+            if self.views is not None:
+                self.views.refresh()
         self.forward_metadata = self.operations.describe_decode(
             self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
         )
@@ -185,6 +187,8 @@ class RaggedAttnBackend(AttentionBackend):
             )
             if full is not None:
                 self.store.defer_seals(full)
+            for epilogue in self.epilogues:
+                epilogue.describe(forward_batch)
 
     def forward_extend(
         self,
@@ -201,7 +205,7 @@ class RaggedAttnBackend(AttentionBackend):
         Raises RaggedConfigError where the model asks for more than that (`_refuse_call`).
         """
         if layer.layer_id not in self.numbers:
-            return self._windowed().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
+            return self._other().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
         output, heads = self._attend(self.operations.extend, q, k, v, layer, forward_batch, sinks)
@@ -225,14 +229,14 @@ class RaggedAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of one token per request; shapes and errors as in `forward_extend`."""
         if layer.layer_id not in self.numbers:
-            return self._windowed().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
+            return self._other().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
         return self._attend(self.operations.decode, q, k, v, layer, forward_batch, sinks)[0]
 
-    def _windowed(self) -> AttentionBackend:
-        assert self.windows is not None, "layers that are not in slabs are those with windows"
-        return self.windows
+    def _other(self) -> AttentionBackend:
+        assert self.others is not None, "layers that are not in slabs are in another pool"
+        return self.others
 
     def _attend(
         self,
@@ -253,15 +257,12 @@ class RaggedAttnBackend(AttentionBackend):
         if self.pool.layer_transfer_counter is not None:
             # Slabs on their way from the host: this layer's part must be there.
             self.pool.layer_transfer_counter.wait_until(number)
-        split = self.exchange is not None and self.exchange.needed(number)
-        if not split and sinks is None:
+        if not self._behind[number] and sinks is None:
             return operation(number, queries, keys, values, self.forward_metadata, sides).flatten(1), heads
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
         output = operation(number, queries, keys, values, self.forward_metadata, sides, lse)
-        if split:
-            assert self.exchange is not None
-            assert sinks is None, "no head is split where there are sinks"
-            output = self.exchange.weigh(number, output, lse)
+        for epilogue in self._behind[number]:
+            output = epilogue.apply(number, queries, output, lse, forward_batch)
         return (output if sinks is None else with_sinks(output, lse, sinks)).flatten(1), heads
 
     def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> Heads:

@@ -8,17 +8,16 @@ the cache was flushed, from numbers that the host has anyway.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.feature import features
+from sgl_ragged.plugin.joining import describe_features
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.windows.sglang_pool import slab_allocator, slab_pool
-
-if TYPE_CHECKING:
-    from sgl_ragged.retrieval.retriever import Retriever
 
 _METRICS = "_sgl_ragged_metrics"
 """Attribute of SGLang's collector that holds ours."""
@@ -62,14 +61,14 @@ class RaggedMetrics:
         from prometheus_client import Counter, Gauge
 
         self._pool, self._allocator, self._requests = pool, slab_allocator(allocator), requests
-        gauges = _GAUGES | {name: text for feature in pool.features for name, text in feature.gauges.items()}
+        gauges = _GAUGES | {name: text for feature in pool.observed for name, text in feature.gauges.items()}
         self._gauges = {
             name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
             for name, text in gauges.items()
         }
         families = {name: Counter(PREFIX + name, text, labels.keys()) for name, text in _COUNTERS.items()}
         own: dict[str, str] = {}
-        for feature in pool.features:
+        for feature in pool.observed:
             for name, text in feature.counters.items():
                 own[name] = feature.label
                 families[name] = Counter(PREFIX + name, text, (*labels, *([feature.label] if feature.label else [])))
@@ -89,7 +88,7 @@ class RaggedMetrics:
         rows = self._requests.size - self._requests.available_size()
         self._gauges["slab_bytes_in_use"].set(pages * sizes.slab_bytes)
         self._gauges["tail_bytes_in_use"].set(rows * sizes.row_bytes)
-        for feature in self._pool.features:
+        for feature in self._pool.observed:
             for name in feature.gauges:
                 self._gauges[name].set(feature.readings()[name, ""])
         for key, total in self._totals.items():
@@ -104,7 +103,7 @@ class RaggedMetrics:
             ("sealed_segments", ""): seals.segments,
             ("seal_seconds", ""): seals.seconds,
         }
-        for feature in self._pool.features:
+        for feature in self._pool.observed:
             totals |= {key: value for key, value in feature.readings().items() if key[0] in feature.counters}
         return totals
 
@@ -112,7 +111,7 @@ class RaggedMetrics:
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
-    return "; ".join([line, *plan.describe_features(size)])
+    return "; ".join([line, *describe_features(plan, size)])
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
@@ -124,6 +123,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
     layouts = plan.layouts
     share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
     of_bytes = sum(layout.byte_share(size.itemsize) for layout in layouts) / len(layouts)
+    of_features = [feature.server_info(feature.of(plan), pool) for feature in features()]
     return {
         "summary": summary(plan, size),
         "ratio": plan.ratio,
@@ -134,12 +134,6 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "profile_source": plan.source,
         "plan_digest": plan.digest,
         "fairkv": plan.fairkv,
-        "history": plan.history and plan.history.limit * plan.segment,
-        "history_score": plan.history and plan.history.score,
-        "tier": None
-        if pool.tier is None or plan.tier is None
-        else {"restore": plan.tier.restore} | pool.tier.settings(),
-        "retrieval": None if pool.retriever is None else _retrieval_settings(plan, pool.retriever),
         "kernel": plan.kernel,
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * plan.segment,
@@ -155,17 +149,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "slab_bytes": size.slab_bytes,
         "tails_bytes": size.tails_bytes,
         "total_bytes": size.total_bytes,
-    }
-
-
-def _retrieval_settings(plan: ServingPlan, retriever: Retriever) -> dict[str, Any]:
-    assert plan.roles is not None, "the launcher has decided both"
-    return {
-        "overlay": plan.retrieval and plan.retrieval.overlay,
-        "pivots": [list(pivot) for pivot in plan.roles.pivots],
-        "segments": retriever.reservoir.capacity,
-        "reservoir_bytes": retriever.reservoir.nbytes,
-        "overlay_bytes": retriever.device_bytes,
+        **{key: value for info in of_features for key, value in info.items()},
     }
 
 

@@ -182,7 +182,7 @@ def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
     """Sliding windows that are not served, with the reasons."""
     text = model_config.hf_text_config
     geometry = model_geometry(model_config)
-    windows = geometry.windowed.layers if geometry.windowed else ()
+    windowed = geometry.windowed.layers if geometry.windowed else ()
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     known = model_config.swa_attention_layer_ids if model_config.is_hybrid_swa else None
     shapes = {
@@ -196,14 +196,17 @@ def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
         ),
         (getattr(model_config, "attention_chunk_size", None) is not None, "some of its layers attend to chunks"),
         (
-            bool(model_config.is_hybrid_swa_compress) or (bool(windows) and len(shapes) > 1),
+            bool(model_config.is_hybrid_swa_compress) or (bool(windowed) and len(shapes) > 1),
             "its sliding-window layers have heads of another shape",
         ),
         (
-            model_config.is_hybrid_swa and known != list(windows),
-            f"SGLang takes layers {known} for sliding-window layers, and its config lists {list(windows)}",
+            model_config.is_hybrid_swa and known != list(windowed),
+            f"SGLang takes layers {known} for sliding-window layers, and its config lists {list(windowed)}",
         ),
-        (bool(windows) and geometry.num_layers == 0, "all its layers attend to a window: there is nothing to compress"),
+        (
+            bool(windowed) and geometry.num_layers == 0,
+            "all its layers attend to a window: nothing is to be compressed",
+        ),
     )
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from sgl_ragged.attention.epilogue import Epilogue
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer
 
-if TYPE_CHECKING:
-    from sgl_ragged.history.histories import Histories
-    from sgl_ragged.host_tier.sglang_restoring import Restorer
-    from sgl_ragged.retrieval.retriever import Retriever
 
-
-class Feature(Protocol):
+@runtime_checkable
+class Attached(Protocol):
     """What runs beside the pool, as operators see it.
 
     gauges, counters: by name, what they mean. label: what the counters are counted by, if by anything.
@@ -38,13 +35,35 @@ class Feature(Protocol):
         ...
 
 
+class Views(Protocol):
+    """Which sealed segments requests see, where these are not all; `history.histories.Histories` is one.
+
+    limit: most segments that a request sees.
+    """
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def table(self) -> torch.Tensor:
+        """As `Operations.in_view`."""
+        ...
+
+    def seen(self, rows: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Any:
+        """As `seen` of `Operations.describe_extend`, for chunks of requests. Changes the state."""
+        ...
+
+    def refresh(self) -> None:
+        """Bring `table` up to date before a decode step. Changes the state."""
+        ...
+
+
 class RaggedTokenToKVPool(MHATokenToKVPool):
     """The token-to-KV pool whose pages SGLang's allocator and radix tree hand out.
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
-    read or write the wrong bytes, so those calls raise instead. `tier` brings segments back from below the
-    device, if there is such a tier (`host_tier`). `histories` says what requests see, where that is bounded;
-    `retriever` fetches what heads dropped, where that is asked for.
+    read or write the wrong bytes, so those calls raise instead. Features put what they run here: `attached` by their
+    names, `views` where requests do not see all of their history, `epilogues` behind attention.
     """
 
     def __init__(
@@ -70,9 +89,9 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self._q_per_kv = q_per_kv
         self.layer_numbers = tuple(layer_numbers)
         self._query_dtype = query_dtype
-        self.tier: Restorer | None = None
-        self.histories: Histories | None = None
-        self.retriever: Retriever | None = None
+        self.attached: dict[str, Any] = {}
+        self.views: Views | None = None
+        self.epilogues: list[Epilogue] = []
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,
@@ -88,9 +107,9 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         )
 
     @property
-    def features(self) -> list[Feature]:
-        """Those that are there."""
-        return [one for one in (self.histories, self.retriever, self.tier) if one is not None]
+    def observed(self) -> list[Attached]:
+        """What is attached and has something to show."""
+        return [one for one in self.attached.values() if isinstance(one, Attached)]
 
     def _create_buffers(self) -> None:
         self.store = SlabStore(

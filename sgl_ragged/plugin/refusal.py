@@ -5,14 +5,17 @@ SGLang would print the traceback of the worker and then that of the launcher, an
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.options import RaggedOptions
+
+if TYPE_CHECKING:
+    from sgl_ragged.plugin.options import RaggedOptions
 
 TO_COMMAND_LINE, TO_ENGINE = 78, 79
 """Exit statuses of a worker that has said why, by who started it: EX_CONFIG of sysexits.h, and one that is free."""
@@ -28,6 +31,21 @@ def end_worker(error: RaggedConfigError, options: RaggedOptions, rank: int) -> N
     print(f"sgl_ragged: {error}", file=sys.stderr, flush=True)
     # No exception: SGLang would answer it with tracebacks. Nothing has been served yet, nothing is lost.
     os._exit(TO_COMMAND_LINE if options.from_command_line else TO_ENGINE)
+
+
+def bind(hook: Callable, options: RaggedOptions) -> Callable:
+    """The hook as SGLang calls it, the original function first; a refusal ends the worker with one line."""
+
+    @functools.wraps(hook)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(options, *args, **kwargs)
+        except RaggedConfigError as error:
+            from sglang.srt.runtime_context import get_parallel
+
+            end_worker(error, options, get_parallel().attn_tp_rank)
+
+    return bound
 
 
 def answer_dead_worker(original: Callable, rank: int, process: Any) -> Exception:

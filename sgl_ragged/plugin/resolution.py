@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from sgl_ragged.attention.kernel_choice import check_cache, choose_kernel, device_capability
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.history.sglang_feature import HISTORY
-from sgl_ragged.history.sglang_plan import chunk_size, plan_history, with_history
-from sgl_ragged.host_tier.sglang_feature import HOST_TIER
-from sgl_ragged.host_tier.sglang_plan import plan_tier, refuse_storage
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.mem_pool.slab_format import Share, settle_share
-from sgl_ragged.plan import ServingPlan, kept_share, make_plan, refuse_ranks
-from sgl_ragged.plugin.conflicts import CODES, Launch, against, refuse_conflicts
-from sgl_ragged.plugin.conflicts import FITTED as FITTED_SLABS
+from sgl_ragged.plan import ServingPlan, choose_budgets, kept_share, make_plan, refuse_ranks
+from sgl_ragged.plugin.conflicts import against, refuse_conflicts
+from sgl_ragged.plugin.feature import Feature, features
+from sgl_ragged.plugin.joining import join_features, refuse_in_vain, settle_features
+from sgl_ragged.plugin.launch import CODES, Launch
+from sgl_ragged.plugin.launch import FITTED as FITTED_SLABS
 from sgl_ragged.plugin.model_support import (
     NAMED_KV_DTYPES,
-    architecture,
     expected_kv_dtype,
-    hybrid_overrides,
     model_geometry,
     refuse_kv_scheme,
     refuse_model,
 )
 from sgl_ragged.plugin.multimodal import refuse_positions
-from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, FLAGS, RaggedOptions, dashed
-from sgl_ragged.plugin.seams import (
-    ADAPTER_ID,
-    BACKEND,
-    DEAD_WORKER,
-    Seam,
-    check_seams,
-    resolve,
-    seams_for,
-)
-from sgl_ragged.retrieval.settings import Retrieval
-from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
-from sgl_ragged.retrieval.sglang_plan import plan_retrieval
-from sgl_ragged.windows.sglang_feature import WINDOWS
-
-if TYPE_CHECKING:
-    pass
+from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, RaggedOptions
+from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, hook_launcher, seams_for
 
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
@@ -66,24 +48,17 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     check_seams(seams_for(options))
     if not options.ragged:
         return original(server_args)
-    if server_args.enable_hierarchical_cache:
-        HOST_TIER.require()
 
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
+    launch = Launch(options, server_args)
     refuse_environment()
     refuse_flags(server_args, options)
-    refuse_conflicts(Launch(options, server_args))
+    refuse_in_vain(launch)
+    refuse_conflicts(launch)
     _hook_launcher()
-    if server_args.enable_hierarchical_cache:
-        _hook_adapter_ids(options.from_command_line)
-    bound, retrieval = plan_history(server_args, options), plan_retrieval(options)
-    trees = [
-        feature.radix_cache[0]
-        for feature, asked in ((HISTORY, bound), (RETRIEVAL, retrieval))
-        if asked is not None and feature.radix_cache is not None
-    ]
-    sized = bool(server_args.hicache_ratio or server_args.hicache_size)
+    joining = settle_features(launch)
+    trees = [feature.radix_cache[0] for feature in joining if feature.radix_cache is not None]
     # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
     declare_resolution(
         server_args,
@@ -96,15 +71,14 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     )
     original(server_args)
     view = resolving_view(server_args)
-    if view.enable_hierarchical_cache and view.device == "cpu":
-        # SGLang would leave 10 GiB free for a host beside the device; `host_tier.host_pages` sizes the host's part.
-        declare_resolution(server_args, "sgl_ragged", hicache_host_memory_fraction=None)
     kernel = choose_kernel(options.kernel, view.device)
     graphs = _cuda_graphs(view.cuda_graph_config, in_decode=kernel == "triton" and view.device == "cuda")
     declare_resolution(server_args, "sgl_ragged", cuda_graph_config=graphs)
-    chunk = chunk_size(view.chunked_prefill_size, options.segment, bound)
-    if chunk != view.chunked_prefill_size:
-        declare_resolution(server_args, "sgl_ragged", chunked_prefill_size=chunk)
+    chunk = view.chunked_prefill_size
+    if chunk > 0:
+        declare_resolution(
+            server_args, "sgl_ragged", chunked_prefill_size=max(chunk // options.segment, 1) * options.segment
+        )
     for name, wanted in (("attention_backend", BACKEND), ("page_size", options.segment)):
         found = getattr(view, name)
         if found != wanted:
@@ -112,56 +86,29 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
                 f"SGLang set {name} to {found!r} for this model or flag combination, but --kv-pool ragged needs "
                 f"{wanted!r}"
             )
-    model_config = _hybrid_config(server_args)
+    model_config = model_config_of(server_args)
     kv_dtype = expected_kv_dtype(model_config, view.kv_cache_dtype)
     if is_fp8(kv_dtype):
         check_cache(kernel, kv_dtype, device_capability(view.device))
+    launch = Launch(options, server_args, model_config, kv_dtype, view)
+    refuse_conflicts(launch)
+    joining |= settle_features(launch, known=joining)
+    for feature, settings in joining.items():
+        declare_resolution(server_args, "sgl_ragged", **feature.declare(settings, launch))
+    # A feature may have changed what SGLang makes of the model.
+    model_config = model_config_of(server_args)
+    launch = replace(launch, model=model_config)
+    share = choose_share(launch, model_geometry(model_config).head_dim)
+    plan = _decide(launch, kernel, share, joining)
+    setattr(server_args, ATTRIBUTE, replace(options, plan=plan))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
-    launch = Launch(options, server_args, model_config, kv_dtype)
-    refuse_conflicts(launch)
-    share = choose_share(launch, model_geometry(model_config).head_dim)
-    plan = with_history(_decide(launch, view, kernel, retrieval, share), bound)
-    if retrieval is not None:
-        plan.reservoir_entries(kv_dtype.itemsize)
-    if view.enable_hierarchical_cache:
-        plan = dataclasses.replace(plan, tier=plan_tier(plan, options, view, sized, kv_dtype))
-    setattr(server_args, ATTRIBUTE, dataclasses.replace(options, plan=plan))
     overrides = model_overrides(plan, view.json_model_override_args)
     if overrides is not None:
         declare_resolution(server_args, "sgl_ragged", json_model_override_args=overrides)
         # The config that was built without them; whoever asks next builds it anew.
         server_args._model_config = None
         require_places(plan, model_geometry(model_config_of(server_args)))
-
-
-def _hybrid_config(server_args: Any) -> Any:
-    """SGLang's ModelConfig, sliding-window layers in a pool of their own where the model has some.
-
-    Raises:
-        RaggedConfigError: a flag or kernel does not go with such layers.
-    """
-    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
-
-    model_config, view = model_config_of(server_args), resolving_view(server_args)
-    geometry = model_geometry(model_config)
-    if geometry.windowed is None:
-        return model_config
-    WINDOWS.require()
-    if not model_config.is_hybrid_swa:
-        overrides = hybrid_overrides(geometry, view.json_model_override_args)
-        declare_resolution(
-            server_args, "sgl_ragged", disable_hybrid_swa_memory=False, json_model_override_args=overrides
-        )
-        # The config that was built without them; whoever asks next builds it anew.
-        server_args._model_config = None
-        model_config = model_config_of(server_args)
-        if not model_config.is_hybrid_swa:
-            raise RaggedConfigError(
-                f"SGLang does not keep the sliding-window layers of {architecture(model_config)} apart; use "
-                f"--kv-pool token"
-            )
-    return model_config
 
 
 def choose_share(launch: Launch, head_dim: int) -> Share:
@@ -185,24 +132,25 @@ def why_not_to_fit(launch: Launch) -> str | None:
     return None if reason is None else reason.why
 
 
-def _decide(launch: Launch, view: Any, kernel: str, retrieval: Retrieval | None, share: Share) -> ServingPlan:
+def _decide(launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]) -> ServingPlan:
     """The plan that all ranks follow; calibrates the model first where it has no profile yet."""
     from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
     from sgl_ragged.plugin.placing import place_heads
 
-    options, model_config = launch.options, launch.model
+    options, model_config, view = launch.options, launch.model, launch.view
     geometry = model_geometry(model_config)
     assert launch.kv_dtype is not None, "the model is known"
-    itemsize = launch.kv_dtype.itemsize
-    tokens = kept_share(geometry, share.ratio, options.segment, share.form, itemsize)
+    tokens = kept_share(geometry, share.ratio, options.segment, share.form, launch.kv_dtype.itemsize)
     scorer, profile = settle_profile(options, view, geometry, tokens)
     refuse_ranks(geometry, view.tp_size, scorer)
     refuse_positions(model_config.hf_text_config, scorer)
     if kernel != "torch":
         check_shape(geometry.head_dim, geometry.q_per_kv)
     calibrate_if_missing(scorer, profile, options, view, geometry)
+    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=tokens, segment=options.segment)
     plan = make_plan(
         geometry,
+        chosen,
         ranks=view.tp_size,
         ratio=share.ratio,
         segment=options.segment,
@@ -210,12 +158,11 @@ def _decide(launch: Launch, view: Any, kernel: str, retrieval: Retrieval | None,
         scorer_weights=options.scorer_weights,
         profile=profile,
         kernel=kernel,
-        retrieval=retrieval,
         form=share.form,
-        itemsize=itemsize,
         unfitted=why_not_to_fit(launch),
     )
-    return place_heads(plan, options, view, model_config)
+    launch = replace(launch, chosen=chosen)
+    return join_features(plan, launch, joining, tokens, lambda plan: place_heads(plan, options, view, model_config))
 
 
 @functools.cache
@@ -227,26 +174,7 @@ def _hook_launcher() -> None:
 
     # The step in which SGLang asks models for attention backends by name; it has read the config before.
     register_resolution_hook("handle_model_specific_adjustments")(_refuse_model_first)
-    _hook(DEAD_WORKER, answer_dead_worker)
-
-
-@functools.cache
-def _hook_adapter_ids(from_command_line: bool) -> None:
-    """Let what is in an adapter be part of its id; SGLang asks for it after this resolution."""
-    from sgl_ragged.plugin.adapters import adapter_id
-
-    _hook(ADAPTER_ID, functools.partial(adapter_id, from_command_line))
-
-
-def _hook(seam: Seam, hook: Callable) -> None:
-    """Wrap a function that the launcher calls."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    before = resolve(seam.target)
-    HookRegistry.register(seam.target, hook, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    if resolve(seam.target) is before:
-        raise RaggedConfigError(f"hooks did not take effect: {seam.target}")
+    hook_launcher(DEAD_WORKER, answer_dead_worker)
 
 
 def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -257,10 +185,10 @@ def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> No
         refuse_segment(options.segment, view.device)
         refuse_model(model_config_of(server_args))
         refuse_kv_scheme(model_config_of(server_args), view.kv_cache_dtype)
-        if model_geometry(model_config_of(server_args)).windowed is not None:
-            # SGLang serves some of these models with backends that it knows by name alone. Triton is what their
-            # sliding-window layers run on, or torch with the same masks.
-            declare_resolution(server_args, "sgl_ragged", attention_backend="triton")
+        launch = Launch(options, server_args, model_config_of(server_args), view=view)
+        backend = next((one.known_backend for one in features() if one.known_backend and one.asked(launch)), None)
+        if backend is not None:
+            declare_resolution(server_args, "sgl_ragged", attention_backend=backend)
             previous(server_args)
             declare_resolution(server_args, "sgl_ragged", attention_backend=BACKEND)
             return
@@ -381,15 +309,6 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
             f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
         )
     check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
-    if server_args.enable_hierarchical_cache:
-        refuse_storage(server_args.hicache_storage_backend)
-    else:
-        for keyword in ("ragged_restore", "ragged_host_codec"):
-            if getattr(options, FLAGS[keyword].name) is not None:
-                raise RaggedConfigError(
-                    f"{dashed(keyword)} is about the host tier, and there is none: add --enable-hierarchical-cache, or "
-                    f"drop the flag"
-                )
     asked = {
         Phase.PREFILL: server_args.cuda_graph_backend_prefill,
         Phase.DECODE: server_args.cuda_graph_backend_decode,

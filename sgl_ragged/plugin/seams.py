@@ -9,13 +9,15 @@ import importlib.metadata
 import inspect
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.plugin.feature import Seam, joined_features
+
+if TYPE_CHECKING:
+    from sgl_ragged.plugin.options import RaggedOptions
 
 BACKEND = "ragged"
 """Name of the attention backend in SGLang's registry."""
@@ -30,25 +32,11 @@ platform plugins for pool and allocator classes, which from 0.5.22 on may stay S
 REMEDY = f"install sglang=={SERVED[-1]}, or a release of sgl-ragged made for this one"
 
 
-@dataclass(frozen=True)
-class Seam:
-    """A function of SGLang: its dotted path, its parameters, and the path in this package of the hook that wraps it.
-
-    Without a hook it is one that the launcher uses (`resolution`), or a method that our attention backend overrides.
-    SGLang has a default for each of these, so one that it calls by another name would not be missed: decode would go on
-    with the description of an earlier batch.
-    """
-
-    target: str
-    parameters: tuple[str, ...]
-    hook: str | None = None
-
-
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
-TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+TREE_CLASS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 REGISTRY = "sglang.srt.mem_cache.registry"
 RUN_BATCH = (
     "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
@@ -59,7 +47,11 @@ RUN_BATCH = (
 )
 
 KV_BYTES_SEAMS = (
-    Seam(f"{_CONFIGURATOR}._profile_available_bytes", ("self", "pre_model_load_memory"), "plugin.worker.kv_bytes"),
+    Seam(
+        f"{_CONFIGURATOR}._profile_available_bytes",
+        ("self", "pre_model_load_memory"),
+        "sgl_ragged.plugin.worker.kv_bytes",
+    ),
 )
 
 DEAD_WORKER = Seam("sglang.srt.entrypoints.engine._scheduler_died_error", ("rank", "proc"))
@@ -68,31 +60,45 @@ RAGGED_SEAMS = (
     *KV_BYTES_SEAMS,
     DEAD_WORKER,
     Seam("sglang.srt.arg_groups.resolution_hooks.register_resolution_hook", ("name",)),
-    Seam(f"{_CONFIGURATOR}._resolve_memory_pool_config", ("self", "pre_model_load_memory"), "plugin.worker.size_pool"),
+    Seam(
+        f"{_CONFIGURATOR}._resolve_memory_pool_config",
+        ("self", "pre_model_load_memory"),
+        "sgl_ragged.plugin.worker.size_pool",
+    ),
     Seam(
         f"{_CONFIGURATOR}._build_token_to_kv_pool",
         ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
-        "plugin.worker.build_pool",
+        "sgl_ragged.plugin.worker.build_pool",
     ),
     Seam(
         "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only",
         ("model", "weights", "target_device"),
-        "plugin.worker.place_weights",
+        "sgl_ragged.plugin.worker.place_weights",
     ),
     Seam(
         "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
         ("model_config", "load_config", "tp_size"),
-        "plugin.worker.repeat_heads_on_cpus",
+        "sgl_ragged.plugin.worker.repeat_heads_on_cpus",
     ),
-    Seam("sglang.srt.models.utils.enable_fused_set_kv_buffer", ("forward_batch",), "plugin.worker.no_fused_kv_write"),
-    Seam("sglang.srt.managers.scheduler.Scheduler.get_init_info", ("self",), "plugin.metrics.scheduler_ready"),
+    Seam(
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+        ("forward_batch",),
+        "sgl_ragged.plugin.worker.no_fused_kv_write",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.get_init_info", ("self",), "sgl_ragged.plugin.metrics.scheduler_ready"
+    ),
     Seam(
         "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
         ("self", "stats"),
-        "plugin.metrics.log_stats",
+        "sgl_ragged.plugin.metrics.log_stats",
     ),
-    Seam("sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self", "empty_cache"), "plugin.metrics.flush_cache"),
-    Seam(f"{ADDER}.add_one_req_ignore_eos", ("self", "req"), "plugin.chunking.cut_one_request"),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+        ("self", "empty_cache"),
+        "sgl_ragged.plugin.metrics.flush_cache",
+    ),
+    Seam(f"{ADDER}.add_one_req_ignore_eos", ("self", "req"), "sgl_ragged.plugin.chunking.cut_one_request"),
     Seam(f"{_BACKEND}.init_forward_metadata", ("self", "forward_batch")),
     Seam(f"{_BACKEND}.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
     Seam(f"{_BACKEND}.init_cuda_graph_state", ("self", "max_bs", "max_num_tokens")),
@@ -106,45 +112,11 @@ CONTROLLER_SEAMS = (
     Seam(
         "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
         ("self",),
-        "plugin.metrics.controller_ready",
+        "sgl_ragged.plugin.metrics.controller_ready",
     ),
 )
 """What the process needs that starts the replicas of --dp-size. 0.5.22 lacks it: there nothing can be added to what
 that process says, and /server_info has no word of the pool."""
-
-
-@dataclass(frozen=True)
-class Feature:
-    """What joins a server beside slabs and tails; each is in a file called `sglang_feature.py`.
-
-    planned: whether a plan has it. seams: of SGLang that it needs beside RAGGED_SEAMS; asked: words for what they are
-    needed for, such as " with --flag". radix_cache: the name under which it registers one, and the path in this package
-    of SGLang's factory; None where SGLang's own serves.
-    """
-
-    planned: Callable[[ServingPlan], bool]
-    asked: str
-    seams: tuple[Seam, ...]
-    radix_cache: tuple[str, str] | None = None
-
-    def require(self) -> None:
-        """Raise RaggedConfigError where SGLang lacks what it needs."""
-        check_seams(self.seams, self.asked)
-
-
-def features() -> tuple[Feature, ...]:
-    """All features."""
-    from sgl_ragged.history.sglang_feature import HISTORY
-    from sgl_ragged.host_tier.sglang_feature import HOST_TIER
-    from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
-    from sgl_ragged.windows.sglang_feature import WINDOWS
-
-    return (WINDOWS, HOST_TIER, HISTORY, RETRIEVAL)
-
-
-def planned_features(plan: ServingPlan) -> list[Feature]:
-    """Those that a plan has."""
-    return [feature for feature in features() if feature.planned(plan)]
 
 
 def resolve(target: str) -> object | None:
@@ -163,7 +135,7 @@ def seams_for(options: RaggedOptions) -> tuple[Seam, ...]:
         return KV_BYTES_SEAMS
     if options.plan is None:
         return RAGGED_SEAMS
-    return sum((feature.seams for feature in planned_features(options.plan)), RAGGED_SEAMS)
+    return sum((feature.seams for feature, _ in joined_features(options.plan)), RAGGED_SEAMS)
 
 
 def installed_release() -> str:
@@ -205,19 +177,20 @@ def install(options: RaggedOptions) -> None:
     Raises:
         RaggedConfigError: a seam has other parameters than listed, or was not wrapped.
     """
-    from sgl_ragged.plugin import worker
+    from sgl_ragged.plugin.refusal import bind
+    from sgl_ragged.plugin.worker import create_backend
 
     _wrap(seams_for(options), options)
     if options.ragged:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-        register_attention_backend(BACKEND)(worker.bind(worker.create_backend, options))
-    for feature in [] if options.plan is None else planned_features(options.plan):
+        register_attention_backend(BACKEND)(bind(create_backend, options))
+    for feature, _ in [] if options.plan is None else joined_features(options.plan):
         if feature.radix_cache is not None:
             from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
             name, factory = feature.radix_cache
-            register_radix_cache_backend(name, resolve(f"sgl_ragged.{factory}"))
+            register_radix_cache_backend(name, resolve(factory))
 
 
 def install_in_controller(options: RaggedOptions) -> None:
@@ -229,15 +202,15 @@ def install_in_controller(options: RaggedOptions) -> None:
 def _wrap(seams: tuple[Seam, ...], options: RaggedOptions) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-    from sgl_ragged.plugin import worker
+    from sgl_ragged.plugin.refusal import bind
 
     check_seams(seams)
     wrapped = [(seam.target, seam.hook, resolve(seam.target)) for seam in seams if seam.hook is not None]
     for target, name, _ in wrapped:
-        hook: Callable = pkgutil.resolve_name(f"sgl_ragged.{name}")
+        hook: Callable = pkgutil.resolve_name(name)
         HookRegistry.register(
             target,
-            worker.bind(hook, options),
+            bind(hook, options),
             HookType.AROUND,
             source=HookSource(plugin_name="sgl_ragged", dist_name="sgl-ragged"),
         )
@@ -245,3 +218,14 @@ def _wrap(seams: tuple[Seam, ...], options: RaggedOptions) -> None:
     lost = [target for target, _, original in wrapped if resolve(target) is original]
     if lost:
         raise RaggedConfigError(f"hooks did not take effect: {', '.join(lost)}")
+
+
+def hook_launcher(seam: Seam, hook: Callable) -> None:
+    """Wrap a function that the launcher calls. Raises RaggedConfigError where that takes no effect."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    before = resolve(seam.target)
+    HookRegistry.register(seam.target, hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    if resolve(seam.target) is before:
+        raise RaggedConfigError(f"hooks did not take effect: {seam.target}")

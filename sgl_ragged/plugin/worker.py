@@ -5,28 +5,26 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
-from sgl_ragged.history.sglang_histories import make_histories
-from sgl_ragged.host_tier.sglang_hooks import build_tier
-from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool
+from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages, fit_pool
 from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.feature import Feature, Prefill, Rank, Worker, joined_features
+from sgl_ragged.plugin.joining import feature_bytes, side_pages
 from sgl_ragged.plugin.metrics import summary
 from sgl_ragged.plugin.model_support import refuse_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.placing import describe_placement
 from sgl_ragged.plugin.ranks import least_over_ranks, require_equal_digests
-from sgl_ragged.plugin.refusal import end_worker
-from sgl_ragged.retrieval.sglang_hooks import make_retriever
-from sgl_ragged.windows.sizes import WindowNeeds
 
 if TYPE_CHECKING:
     import torch
 
+    from sgl_ragged.attention.epilogue import Epilogue
 
 logger = logging.getLogger(__name__)
 
@@ -35,27 +33,6 @@ NO_WEIGHT_UPDATES = (
     "restart with --ragged-fairkv none"
 )
 """What SGLang answers to requests that would write weights in the checkpoint's order."""
-
-TIER_HOLDS_WEIGHTS = (
-    "weights cannot be updated at run time while a tier below the device holds slabs of the ones before; restart "
-    "without --enable-hierarchical-cache"
-)
-"""What SGLang answers to requests that would write any weights."""
-
-
-def bind(hook: Callable, options: RaggedOptions) -> Callable:
-    """The hook as SGLang calls it, the original function first; a refusal ends the worker with one line."""
-
-    @functools.wraps(hook)
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return hook(options, *args, **kwargs)
-        except RaggedConfigError as error:
-            from sglang.srt.runtime_context import get_parallel
-
-            end_worker(error, options, get_parallel().attn_tp_rank)
-
-    return bound
 
 
 def kv_bytes(options: RaggedOptions, original: Callable, configurator: Any, pre_model_load_memory: int) -> int:
@@ -70,24 +47,25 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
 
     refuse_kv_dtype(configurator.kv_cache_dtype)
     schedule, serving, parallel = get_schedule(), serving_plan(options), get_parallel()
-    ranks, rank, group = parallel.attn_tp_size, parallel.attn_tp_rank, parallel.world_group.cpu_group
+    ranks, group = parallel.attn_tp_size, parallel.world_group.cpu_group
     require_equal_digests(serving.digest, ranks, group)
     budget = configurator._profile_available_bytes(pre_model_load_memory)
-    layout = serving.layout(rank)
+    rank = _rank(serving, configurator)
+    owner, beside = _side_pages(rank, configurator)
     plan = fit_pool(
-        layout,
-        configurator.kv_cache_dtype.itemsize,
+        serving.layout(rank.number),
+        rank.itemsize,
         budget,
         schedule.max_running_requests,
-        _side_bytes(serving, rank, layout, configurator),
+        _side_bytes(rank, configurator),
         schedule.max_total_tokens,
-        _window_needs(serving, configurator),
+        beside,
     )
     tokens = least_over_ranks(plan.max_total_tokens, ranks, group)
     both: dict[str, int] = {}
-    if serving.geometry.windowed is not None:
-        pages = least_over_ranks(plan.window_pages, ranks, group)
-        both = {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": (pages - 1) * serving.segment}
+    if owner is not None:
+        pages = least_over_ranks(plan.side_pages, ranks, group)
+        both = owner.pool_config(tokens, (pages - 1) * serving.segment)
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=least_over_ranks(plan.max_requests, ranks, group),
@@ -126,28 +104,32 @@ def build_pool(
 ) -> Any:
     """Builds the ragged pool instead of SGLang's, and logs the start-up line."""
     import torch
-    from sglang.srt.runtime_context import get_parallel
 
     from sgl_ragged.plugin.pool import RaggedTokenToKVPool
     from sgl_ragged.scorers import get_scorer
 
-    serving, rank = serving_plan(options), get_parallel().attn_tp_rank
-    layout, geometry = serving.layout(rank), serving.geometry
-    windows = _window_needs(serving, configurator)
+    serving = serving_plan(options)
+    rank = _rank(serving, configurator)
+    owner, beside = _side_pages(rank, configurator)
     plan = PoolSizes(
-        layout=layout,
-        itemsize=configurator.kv_cache_dtype.itemsize,
+        layout=serving.layout(rank.number),
+        itemsize=rank.itemsize,
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,
         num_rows=req_to_token_pool.size + 1,
-        side_bytes=_side_bytes(serving, rank, layout, configurator),
-        window_pages=sizes.swa_max_total_num_tokens // serving.segment + 1 if windows else 0,
-        window_page_bytes=windows.page_bytes if windows else 0,
+        side_bytes=_side_bytes(rank, configurator),
     )
+    if owner is not None and beside is not None:
+        plan = replace(
+            plan,
+            side_pages=owner.page_tokens(sizes) // serving.segment + 1,
+            side_page_bytes=beside.page_bytes,
+            side_pages_of=beside.what,
+        )
     statistics = [
         {name: torch.from_numpy(array).to(configurator.device) for name, array in tensors.items()}
-        for tensors in serving.rank_statistics(rank)
+        for tensors in serving.rank_statistics(rank.number)
     ]
-    pool: Any = RaggedTokenToKVPool(
+    pool = RaggedTokenToKVPool(
         plan,
         get_scorer(serving.scorer),
         statistics,
@@ -155,30 +137,11 @@ def build_pool(
         dtype=configurator.kv_cache_dtype,
         query_dtype=_query_dtype(configurator),
         device=configurator.device,
-        layer_numbers=geometry.layer_numbers,
+        layer_numbers=serving.geometry.layer_numbers,
     )
-    if serving.retrieval is not None:
-        pool.retriever = make_retriever(serving, serving.retrieval, pool.store, req_to_token_pool.req_to_token)
-    if serving.history is not None:
-        pool.histories = make_histories(serving, serving.history, pool.store, req_to_token_pool.req_to_token)
-    if geometry.windowed is not None:
-        from sgl_ragged.windows.sglang_pool import RaggedHybridPool
-
-        pool = RaggedHybridPool(
-            pool,
-            geometry.windowed,
-            geometry.layer_numbers,
-            window_tokens=sizes.swa_max_total_num_tokens,
-            num_heads=layout.num_heads,
-            dtype=configurator.kv_cache_dtype,
-            device=configurator.device,
-        )
-    if serving.tier is not None:
-        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
-
-        from sgl_ragged.host_tier.sglang_controller import RaggedStack
-
-        register_stack_strategy(RaggedStack(bind(build_tier, options)))
+    given: Any = pool
+    for feature, settings in joined_features(serving):
+        given = feature.attach(settings, Worker(options, rank, pool, given, sizes, req_to_token_pool.req_to_token))
     logger.info("%s; digest of the plan %s", serving.source, serving.digest)
     if serving.placement is not None:
         logger.info("%s", describe_placement(serving.placement, serving.kept))
@@ -186,7 +149,7 @@ def build_pool(
     logger.info("%s", summary(serving, plan))
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
-    return pool
+    return given
 
 
 def no_fused_kv_write(options: RaggedOptions, original: Callable, forward_batch: Any) -> bool:
@@ -201,47 +164,57 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     from sgl_ragged.attention.kernel_choice import make_operations
     from sgl_ragged.mem_pool.kv_dtype import describe_scales
     from sgl_ragged.plugin.backend import RaggedAttnBackend
-    from sgl_ragged.retrieval.sglang_backend import RetrievingBackend
 
     plan = serving_plan(options)
     if plan.placement is not None and not hasattr(model_runner.model, "_derived_weight_cache_error"):
         raise RaggedConfigError(
             "SGLang loaded the model without the loader that places heads on ranks; use --ragged-fairkv none"
         )
-    if plan.tier is not None:
-        model_runner.model._derived_weight_cache_error = TIER_HOLDS_WEIGHTS
+    others = None
+    for feature, _ in joined_features(plan):
+        why = feature.why_weights_stay()
+        if why is not None:
+            model_runner.model._derived_weight_cache_error = why
+        others = feature.layer_backend(model_runner, plan.kernel) or others
     observer = options.observer and options.observer.for_rank(get_parallel().attn_tp_rank)
     logger.info("ragged attention kernels: %s", plan.kernel)
-    backend = (RaggedAttnBackend if plan.retrieval is None else RetrievingBackend)(
+    backend = RaggedAttnBackend(
         model_runner,
         functools.partial(make_operations, plan.kernel),
         observer,
-        _exchange(plan, model_runner.device),
-        plan.kernel,
+        _exchanges(plan, model_runner.device),
+        others,
     )
     if backend.store.fp8:
         logger.info("KV cache in %s, %s", backend.store.dtype, describe_scales(backend.store.kv_scales))
     return backend
 
 
-def _exchange(plan: ServingPlan, device: str) -> LseExchange | None:
+def _exchanges(plan: ServingPlan, device: str) -> list[Epilogue]:
     from sglang.srt.runtime_context import get_parallel
 
     if plan.placement is None or not plan.placement.splits_heads:
-        return None
+        return []
     parallel = get_parallel()
     gather = functools.partial(parallel.attn_tp_group.all_gather, dim=0)
-    return LseExchange(plan.placement, parallel.attn_tp_rank, device, gather)
+    return [LseExchange(plan.placement, parallel.attn_tp_rank, device, gather)]
 
 
-def _side_bytes(plan: ServingPlan, rank: int, layout: SlabLayout, configurator: Any) -> int:
-    """Bytes per request row beside the tail: what the scorer keeps, and overlays."""
+def _rank(plan: ServingPlan, configurator: Any) -> Rank:
+    from sglang.srt.runtime_context import get_parallel
+
+    itemsizes = configurator.kv_cache_dtype.itemsize, _query_dtype(configurator).itemsize
+    return Rank(plan, get_parallel().attn_tp_rank, *itemsizes)
+
+
+def _side_bytes(rank: Rank, configurator: Any) -> int:
+    """Bytes per request row beside the tail: what the scorer keeps, and features."""
     from sgl_ragged.mem_pool.slab_store import side_bytes
     from sgl_ragged.scorers import get_scorer
 
-    queries = _query_dtype(configurator)
-    scored = side_bytes(get_scorer(plan.scorer), layout, plan.q_per_kv, queries)
-    return scored + plan.overlay_bytes(rank, configurator.kv_cache_dtype.itemsize, queries.itemsize)
+    plan = rank.plan
+    scored = side_bytes(get_scorer(plan.scorer), plan.layout(rank.number), plan.q_per_kv, _query_dtype(configurator))
+    return scored + feature_bytes(rank)
 
 
 def _query_dtype(configurator: Any) -> torch.dtype:
@@ -251,20 +224,11 @@ def _query_dtype(configurator: Any) -> torch.dtype:
     return beside_cache(configurator.kv_cache_dtype, configurator.model_config.dtype)
 
 
-def _window_needs(plan: ServingPlan, configurator: Any) -> WindowNeeds | None:
-    """What the model's sliding-window layers need on a rank."""
+def _side_pages(rank: Rank, configurator: Any) -> tuple[Feature | None, SidePages | None]:
+    """The feature that needs pages beside slabs, and these."""
     from sglang.srt.runtime_context import get_schedule
-
-    from sgl_ragged.windows.sglang_pool import window_needs
 
     schedule = get_schedule()
     chunk = schedule.chunked_prefill_size
-    return window_needs(
-        plan.geometry,
-        ranks=plan.ranks,
-        itemsize=configurator.kv_cache_dtype.itemsize,
-        segment=plan.segment,
-        chunk=chunk if chunk is not None and chunk > 0 else configurator.model_config.context_len,
-        share=schedule.swa_full_tokens_ratio if schedule._swa_full_tokens_ratio_explicitly_set else None,
-        bounded=plan.history is not None,
-    )
+    longest = chunk if chunk is not None and chunk > 0 else configurator.model_config.context_len
+    return side_pages(rank, Prefill(longest, schedule))

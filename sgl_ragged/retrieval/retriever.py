@@ -114,7 +114,7 @@ class Retriever:
     label: ClassVar = ""
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `plugin.pool.Feature` has it."""
+        """As `plugin.pool.Attached` has it."""
         counts = self.counts
         of_counters = dict(zip(self.counters, (counts.asked, counts.fetched, counts.rows), strict=True))
         return {(name, ""): value for name, value in of_counters.items()} | {

@@ -25,7 +25,7 @@ class RetrievalRadixCache(UnifiedRadixCache):
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.retriever: Retriever = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).retriever
+        self.retriever: Retriever = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).attached["retrieval"]
 
     def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
         return WINDOW

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.options import RaggedOptions
 
 if TYPE_CHECKING:
     import torch
 
-    from sgl_ragged.mem_pool.slab_store import SlabStore
+    from sgl_ragged.plugin.feature import Worker
     from sgl_ragged.retrieval.retriever import Retriever
-    from sgl_ragged.retrieval.settings import Retrieval
+    from sgl_ragged.retrieval.sglang_plan import RetrievalPlan
 
 
 def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any:
@@ -21,7 +20,7 @@ def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any
     from sgl_ragged.windows.sglang_pool import slab_pool
 
     prepared = original(batch)
-    retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).retriever
+    retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).attached["retrieval"]
     for req in batch.reqs:
         retriever.begin(req.kv.req_pool_idx, len(req.full_untruncated_fill_ids))
     return prepared
@@ -31,7 +30,7 @@ def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch
     """Tells the retriever whose batch runs: what the attention backend is given in place of it may not say."""
     from sgl_ragged.windows.sglang_pool import slab_pool
 
-    retriever = slab_pool(worker.model_runner.token_to_kv_pool).retriever
+    retriever = slab_pool(worker.model_runner.token_to_kv_pool).attached["retrieval"]
     retriever.running = tuple(batch.req_pool_indices_cpu.tolist())
     try:
         return original(worker, batch, *args, **more)
@@ -42,29 +41,30 @@ def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch
 def forget_pages(options: RaggedOptions, original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
     """What a page's segment dropped leaves the reservoir with it."""
     for pages in page_ids:
-        allocator.get_kvcache().retriever.reservoir.forget(pages)
+        allocator.get_kvcache().attached["retrieval"].reservoir.forget(pages)
     return original(allocator, *page_ids)
 
 
 def forget_all_pages(options: RaggedOptions, original: Callable, allocator: Any) -> Any:
     """The same, where all pages are freed at once."""
-    allocator.get_kvcache().retriever.reservoir.clear()
+    allocator.get_kvcache().attached["retrieval"].reservoir.clear()
     return original(allocator)
 
 
-def make_retriever(plan: ServingPlan, settings: Retrieval, store: SlabStore, req_to_token: torch.Tensor) -> Retriever:
+def make_retriever(settings: RetrievalPlan, worker: Worker) -> Retriever:
+    """The retriever of a worker; each pivot's rank tells the others what it names."""
     from sglang.srt.runtime_context import get_parallel
 
     from sgl_ragged.retrieval.retriever import Retriever
 
-    parallel, owners = get_parallel(), plan.pivot_ranks
-    entries = plan.reservoir_entries(store.dtype.itemsize)
-    roles = plan.rank_roles(parallel.attn_tp_rank)
+    plan, store = worker.rank.plan, worker.pool.store
+    owners, entries = settings.pivot_ranks(plan), settings.entries(plan, store.dtype.itemsize)
+    roles = settings.rank_roles(plan, worker.rank.number)
     if plan.ranks == 1:
-        return Retriever(store, settings, roles, entries, req_to_token)
-    group = parallel.attn_tp_group
+        return Retriever(store, settings.asked, roles, entries, worker.req_to_token)
+    group = get_parallel().attn_tp_group
 
     def share(pivot: int, numbers: torch.Tensor) -> None:
         group.broadcast(numbers, src=owners[pivot])
 
-    return Retriever(store, settings, roles, entries, req_to_token, share)
+    return Retriever(store, settings.asked, roles, entries, worker.req_to_token, share)

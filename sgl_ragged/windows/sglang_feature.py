@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from sgl_ragged.plugin.seams import Feature, Seam
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
+from sgl_ragged.plugin.feature import Feature, Prefill, Rank, Seam, Worker
+from sgl_ragged.plugin.launch import SPLIT, Conflict, Launch
 
 POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
-WINDOWS = Feature(
-    planned=lambda plan: plan.geometry.windowed is not None,
-    asked=" for models with sliding windows",
-    seams=(
+ONE_POOL = "--disable-hybrid-swa-memory"
+
+
+class Windows(Feature):
+    """Settings: `profiles.geometry.WindowedLayers`."""
+
+    name = "windows"
+    case = "sliding-window layers"
+    # What their layers run on, or torch with the same masks.
+    known_backend = "triton"
+    needed_for = " for models with sliding windows"
+    cases: ClassVar[Mapping] = {ONE_POOL: lambda launch: launch.server_args.disable_hybrid_swa_memory}
+    conflicts = (
+        Conflict(ONE_POOL, case, "it keeps everything of them, and slabs are for other layers", "drop it"),
+        Conflict(SPLIT, case, "it changes the number of heads of all layers, and these keep theirs", "use permute"),
+    )
+    seams = (
         Seam(
             f"{POOL}.__init__",
             (
@@ -23,17 +41,61 @@ WINDOWS = Feature(
         Seam(
             "sglang.srt.layers.attention.triton_backend.update_sliding_window_buffer",
             (
-                *(
-                    "window_kv_indptr",
-                    "translator",
-                    "plan",
-                    "req_pool_indices",
-                    "sliding_window_size",
-                    "seq_lens",
-                    "bs",
-                ),
-                *("device", "token_to_kv_pool", "window_kv_indices"),
+                *("window_kv_indptr", "translator", "plan", "req_pool_indices", "sliding_window_size", "seq_lens"),
+                *("bs", "device", "token_to_kv_pool", "window_kv_indices"),
             ),
         ),
-    ),
-)
+    )
+
+    def asked(self, launch: Launch) -> bool:
+        return launch.geometry is not None and launch.geometry.windowed is not None
+
+    def settle(self, launch: Launch) -> Any:
+        from sgl_ragged.windows.sglang_plan import keep_apart
+
+        return keep_apart(launch)
+
+    def side_pages(self, settings: Any, rank: Rank, prefill: Prefill) -> SidePages:
+        from sgl_ragged.history.sglang_feature import HISTORY
+        from sgl_ragged.windows.sglang_plan import asked_share, window_needs
+
+        return window_needs(
+            rank.plan.geometry,
+            ranks=rank.plan.ranks,
+            itemsize=rank.itemsize,
+            segment=rank.plan.segment,
+            chunk=prefill.chunk,
+            share=asked_share(prefill.schedule),
+            bounded=HISTORY.of(rank.plan) is not None,
+        )
+
+    def pool_config(self, tokens: int, page_tokens: int) -> dict[str, int]:
+        return {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": page_tokens}
+
+    def page_tokens(self, sizes: Any) -> int:
+        return sizes.swa_max_total_num_tokens
+
+    def attach(self, settings: Any, worker: Worker) -> Any:
+        from sgl_ragged.windows.sglang_pool import RaggedHybridPool
+
+        pool = worker.pool
+        return RaggedHybridPool(
+            pool,
+            settings,
+            pool.layer_numbers,
+            window_tokens=worker.sizes.swa_max_total_num_tokens,
+            num_heads=pool.sizes.layout.num_heads,
+            dtype=pool.dtype,
+            device=pool.device,
+        )
+
+    def layer_backend(self, model_runner: Any, kernel: str) -> Any:
+        from sgl_ragged.windows.sglang_attention import window_backend
+
+        return window_backend(model_runner, kernel)
+
+    def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
+        return {"window_pages": sizes.side_pages, "windows_bytes": sizes.side_pages_bytes}
+
+
+WINDOWS = Windows()

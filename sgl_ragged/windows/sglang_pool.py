@@ -5,45 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.profiles.geometry import ModelGeometry, WindowedLayers
-from sgl_ragged.windows.sizes import WindowNeeds, window_pages
-
-
-def eviction_interval() -> int:
-    """Tokens that leave the windows of a request before SGLang frees pages of them."""
-    return max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
-
-
-def window_needs(
-    geometry: ModelGeometry, *, ranks: int, itemsize: int, segment: int, chunk: int, share: float | None, bounded: bool
-) -> WindowNeeds | None:
-    """What the model's sliding-window layers need on one rank; None without such layers.
-
-    Args:
-        itemsize: bytes per element of the KV dtype.
-        chunk: tokens of a chunk of prefill, at most.
-        share: --swa-full-tokens-ratio, if it was given.
-        bounded: whether histories are.
-    """
-    windowed = geometry.windowed
-    if windowed is None:
-        return None
-    # With more ranks than heads, every rank has a head of its own.
-    elements = windowed.elements_per_token // min(ranks, geometry.num_heads)
-    per_prefix = -(-windowed.window // segment)
-    # Behind its bound a prompt waits for its next chunk with its window outside the tree, where nobody can evict it.
-    waiting = per_prefix if bounded else 0
-    return WindowNeeds(
-        page_bytes=elements * itemsize * segment,
-        per_prefix=per_prefix,
-        per_request=window_pages(windowed.window, eviction_interval(), segment),
-        in_flight=-(-chunk // segment) + 1 + waiting,
-        share=share,
-    )
+from sgl_ragged.profiles.geometry import WindowedLayers
 
 
 class RaggedHybridPool(SWAKVPool):

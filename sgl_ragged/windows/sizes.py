@@ -8,6 +8,7 @@ still there. So both pools must grow together.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from sgl_ragged.errors import RaggedConfigError
 
@@ -43,6 +44,8 @@ class WindowNeeds:
     in_flight: pages of one chunk of prefill, and of what its prompt holds before it.
     share: pages per slab, if the user says so (--swa-full-tokens-ratio); None for the rule of `pages`.
     """
+
+    what: ClassVar[str] = "sliding-window layers"
 
     page_bytes: int
     per_prefix: int

@@ -137,7 +137,7 @@ def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts, dtype):
 @pytest.mark.parametrize(("chunks", "per_head", "dim"), [([3], 2, 96), thorough([1, 5, 8], 4, 16)])
 def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_head, dim, monkeypatch):
     """Histories of different lengths; parts without rows; the last part alone sees tail and chunk."""
-    monkeypatch.setattr(triton_ops, "LONG_HISTORY", 3 * SEGMENT)
+    monkeypatch.setattr(triton_ops, "LONG_CONTEXT", 3 * SEGMENT)
     begins = [3 * SEGMENT + 5, 6 * SEGMENT, 7][: len(chunks)]
     ends = [begin + chunk for begin, chunk in zip(begins, chunks, strict=True)]
     sequences = [Sequence(end, *MIXED.shape, per_head, dim, "key_norm", seed) for seed, end in enumerate(ends)]

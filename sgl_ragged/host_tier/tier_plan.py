@@ -1,0 +1,39 @@
+"""What the launcher decides about a tier below the device. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+TIER_FORMAT = 1
+"""Version of what rows of the host tier hold."""
+
+CODEC_NAMES = ("exact", "fp8", "shared")
+"""Values of --ragged-host-codec. The classes are in `host_tier.codecs`, which needs torch."""
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """What a tier below the device holds.
+
+    codec: how slabs lie there, one of CODEC_NAMES.
+    served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
+        model, and the digest of the plan.
+    sized: whether the user said how large the host's part is.
+    restore: what is loaded and what is computed again, one of `host_tier.restore_schedule.MODES`.
+    """
+
+    codec: str
+    served: str
+    sized: bool
+    restore: str
+
+    def rank_identity(self, rank: int, stored_as: str) -> str:
+        """16 hex digits: rows with equal identities and tokens are equal. stored_as: of the rank's `SlabStore`.
+
+        With a codec that loses something they are equal up to that: what is computed behind a restored prefix has seen
+        it as it was restored.
+        """
+        state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, stored_as])
+        return hashlib.sha256(state.encode()).hexdigest()[:16]

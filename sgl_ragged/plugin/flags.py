@@ -1,0 +1,31 @@
+"""Fields of dataclasses that are flags of the server and keywords of `Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, field, fields
+from typing import Any
+
+
+def flag(
+    default: Any, text: str, *, shown: str = "", check: Callable[[Any], None] = lambda _: None, **parser: Any
+) -> Any:
+    """A field that is a flag: its default, its help, how the help names the default, and what refuses a bad value.
+
+    `parser`: keywords of `add_argument`; `type` and `choices` hold for keywords of `Engine`, too.
+    """
+    shown = f" [{shown or default}]" if shown or default is not None else ""
+    return field(default=default, metadata={"check": check, "parser": {"help": text + shown, **parser}})
+
+
+def flags_of(kind: type) -> dict[str, Field]:
+    """Fields of a dataclass that are flags, by keyword of `Engine`; with dashes it is the flag."""
+    return {_keyword(one): one for one in fields(kind) if one.metadata}
+
+
+def _keyword(one: Field) -> str:
+    return one.name if one.name.startswith("kv_") else f"ragged_{one.name}"
+
+
+def dashed(keyword: str) -> str:
+    return "--" + keyword.replace("_", "-")

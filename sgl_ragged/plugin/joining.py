@@ -1,0 +1,86 @@
+"""How features join a start: which it has, with which settings, and what the plan becomes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
+from sgl_ragged.plan import ServingPlan
+from sgl_ragged.plugin.feature import Feature, Prefill, Rank, features, joined_features
+from sgl_ragged.plugin.flags import dashed, flags_of
+from sgl_ragged.plugin.launch import Launch
+
+
+def refuse_in_vain(launch: Launch) -> None:
+    """Raise RaggedConfigError for flags of a feature that a start does not have."""
+    for feature in features():
+        if feature.flags is None or feature.asked(launch):
+            continue
+        flags: Any = launch.options.of(feature.flags)
+        given = [
+            dashed(keyword) for keyword, one in flags_of(feature.flags).items() if getattr(flags, one.name) is not None
+        ]
+        if given:
+            raise RaggedConfigError(feature.in_vain.format(flags=", ".join(given)))
+
+
+def settle_features(launch: Launch, known: Collection[Feature] = ()) -> dict[Feature, Any]:
+    """Settings of the features that a start has, beside those that are known; raises RaggedConfigError."""
+    found = {}
+    for feature in features():
+        if feature not in known and feature.asked(launch):
+            feature.require()
+            found[feature] = feature.settle(launch)
+    return found
+
+
+def join_features(
+    plan: ServingPlan,
+    launch: Launch,
+    joining: Mapping[Feature, Any],
+    share: float,
+    place: Callable[[ServingPlan], ServingPlan] = lambda plan: plan,
+) -> ServingPlan:
+    """The plan with heads placed and features joined, in their order.
+
+    Args:
+        launch: with the budgets that were chosen. joining: features and their settings.
+        share: of the tokens that heads keep on average. place: places heads.
+    """
+    settings = dict(joining)
+    for feature in features():
+        if feature in settings:
+            assert launch.chosen is not None, "budgets are chosen"
+            settings[feature], kept = feature.budgets(settings[feature], launch, share)
+            launch = replace(launch, chosen=replace(launch.chosen, kept=kept))
+            plan = replace(plan, kept=kept)
+    plan = place(plan)
+    for feature in features():
+        if feature in settings:
+            plan = replace(
+                plan, features=(*plan.features, feature.joined(feature.join(settings[feature], plan, launch)))
+            )
+    return plan
+
+
+def side_pages(rank: Rank, prefill: Prefill) -> tuple[Feature | None, SidePages | None]:
+    """The feature of a plan that needs pages beside slabs, and these; None where none does."""
+    for feature, settings in joined_features(rank.plan):
+        found = feature.side_pages(settings, rank, prefill)
+        if found is not None:
+            return feature, found
+    return None, None
+
+
+def describe_features(plan: ServingPlan, sizes: PoolSizes) -> list[str]:
+    """What features add to the start-up line."""
+    lines = [feature.describe(settings, sizes) for feature, settings in joined_features(plan)]
+    return [line for line in lines if line is not None]
+
+
+def feature_bytes(rank: Rank) -> int:
+    """Device bytes per request row that features take."""
+    return sum(feature.row_bytes(settings, rank) for feature, settings in joined_features(rank.plan))

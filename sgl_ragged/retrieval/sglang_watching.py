@@ -1,0 +1,40 @@
+"""What servers that retrieve do behind attention: pivots watch, and satellites see what was fetched for them."""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sgl_ragged.retrieval.retriever import Retriever
+
+
+class Watching:
+    """An `attention.epilogue.Epilogue` on behalf of a retriever."""
+
+    def __init__(self, retriever: Retriever) -> None:
+        self._retriever = retriever
+
+    def describe(self, batch: ForwardBatch) -> None:
+        # The batch itself says rows on the device alone, and what SGLang makes of it to replay a graph no names.
+        rows = self._retriever.running
+        if batch.forward_mode.is_decode():
+            self._retriever.describe_decode(rows, batch.seq_lens_cpu[: len(rows)].tolist())
+            return
+        # A padded batch has more prefixes and lengths than requests.
+        prefixes, lengths = (
+            list(of_all)[: len(rows)] for of_all in (batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
+        )
+        self._retriever.describe_extend(rows, prefixes, lengths)
+
+    def needed(self, layer: int) -> bool:
+        return self._retriever.involves(layer)
+
+    def apply(
+        self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if batch.forward_mode.is_decode():
+            rows, positions = batch.req_pool_indices.long(), batch.seq_lens.long() - 1
+            self._retriever.see_tokens(layer, queries, output, lse, rows, positions)
+        else:
+            self._retriever.see_chunks(layer, queries, output, lse)
+        return output
