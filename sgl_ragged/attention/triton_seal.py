@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,11 +56,12 @@ class TritonSealer:
     def heads(self, layer: int | None) -> HeadTable:
         return self._every if layer is None else self._layers[layer]
 
-    def __call__(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
+    def __call__(self, store: SlabStore, layers: Sequence[int], segments: Finished) -> list[torch.Tensor | None]:
         if store.corrector is not None:
             # Small dense problems, many at once: torch's batched solvers, without a wait for the device.
-            seal_in_torch(store, layer, segments)
-            return
+            return seal_in_torch(store, layers, segments)
+        assert len(layers) in (1, store.layout.num_layers), "a chunk's layer, or all of a decode step's"
+        layer = layers[0] if len(layers) == 1 else None
         layout, heads = store.layout, self.heads(layer)
         if isinstance(segments, InTails):
             source = seal.Source.of_tails(store.tails, segments.rows, layer)
@@ -68,10 +70,9 @@ class TritonSealer:
         if store.scorer.name in seal.SCORED:
             scores = seal.score(source, store.scorer.name, layout.segment, layout.head_dim)
         else:
-            numbers = range(layout.num_layers) if layer is None else [layer]
-            every = [store.scorer.score(store.segment_data(number, segments)) for number in numbers]
+            every = [store.scorer.score(store.segment_data(number, segments)) for number in layers]
             scores = torch.cat(every, dim=1).float().contiguous()
-        positions = seal.choose(scores, segments.numbers.to(torch.int32), heads.total)
+        positions = chosen = seal.choose(scores, segments.numbers.to(torch.int32), heads.total)
         if layout.shared:
             stored = heads.first[:, None] + torch.arange(layout.segment, device=scores.device)
             positions = positions.gather(2, stored.clamp_max_(layout.segment - 1).expand_as(positions))
@@ -86,3 +87,4 @@ class TritonSealer:
             layout.head_dim,
             layout.form,
         )
+        return list(chosen.unflatten(1, (len(layers), layout.num_heads)).unbind(1))

@@ -1,6 +1,6 @@
 """Which segments, slots and tokens each query sees: the only place where positions become these.
 
-SGLang's request table has, for every token of a request, slot * segment + place. What lies in a slot is a sealed
+Slots are those of `SegmentTable`. What lies in a slot is a sealed
 segment; the tokens behind the last sealed segment are open: they lie in the request's tail. Kernels and torch code take
 views and know nothing of positions. A view's lists of slots may leave segments out, and may differ between the pieces
 of one chunk.
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.transfer import to_device
+from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.segments import InTails
 
 Seen = Callable[[int, int], Sequence[int] | None]
@@ -70,7 +71,7 @@ def decode_view(
         lengths: integers [batch], tokens of each request with the new one; 0 or 1 for padding.
         in_view: int32 [rows, limit], `Histories.table`: which segments the requests see. None for all.
     """
-    view = out[: len(rows)]
+    view, table = out[: len(rows)], SegmentTable(req_to_token, segment)
     view.rows.copy_(rows)
     view.places.copy_(lengths)
     view.places.sub_(1).clamp_min_(0)
@@ -79,12 +80,12 @@ def decode_view(
     view.open_lengths.copy_(lengths)
     torch.minimum(view.open_lengths, view.places + 1, out=view.open_lengths)
     if in_view is None:
-        firsts = req_to_token[:, ::segment][:, : view.slots.shape[1]].index_select(0, view.rows)
+        slots = table.first_slots(view.rows, view.slots.shape[1])
     else:
         view.seen.clamp_max_(in_view.shape[1])
         numbers = in_view[:, : view.slots.shape[1]].index_select(0, view.rows)
-        firsts = req_to_token[view.rows[:, None], numbers.long() * segment]
-    view.slots[:, : firsts.shape[1]].copy_(firsts.div_(segment, rounding_mode="floor"))
+        slots = table.slots(view.rows[:, None], numbers)
+    view.slots[:, : slots.shape[1]].copy_(slots)
     return view
 
 
@@ -109,12 +110,13 @@ def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int
     if not full:
         return None
     device = req_to_token.device
-    which, last, numbers = (
+    which, numbers = (
         torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        for values in (full, [lengths[i] - 1 for i in full], [lengths[i] // segment - 1 for i in full])
+        for values in (full, [lengths[i] // segment - 1 for i in full])
     )
     own = rows[which].to(torch.int64)
-    return InTails(rows=own, slots=req_to_token[own, last].to(torch.int64) // segment, numbers=numbers)
+    slots = SegmentTable(req_to_token, segment).slots(own, numbers).to(torch.int64)
+    return InTails(rows=own, slots=slots, numbers=numbers)
 
 
 @dataclass(frozen=True)
@@ -260,8 +262,7 @@ def extend_view(
         start += length
     most = max(((p + n) // segment for p, n in zip(prefixes, lengths, strict=True)), default=0)
     rows = rows.to(torch.int64)
-    firsts = req_to_token[:, : most * segment : segment].index_select(0, rows)
-    pages = firsts.div_(segment, rounding_mode="floor")
+    pages = SegmentTable(req_to_token, segment).first_slots(rows, most)
     lists = torch.cat([pages, _lists(pages, own_lists)]) if own_lists else pages
     return ExtendView(rows, pages, lists, tuple(pieces), tuple(prefixes), tuple(lengths), segment)
 

@@ -17,6 +17,7 @@ import torch
 from sgl_ragged.attention.view import Seen
 from sgl_ragged.history.bound import BoundedHistory, HistoryBound
 from sgl_ragged.history.segment_scores import SegmentScores
+from sgl_ragged.mem_pool.segment_table import SegmentTable
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's float32 [n] to the sum over ranks, the same numbers on all of them."""
@@ -56,11 +57,11 @@ class Histories:
         assert (scores is None) == bound.by_age
         self.bound = bound
         self.dropped = 0
-        self._req_to_token, self._segment = req_to_token, segment
+        self._slots, self._segment = SegmentTable(req_to_token, segment), segment
         self.scores, self._over_ranks = scores, over_ranks
-        columns = min(bound.limit, -(-req_to_token.shape[1] // segment))
+        columns = min(bound.limit, self._slots.most_segments)
         self._all = torch.arange(columns, dtype=torch.int32)
-        self.table = self._all.to(req_to_token.device).repeat(req_to_token.shape[0], 1)
+        self.table = self._all.to(req_to_token.device).repeat(self._slots.num_rows, 1)
         self._histories: dict[int, BoundedHistory] = {}
         self._changed: set[int] = set()
         self._arriving: list[_Arriving] = []
@@ -168,8 +169,8 @@ class Histories:
     def _gather(self, row: int, numbers: list[int]) -> torch.Tensor:
         """float32 [numbers]: scores of these segments of a row's request, the same on all ranks."""
         assert self.scores is not None
-        firsts = _sent(torch.tensor(numbers) * self._segment, self.table.device)
-        slots = self._req_to_token[row, firsts] // self._segment
+        on_device = _sent(torch.tensor(numbers), self.table.device)
+        slots = self._slots.slots(row, on_device)
         return self._over_ranks(self.scores.of(slots.long()))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import avg_pool1d, cosine_similarity
 
 from sgl_ragged.history.bound import NOVELTY
-from sgl_ragged.mem_pool.segments import Finished
+from sgl_ragged.mem_pool.segments import Sealed
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 TINY = 1e-6
@@ -68,10 +68,11 @@ class SegmentScores:
         self._weights = (even if weights is None else weights).to(store.slabs.device)
         shape = (store.slabs.shape[0], store.layout.num_layers)
         self.values = torch.zeros(shape, dtype=torch.float32, device=store.slabs.device)
-        store.watchers.append(self._sealed)
+        store.on_seal.append(self._sealed)
 
-    def _sealed(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
-        for number in range(self.values.shape[1]) if layer is None else [layer]:
+    def _sealed(self, store: SlabStore, sealed: Sealed) -> None:
+        segments = sealed.segments
+        for number in sealed.layers:
             rows = store.segment_rows(number, segments)
             keys, values = (store.from_cache(number, part, stored).float() for part, stored in enumerate(rows))
             means = None if self._means is None else self._means[number]

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.scorers import rank_positions
 
 if TYPE_CHECKING:
-    from sgl_ragged.mem_pool.segments import Finished
+    from sgl_ragged.mem_pool.segments import Sealed
     from sgl_ragged.mem_pool.slab_store import SlabStore
 
 
@@ -25,13 +24,9 @@ class KeptCounts:
         self.layout = layout
         shape = (num_slots, layout.num_layers, layout.segment)
         self.counts = torch.zeros(shape, dtype=torch.uint8, device=device)
-        self._totals = torch.tensor(layout.totals, device=device)
 
-    def note(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
-        """`SlabStore.watchers`: scores the segments once more, as no sealer says what it kept."""
-        for number in range(self.layout.num_layers) if layer is None else [layer]:
-            order = rank_positions(store.scorer.score(store.segment_data(number, segments)), segments.numbers == 0)
-            places = torch.arange(self.layout.segment, device=order.device)
-            first_of = (places < self._totals[number][:, None]).to(torch.uint8).expand_as(order)
-            kept = torch.zeros_like(first_of, memory_format=torch.contiguous_format).scatter_(2, order, first_of)
-            self.counts[segments.slots.long(), number] = kept.sum(dim=1, dtype=torch.uint8)
+    def note(self, store: SlabStore, sealed: Sealed) -> None:
+        """One of `SlabStore.on_seal`. Changes the counts of the segments' slots."""
+        slots = sealed.segments.slots.long()
+        for layer in sealed.layers:
+            self.counts[slots, layer] = sealed.kept(layer, self.layout.segment).sum(dim=1, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from sgl_ragged.host_tier.restore_schedule import Rate
 from sgl_ragged.host_tier.sglang_pool import RaggedHostPool
 from sgl_ragged.host_tier.sglang_stopwatch import Stopwatch
 from sgl_ragged.host_tier.tier_meter import RECOMPUTED, TierMeter
+from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
 DEFAULT_CHUNK = 8192
@@ -90,8 +91,8 @@ class Restorer:
         """Compute the marked segments that the prefix of a request consists of, in order."""
         runner, segment = worker.model_runner, self.pool.page_size
         row = int(batch.req_pool_indices_cpu[index])
-        firsts = runner.req_to_token_pool.req_to_token[row, : batch.prefix_lens[index] : segment]
-        slots = (firsts // segment).tolist()
+        table = SegmentTable(runner.req_to_token_pool.req_to_token, segment)
+        slots = table.row_slots(row, -(-batch.prefix_lens[index] // segment)).tolist()
         histories = self.pool.attached.get("history")
         history = None if histories is None else histories.get(row)
         # Pages that a bounded request has given back are another's by now, and still stand in its row of the table.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,3 +48,31 @@ class InChunk:
 
 
 Finished = InTails | InChunk
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Segments that have just been sealed, for who listens (`SlabStore.on_seal`).
+
+    layers: those in which they were. segments: all of them, where they still lie.
+    chosen: by place in `layers`, integers [segments, heads, S]: the first `totals[layer, head]` are the positions that
+        a head keeps, the rest is undefined. None for layers in which all heads keep everything.
+    totals: int64 [layers of the model, heads], tokens that heads keep, on all ranks together.
+    """
+
+    layers: Sequence[int]
+    segments: Finished
+    chosen: Sequence[torch.Tensor | None]
+    totals: torch.Tensor
+
+    def kept(self, layer: int, length: int) -> torch.Tensor:
+        """bool [segments, heads, S]: which tokens each head of a layer keeps. length: S, of a segment."""
+        chosen, totals = self.chosen[self.layers.index(layer)], self.totals[layer]
+        if chosen is None:
+            shape = (len(self.segments), len(totals), length)
+            return torch.ones(shape, dtype=torch.bool, device=totals.device)
+        counts = torch.arange(length, device=totals.device) < totals[:, None]
+        # What is undefined goes behind the segment.
+        places = torch.where(counts, chosen.long(), length)
+        kept = torch.zeros((*chosen.shape[:2], length + 1), dtype=torch.bool, device=totals.device)
+        return kept.scatter_(2, places, True)[..., :length]

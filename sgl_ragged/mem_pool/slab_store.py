@@ -13,7 +13,7 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.seal_meter import SealMeter
-from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails
+from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails, Sealed
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 from sgl_ragged.scorers import Scorer, SegmentData
 
@@ -61,8 +61,8 @@ class SlabStore:
 
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
     and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer`
-    writes slabs: called with the store, a layer or None for all, and segments. `watchers` are called with the same
-    after it. `seal_meter` counts what they have done. `corrector` changes what heads keep
+    writes slabs: called with the store, layers and segments, it gives `Sealed.chosen`. `on_seal` are called with the
+    store and what was sealed after it. `seal_meter` counts what they have done. `corrector` changes what heads keep
     before it is stored; None, where they keep it as it is, unless the owner has a codebook (`fitting`).
     """
 
@@ -110,8 +110,9 @@ class SlabStore:
         ]
         self.corrector: Corrector | None = None
         self.seal_meter = SealMeter(layout.num_layers)
-        self.sealer: Callable[[SlabStore, int | None, Finished], None] = seal_in_torch
-        self.watchers: list[Callable[[SlabStore, int | None, Finished], None]] = []
+        self.sealer: Callable[[SlabStore, Sequence[int], Finished], list[torch.Tensor | None]] = seal_in_torch
+        self.on_seal: list[Callable[[SlabStore, Sealed], None]] = []
+        self._totals = torch.tensor(layout.totals, device=device)
         self._pending: list[InTails] = []
         self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
 
@@ -250,10 +251,11 @@ class SlabStore:
     def seal(self, layer: int | None, segments: Finished) -> None:
         """Score finished segments of one layer, or of all, and write what each head keeps here to their slabs."""
         if len(segments):
-            with self.seal_meter.sealing(len(segments), self.layout.num_layers if layer is None else 1):
-                self.sealer(self, layer, segments)
-                for watch in self.watchers:
-                    watch(self, layer, segments)
+            layers = range(self.layout.num_layers) if layer is None else [layer]
+            with self.seal_meter.sealing(len(segments), len(layers)):
+                sealed = Sealed(layers, segments, self.sealer(self, layers, segments), self._totals)
+                for listener in self.on_seal:
+                    listener(self, sealed)
 
     def defer_seals(self, segments: InTails) -> None:
         """Record segments that the current decode step fills; they are pending until `settle`."""

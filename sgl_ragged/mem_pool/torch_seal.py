@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Finished
@@ -12,13 +15,13 @@ if TYPE_CHECKING:
     from sgl_ragged.mem_pool.slab_store import SlabStore
 
 
-def seal_in_torch(store: SlabStore, layer: int | None, segments: Finished) -> None:
+def seal_in_torch(store: SlabStore, layers: Sequence[int], segments: Finished) -> list[torch.Tensor | None]:
     """`SlabStore.sealer`."""
-    for number in range(store.layout.num_layers) if layer is None else [layer]:
-        _seal_layer(store, number, segments)
+    return [_seal_layer(store, layer, segments) for layer in layers]
 
 
-def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
+def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> torch.Tensor | None:
+    """Seal in one layer; what `rank_positions` says, None where all is kept."""
     rows, order = store.segment_rows(layer, segments), None
     every_key, every_value = (movable(part) for part in rows)
     if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
@@ -40,3 +43,4 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> None:
         else:
             keys, values = keys[:, :, stored], values[:, :, stored]
         store.write_band(layer, band, segments.slots.long(), keys, values)
+    return order

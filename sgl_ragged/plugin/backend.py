@@ -18,6 +18,7 @@ from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view, filled
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fitting.fitted import use_codebook
+from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
@@ -107,7 +108,7 @@ class RaggedAttnBackend(AttentionBackend):
             self._read_hidden_states(model_runner.model)
         self.segment = pool.page_size
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        most = -(-self.req_to_token.shape[1] // self.segment)
+        most = SegmentTable(self.req_to_token, self.segment).most_segments
         self.views = pool.views
         self.operations = make_operations(self.store, most if self.views is None else min(most, self.views.limit))
         if self.views is not None:

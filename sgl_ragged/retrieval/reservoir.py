@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from sgl_ragged.mem_pool.kv_dtype import movable
-from sgl_ragged.mem_pool.segments import Finished
+from sgl_ragged.mem_pool.segments import Sealed
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval.settings import entry_rows
-from sgl_ragged.scorers import rank_positions
 
 NOWHERE = -1
 """In the place of a row's number: the head kept the token."""
@@ -25,7 +24,7 @@ class Reservoir:
     makes room for a new one; what it held cannot be retrieved any more.
 
     Args:
-        store: whose segments; the reservoir becomes one of its watchers.
+        store: whose segments; the reservoir listens to its seals.
         satellites: the heads by layer.
         capacity: how many entries there is memory for.
 
@@ -53,7 +52,7 @@ class Reservoir:
         self._copied: torch.cuda.Event | None = None
         self._freed: list[torch.Tensor] = []
         self.bytes_written = 0
-        store.watchers.append(self._sealed)
+        store.on_seal.append(self._sealed)
 
     def __len__(self) -> int:
         self._settle()
@@ -130,10 +129,9 @@ class Reservoir:
             found = torch.nn.functional.pad(found, (0, 0, 0, most - rows.shape[1]))
         return found.view(self._data.dtype), counts.int()
 
-    def _sealed(self, store: SlabStore, layer: int | None, segments: Finished) -> None:
-        layers = range(self.layout.num_layers) if layer is None else [layer]
-        slots = segments.slots.tolist()
-        if layers[0] == 0:
+    def _sealed(self, store: SlabStore, sealed: Sealed) -> None:
+        slots = sealed.segments.slots.tolist()
+        if sealed.layers[0] == 0:
             self._settle()
             for slot in slots:
                 self._admit(slot)
@@ -142,8 +140,8 @@ class Reservoir:
         entries = [self._entries[slots[number]] for number in present]
         if not present:
             return
-        for one in layers:
-            self._write(store, one, segments, present, entries)
+        for one in sealed.layers:
+            self._write(store, one, sealed, present, entries)
             self._layers[entries] = one + 1
         if store.slabs.is_cuda:
             self._copied = torch.cuda.Event()
@@ -162,21 +160,19 @@ class Reservoir:
         self._layers[entry] = 0
         self._entries[slot] = entry
 
-    def _write(self, store: SlabStore, layer: int, segments: Finished, present: list[int], entries: list[int]) -> None:
+    def _write(self, store: SlabStore, layer: int, sealed: Sealed, present: list[int], entries: list[int]) -> None:
         """Copy what the satellites of a layer dropped of some finished segments to their entries."""
         if not self.satellites[layer]:
             return
         layout = self.layout
-        # No sealer says what it kept: they are scored once more.
-        rows = store.segment_rows(layer, segments)
-        order = rank_positions(store.scorer.score(store.segment_data(layer, segments, rows)), segments.numbers == 0)
-        keys, values = (movable(part)[present] for part in rows)
-        order = order[present]
+        keys, values = (movable(part)[present] for part in store.segment_rows(layer, sealed.segments))
+        # Those that were dropped first, ascending.
+        order = sealed.kept(layer, layout.segment)[present].to(torch.uint8).argsort(dim=-1, stable=True)
         host = torch.tensor(entries)
         for index, head in enumerate(self.satellites[layer]):
             satellite = self.first[layer] + index
-            dropped = order[:, head, int(layout.totals[layer][head]) :].sort(dim=-1).values
-            count = dropped.shape[1]
+            count = layout.segment - int(layout.totals[layer][head])
+            dropped = order[:, head, :count]
             numbers = torch.full((len(present), layout.segment), NOWHERE, dtype=torch.int16, device=order.device)
             ranks = torch.arange(count, dtype=torch.int16, device=order.device).expand_as(dropped)
             numbers.scatter_(1, dropped, ranks)

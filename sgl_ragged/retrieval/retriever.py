@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval.drift import median_overlap
 from sgl_ragged.retrieval.overlay import Overlays, add_overlay, attend_overlay
@@ -80,12 +81,12 @@ class Retriever:
         share: Share | None = None,
     ) -> None:
         layout, device = store.layout, store.slabs.device
-        self.store, self.settings, self._req_to_token = store, settings, req_to_token
+        self.store, self.settings, self._table = store, settings, SegmentTable(req_to_token, layout.segment)
         self.pivots = Pivots(store, roles, settings.overlay, share)
         satellites = roles.satellites
         self.reservoir = Reservoir(store, satellites, entries)
         self._first = self.reservoir.first
-        num_rows = req_to_token.shape[0]
+        num_rows = self._table.num_rows
         self.overlays = Overlays(
             num_rows, self._first[-1], settings.overlay, layout.head_dim, store.slabs.dtype, device
         )
@@ -159,7 +160,7 @@ class Retriever:
             at += length
             if end == self._prompts.get(row) and start >= segment:
                 tokens = slice(at - (end - start), at)
-                before, after = (self._slots(row, position // segment) for position in (start, end))
+                before, after = (self._table.row_slots(row, position // segment) for position in (start, end))
                 self._seen_from.setdefault(row, start)
                 self._windows.append(_Window(row, tokens, start, before, after, {}, {}))
 
@@ -238,14 +239,9 @@ class Retriever:
         attended_to, sums = attend_overlay(queries[:, heads], fetched, counts, self.store.logit_scale(layer))
         add_overlay(output, lse, heads, attended_to, sums, self.store.value_scale(layer))
 
-    def _slots(self, row: int, segments: int) -> torch.Tensor:
-        """int64 [segments], on the device: the first slots of a row's request."""
-        length = self.store.layout.segment
-        return self._req_to_token[row, : segments * length : length].long() // length
-
     def _ask(self, row: int, position: int) -> None:
         """Have all pivots say what they have attended to in the last `interval` steps. Does not wait for the device."""
-        slots = self._slots(row, position // self.store.layout.segment)
+        slots = self._table.row_slots(row, position // self.store.layout.segment)
         if not len(slots):
             return
         queries, sums = self._queries[row], self._sums[row]

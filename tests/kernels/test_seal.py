@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels import append, narrow, seal
+from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, narrowed
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
 
 HEADS, DIM = 3, 48
@@ -59,6 +62,32 @@ def test_choice_is_that_of_the_torch_selection(segment):
     for head, count in enumerate(kept.tolist()):
         want = keep_positions(order[:, head : head + 1], count)[:, 0]
         assert (positions[:, head, :count] == want).all(), head
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("layer", [None, 1], ids=["all layers", "one layer"])
+def test_sealers_say_what_they_kept(layer, kernels):
+    """Who listens is told the positions whose keys are in the slabs, of heads that keep everything, too."""
+    kept = np.array([[16, 32, 48], [48, 16, 16]])
+    layout = SlabLayout(kept, DIM, 48)
+    store = SlabStore(layout, get_scorer("keydiff"), 4, 3, torch.float32, "cpu")
+    if kernels:
+        store.sealer = TritonSealer(layout, torch.device("cpu"))
+    store.tails.copy_(torch.randn(store.tails.shape, generator=generator(2)))
+    told = []
+    store.on_seal.append(lambda _, sealed: told.append(sealed))
+    rows, slots = torch.tensor([2, 1]), torch.tensor([3, 1])
+    store.seal(layer, InTails(rows, slots, torch.tensor([0, 4])))
+    (sealed,) = told
+    assert list(sealed.layers) == ([0, 1] if layer is None else [layer])
+    for number in sealed.layers:
+        mask = sealed.kept(number, 48)
+        for band in layout.bands[number]:
+            for place, head in enumerate(band.heads):
+                stored = store.kept_rows(number, band, slots, torch.float32)[:, place, 0]
+                want = torch.stack([store.tails[row, number, 0, head, :48][own] for row, own in
+                                    zip(rows, mask[:, head], strict=True)])  # fmt: skip
+                assert torch.equal(stored, want), (number, head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -1,0 +1,41 @@
+"""SGLang's request table, read by segments: the only place where its entries become slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """The table has, for every token of a request, slot * segment + place; nothing here waits for the device.
+
+    req_to_token: int32 [rows, context]. segment: tokens of one.
+    """
+
+    req_to_token: torch.Tensor
+    segment: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.req_to_token.shape[0]
+
+    @property
+    def most_segments(self) -> int:
+        """Of one request, the open one among them."""
+        return -(-self.req_to_token.shape[1] // self.segment)
+
+    def first_slots(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """int32 [rows, count at most]: slots of the first segments of some rows, int64 [rows]."""
+        firsts = self.req_to_token[:, : count * self.segment : self.segment].index_select(0, rows)
+        return firsts.div_(self.segment, rounding_mode="floor")
+
+    def slots(self, rows: torch.Tensor | int, numbers: torch.Tensor) -> torch.Tensor:
+        """int32, of the shape to which rows and numbers of segments, integers, are broadcast together."""
+        firsts = self.req_to_token[rows, numbers.long() * self.segment]
+        return firsts.div_(self.segment, rounding_mode="floor")
+
+    def row_slots(self, row: int, count: int) -> torch.Tensor:
+        """int64 [count]: slots of the first segments of one row."""
+        return self.req_to_token[row, : count * self.segment : self.segment].long() // self.segment
