@@ -26,7 +26,7 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged.attention.kernels import append, decode, extend, narrow, parts, row_copy, row_moments, seal, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, parts, quantize_fp8, row_copy, row_moments, seal, tiles
 from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
@@ -178,7 +178,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
     if form.centred:
         pointers[row_moments.row_moments_kernel] = ["keys_ptr"]
     if is_fp8:
-        pointers[narrow.narrow_kernel] = ["stored_keys_ptr", "stored_values_ptr"]
+        pointers[quantize_fp8.quantize_fp8_kernel] = ["stored_keys_ptr", "stored_values_ptr"]
     else:
         pointers |= {decode.combine_kernel: ["output_ptr"], extend.combine_tiles_kernel: ["output_ptr"]}
     others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "rows_ptr": "*i64"}
@@ -201,7 +201,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
             "BLOCK_T": seal.score_block(dim),
             "BLOCK_R": seal.gather_rows(form),
         }
-        constants |= {"LARGEST": FP8.get(dtype), "WIDTH": HEADS * dim, "BLOCK": narrow.MOST_BLOCK} | plain
+        constants |= {"LARGEST": FP8.get(dtype), "WIDTH": HEADS * dim, "BLOCK": quantize_fp8.MOST_BLOCK} | plain
         constants |= {"KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-WINDOW = 8
+ATTENDED_WINDOW = 8
 """Queries per window. Windows start at multiples of it, so they never cross the border of a segment."""
 
 MOST_WINDOWS = 64
@@ -39,21 +39,24 @@ def choose_windows(length: int, segment: int, answers: Sequence[tuple[int, int]]
     Args:
         answers: spans (start, stop) of the tokens of answers.
     """
-    first, stop = segment // WINDOW, length // WINDOW
+    first, stop = segment // ATTENDED_WINDOW, length // ATTENDED_WINDOW
     if stop - first <= MOST_WINDOWS:
-        return [WINDOW * number for number in range(first, stop)]
+        return [ATTENDED_WINDOW * number for number in range(first, stop)]
     answering = [number for number in sorted(answering_windows(answers)) if first < number < stop]
     most = MOST_WINDOWS // 4
     if len(answering) > most:
         answering = [answering[int(place)] for place in np.linspace(0, len(answering) - 1, most)]
     spread = np.linspace(first, stop - 2, MOST_WINDOWS // 2 - len(answering)).astype(int)
     pairs = {number + place for number in spread.tolist() for place in (0, 1)}
-    return [WINDOW * number for number in sorted(pairs | {number - place for number in answering for place in (0, 1)})]
+    return [
+        ATTENDED_WINDOW * number
+        for number in sorted(pairs | {number - place for number in answering for place in (0, 1)})
+    ]
 
 
 def answering_windows(answers: Sequence[tuple[int, int]]) -> set[int]:
     """Numbers of the windows with a query that predicts a token of an answer, of spans (start, stop) of tokens."""
-    return {query // WINDOW for start, stop in answers for query in range(start - 1, stop - 1)}
+    return {query // ATTENDED_WINDOW for start, stop in answers for query in range(start - 1, stop - 1)}
 
 
 def most_attended(weights: torch.Tensor, windows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +70,7 @@ def most_attended(weights: torch.Tensor, windows: Sequence[int]) -> tuple[torch.
     Returns:
         int32 and float16 [heads, windows, TOP], in falling order of attention; -1 and 0 behind the last token.
     """
-    largest = torch.stack([weights[:, start : start + WINDOW].amax(dim=1) for start in windows], dim=1)
+    largest = torch.stack([weights[:, start : start + ATTENDED_WINDOW].amax(dim=1) for start in windows], dim=1)
     found = largest.topk(min(TOP, largest.shape[-1]), dim=-1)
     missing = (0, TOP - found.values.shape[-1])
     return (

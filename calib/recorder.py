@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW, most_attended
+from calib.attended import ANSWERING, ATTENDED_WINDOW, STARTS, TOKENS, TOP, WEIGHTS, most_attended
 from calib.codebook import join_queries, recorded_queries
 from calib.output_error import left_over, query_places
 from calib.query_moments import Rope, before_rope, rope_of
@@ -124,7 +124,7 @@ class Recorder:
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: ExtendView,
-        sides: torch.Tensor | None,
+        scorer_inputs: torch.Tensor | None,
         hidden_states: torch.Tensor | None,
     ) -> None:
         """Record one layer of a chunk; writes the file after the last layer."""
@@ -144,7 +144,7 @@ class Recorder:
             self._state.add_moments(layer, queries, prefix)
         else:
             if not self._state.alone:
-                self._state.observe(store, layer, queries, keys, values, batch, sides)
+                self._state.observe(store, layer, queries, keys, values, batch, scorer_inputs)
             if self.keeps_hidden_states and layer in self._state.layers:
                 assert hidden_states is not None, "the backend hands them to observers that read them"
                 self._state.hidden_states[layer].append(hidden_states[:length].half().cpu())
@@ -285,7 +285,7 @@ class _Sequence:
         keys: torch.Tensor,
         values: torch.Tensor,
         view: ExtendView,
-        sides: torch.Tensor | None,
+        scorer_inputs: torch.Tensor | None,
     ) -> None:
         (prefix,), (length,) = view.prefixes, view.lengths
         if prefix % self.segment:
@@ -309,7 +309,9 @@ class _Sequence:
             window = min(scorer.queries, self.segment)
             statistics = store.statistics[layer] if scorer.reads_hidden_states else self.statistics[layer]
             asked = segments(queries)[:, :, self.segment - window :].transpose(2, 3) if window else None
-            gates = segments(sides)[..., 0] if scorer.reads_hidden_states and sides is not None else None
+            gates = (
+                segments(scorer_inputs)[..., 0] if scorer.reads_hidden_states and scorer_inputs is not None else None
+            )
             data = SegmentData(segments(keys), segments(values), asked, gates, store.scales[layer], statistics, numbers)
             self.scores[name][layer].append(scorer.score(data))
 
@@ -387,7 +389,7 @@ class _Sequence:
             tensors[f"{name}.scores"] = scores.float().cpu().contiguous()
         starts = torch.tensor([first for first in self.windows if first < self.length], dtype=torch.int64)
         tensors[STARTS] = starts
-        tensors[ANSWERING] = torch.isin(starts // WINDOW, self.answer_queries.cpu() // WINDOW)
+        tensors[ANSWERING] = torch.isin(starts // ATTENDED_WINDOW, self.answer_queries.cpu() // ATTENDED_WINDOW)
         for place, name in enumerate((TOKENS, WEIGHTS)):
             layers = [torch.cat([part[place] for part in parts], dim=1) for parts in self.attended]
             tensors[name] = torch.stack(layers).cpu()

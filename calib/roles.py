@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from calib.attended import ANSWERING, STARTS, TOKENS, WEIGHTS, WINDOW
+from calib.attended import ANSWERING, ATTENDED_WINDOW, STARTS, TOKENS, WEIGHTS
 from calib.coverage import coverage_curves
 from sgl_ragged.profiles.budgets import coverage_kept
 from sgl_ragged.profiles.head_statistics import (
@@ -126,7 +126,7 @@ def foresee(recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queri
         counts = recording[ANSWERING].tolist() if queries == "answers" else [True] * len(starts)
         for place in np.flatnonzero(counts).tolist():
             missed = _spread(tokens[:, place], weights[:, place], size).masked_fill(kept, 0.0)
-            follows = place > 0 and starts[place - 1] == starts[place] - WINDOW
+            follows = place > 0 and starts[place - 1] == starts[place] - ATTENDED_WINDOW
             for asked in (place, place - 1) if follows else (place,):
                 named = _members(tokens[:, asked, :COMPARED], size).float()
                 foreseen += (named @ missed.T).double()
@@ -147,7 +147,7 @@ def kept_tokens(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     return (ranks < budgets[..., None]).permute(1, 2, 0, 3).flatten(2)
 
 
-def choose_pivots(foreseen: np.ndarray, layer: np.ndarray, count: int) -> list[int]:
+def rank_pivots(foreseen: np.ndarray, layer: np.ndarray, count: int) -> list[int]:
     """Heads that together foresee most: the greedy choice for sum over s of max over p of U[p, s] (facility location).
 
     A head foresees for heads of its own layer and of later ones.
@@ -216,7 +216,7 @@ def head_statistics(
     )
     foresight = foresee(recordings, scorer, queries)
     layer = np.repeat(np.arange(layers), heads)
-    pivots = choose_pivots(foresight.foreseen, layer, PIVOTS)
+    pivots = rank_pivots(foresight.foreseen, layer, PIVOTS)
     order, watched = np.full(layers * heads, -1.0), np.zeros((layers * heads, PIVOTS))
     for number, pivot in enumerate(pivots):
         order[pivot] = number

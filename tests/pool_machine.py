@@ -121,7 +121,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.running.append(Request(tokens=list(tokens), row=row, node=node, shared=shared, pages=pages))
 
     def _extend(self, row: int, tokens: list[int], begin: int, end: int) -> None:
-        self.store.settle()
+        self.store.flush_pending_seals()
         batch = self.operations.describe_extend(self.table.req_to_token, torch.tensor([row]), [begin], [end - begin])
         content = kv(tokens[begin:end], begin)
         for layer in range(LAYOUT.num_layers):
@@ -184,7 +184,7 @@ class PoolMachine(RuleBasedStateMachine):
             self._decode_step()
 
     def _decode_step(self) -> None:
-        self.store.settle()
+        self.store.flush_pending_seals()
         rows = torch.tensor([request.row for request in self.running])
         lengths = torch.tensor([len(request.tokens) for request in self.running])
         batch = self.operations.describe_decode(self.table.req_to_token, rows, lengths, lengths)

@@ -9,7 +9,7 @@ import numpy as np
 from sgl_ragged.retrieval.settings import Retrieval
 from tests.oracle import Oracle, Tokens, kept_tokens, softmax
 
-WINDOW, DELAY, CANDIDATES, SPREAD, DECAY = 32, 2, 4, 4, 0.5
+ASKING_TOKENS, DELAY, CANDIDATES, SPREAD, DECAY = 32, 2, 4, 4, 0.5
 Fetched = dict[tuple[int, int], list[int]]
 """Positions by layer and head."""
 
@@ -99,8 +99,8 @@ class RetrievalOracle(Oracle):
         return mask
 
     def _start(self) -> int:
-        """The first token that sees an overlay: a prompt's last WINDOW tokens do."""
-        return max(self.prompt - WINDOW, 0)
+        """The first token that sees an overlay: a prompt's last ASKING_TOKENS tokens do."""
+        return max(self.prompt - ASKING_TOKENS, 0)
 
     def _drops(self, tokens: Tokens, number: int, head: int) -> set[int]:
         found: set[int] = set()

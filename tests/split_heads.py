@@ -14,7 +14,7 @@ from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from tests.rig import KEPT, SEGMENT, Rig, Sequence
+from tests.harness import KEPT, SEGMENT, Harness, Sequence
 
 # Three ranks of two places for two heads: a head in three parts, in two with nothing between, a place for nothing at
 # all, and one before the head's first entries.
@@ -34,7 +34,7 @@ PLACEMENTS = {
 }
 
 
-def weighed(placement: Placement, outputs: list[torch.Tensor], rigs: list[Rig]) -> list[torch.Tensor]:
+def weighed(placement: Placement, outputs: list[torch.Tensor], rigs: list[Harness]) -> list[torch.Tensor]:
     """Each rank's outputs [tokens, layers, places, q_per_kv, d] after the exchange, all ranks in one process."""
     results = [torch.empty_like(output) for output in outputs]
     for layer in range(len(placement.heads)):
@@ -45,11 +45,11 @@ def weighed(placement: Placement, outputs: list[torch.Tensor], rigs: list[Rig]) 
             return own.repeat(placement.ranks, 1, 1)
 
         for ask in (announce, lambda _, sent=sent: torch.cat(sent)):
-            for rank, (output, rig) in enumerate(zip(outputs, rigs, strict=True)):
+            for rank, (output, harness) in enumerate(zip(outputs, rigs, strict=True)):
                 exchange = LseExchange(placement, rank, "cpu", ask)
                 part = output[:, layer].clone()
                 if exchange.needed(layer):
-                    part = exchange.weigh(layer, part, rig.lse[layer])
+                    part = exchange.weigh(layer, part, harness.lse[layer])
                 results[rank][:, layer] = part
     return results
 
@@ -76,7 +76,7 @@ def check_parts(
     sequences = [Sequence(length + 30 + steps, *kept.shape, 2, 16, scorer, i) for i, length in enumerate(lengths)]
     expected = [sequence.expected(kept, form=form.name, placement=placement) for sequence in sequences]
     rigs = [
-        Rig(kept, 16, scorer, 3, 6, placement=placement, rank=rank, make_operations=make_operations, form=form)
+        Harness(kept, 16, scorer, 3, 6, placement=placement, rank=rank, make_operations=make_operations, form=form)
         for rank in range(placement.ranks)
     ]
 
@@ -89,9 +89,9 @@ def check_parts(
 
     middle = [length + 30 for length in lengths]
     for starts, ends in (([0] * 3, lengths), (lengths, middle)):
-        outputs = [torch.cat(rig.extend(sequences, starts, ends)) for rig in rigs]
+        outputs = [torch.cat(harness.extend(sequences, starts, ends)) for harness in rigs]
         check(outputs, torch.cat([e[a:b] for e, a, b in zip(expected, starts, ends, strict=True)]))
     for step in range(steps):
         positions = [length + step for length in middle]
-        outputs = [rig.decode(sequences, positions, padding=2) for rig in rigs]
+        outputs = [harness.decode(sequences, positions, padding=2) for harness in rigs]
         check(outputs, torch.stack([e[p] for e, p in zip(expected, positions, strict=True)]))

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from calib import roles
-from calib.attended import ANSWERING, STARTS, TOKENS, TOP, WEIGHTS, WINDOW
+from calib.attended import ANSWERING, ATTENDED_WINDOW, STARTS, TOKENS, TOP, WEIGHTS
 from calib.roles import (
     ANCHOR,
     PIVOT,
     SATELLITE,
     VOLATILE,
     assign_roles,
-    choose_pivots,
     compare_heads,
     foresee,
     head_statistics,
     kept_tokens,
     overlaps,
+    rank_pivots,
 )
 from sgl_ragged.profiles.head_statistics import (
     DROPPED,
@@ -55,7 +55,7 @@ def recording(sets: list[list[list[list[int]]]], weights: dict[int, float] | Non
         values = [1.0 if weights is None else weights[token] for token in chosen]
         amounts[layer, head, window, : len(chosen)] = torch.tensor(values)
     return {
-        STARTS: segments * SEGMENT + WINDOW * torch.arange(windows),
+        STARTS: segments * SEGMENT + ATTENDED_WINDOW * torch.arange(windows),
         ANSWERING: torch.zeros(windows, dtype=torch.bool),
         TOKENS: tokens,
         WEIGHTS: amounts,
@@ -211,11 +211,11 @@ def test_statistics_of_a_profile():
 def test_greedy_choice_in_closed_form():
     """Heads 0 and 1 of layer 0, 2 of layer 1. Head 1 is best alone; with it, head 0 adds more than head 2 does."""
     foreseen = np.array([[4.0, 0, 0], [0, 3, 2], [9, 9, 2.5]])
-    assert choose_pivots(foreseen, np.array([0, 0, 1]), 3) == [1, 0, 2]
-    assert choose_pivots(foreseen, np.array([0, 0, 1]), 1) == [1]
+    assert rank_pivots(foreseen, np.array([0, 0, 1]), 3) == [1, 0, 2]
+    assert rank_pivots(foreseen, np.array([0, 0, 1]), 1) == [1]
     # Without the rule about layers, head 2 would see for all.
-    assert choose_pivots(foreseen, np.array([0, 0, 0]), 3) == [2]
-    assert choose_pivots(np.zeros((3, 3)), np.array([0, 0, 1]), 3) == []
+    assert rank_pivots(foreseen, np.array([0, 0, 0]), 3) == [2]
+    assert rank_pivots(np.zeros((3, 3)), np.array([0, 0, 1]), 3) == []
 
 
 @examples(40)
@@ -228,7 +228,7 @@ def test_no_other_head_would_have_added_more(seed, count):
     def value(heads: list[int]) -> float:
         return sum(max((foreseen[p, s] for p in heads if layer[p] <= layer[s]), default=0.0) for s in range(6))
 
-    chosen = choose_pivots(foreseen, layer, count)
+    chosen = rank_pivots(foreseen, layer, count)
     for place in range(len(chosen)):
         best = max(value([*chosen[:place], other]) for other in range(6))
         assert value(chosen[: place + 1]) == pytest.approx(best)

@@ -118,7 +118,7 @@ def test_a_freed_page_is_not_sealed_over():
     loaded = tier.controller.load(rows)
     assert torch.equal(loaded, duplicate), "no other page is free"
     tier.controller.start_loading()
-    tier.store.settle()
+    tier.store.flush_pending_seals()
     assert torch.equal(tier.store.slabs[int(loaded[0]) // SEGMENT], content)
 
 

@@ -14,13 +14,13 @@ from sgl_ragged.attention.kernel_choice import check_cache
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.host_tier.codecs import CODECS, make_codec
 from sgl_ragged.host_tier.tier_plan import TierPlan
-from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, beside_cache, movable, narrowed
+from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, beside_cache, movable, to_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore, side_bytes
 from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
-from tests.rig import LARGEST
+from tests.harness import LARGEST
 
 LAYOUT = SlabLayout(np.array([[16, 32]]), head_dim=16, segment=32)
 
@@ -33,17 +33,17 @@ def fp8_store(scorer: str, dtype: torch.dtype, query_dtype: torch.dtype = torch.
 def test_what_is_too_large_is_saturated_and_nan_stays(dtype):
     given = torch.tensor([1000.0, -1000.0, 1e30, -torch.inf, 1.0, 0.0, torch.nan])
     most = LARGEST[dtype]
-    stored = narrowed(given, 0.01, dtype).float()
+    stored = to_fp8(given, 0.01, dtype).float()
     assert stored[:6].tolist() == [min(1e5, most), -min(1e5, most), most, -most, pytest.approx(100, rel=0.13), 0]
     assert stored[6].isnan()
-    assert narrowed(torch.tensor([1000.0]), 1.0, torch.float8_e4m3fn).item() == 448
+    assert to_fp8(torch.tensor([1000.0]), 1.0, torch.float8_e4m3fn).item() == 448
 
 
 @examples(50)
 @given(x=st.floats(-1e6, 1e6, width=32), scale=st.floats(1e-4, 1e4), dtype=st.sampled_from(FP8))
 def test_an_element_is_off_by_at_most_half_a_step(x, scale, dtype):
     """Of the largest number, of the element, or of the numbers next to zero, which are evenly spaced."""
-    kept = narrowed(torch.tensor([x]), scale, dtype).double().item() * scale
+    kept = to_fp8(torch.tensor([x]), scale, dtype).double().item() * scale
     info = torch.finfo(dtype)
     bounded = min(max(x, -info.max * scale), info.max * scale)
     assert abs(kept - bounded) <= max(abs(bounded) * info.eps / 2, info.smallest_normal * info.eps / 2 * scale) * 1.001
@@ -59,10 +59,12 @@ def test_scales_that_cannot_be_divided_by_are_refused(scale):
 def test_scorers_see_what_the_cache_holds_and_sides_stay_wide(dtype):
     store = fp8_store("snapkv", dtype)
     store.kv_scales = [KvScales(0.5, 4.0)]
-    assert store.sides.dtype == torch.bfloat16
+    assert store.scorer_inputs.dtype == torch.bfloat16
     assert store.tails.dtype == store.slabs.dtype == dtype
-    assert store.sides[0].nbytes == side_bytes(get_scorer("snapkv"), LAYOUT, 4, beside_cache(dtype, torch.bfloat16))
-    assert fp8_store("fastkvzip", dtype).sides.dtype == torch.float32
+    assert store.scorer_inputs[0].nbytes == side_bytes(
+        get_scorer("snapkv"), LAYOUT, 4, beside_cache(dtype, torch.bfloat16)
+    )
+    assert fp8_store("fastkvzip", dtype).scorer_inputs.dtype == torch.float32
     keys, values = torch.randn(2, 5, 2, 16)
     for part, (x, scale) in enumerate(((keys, 0.5), (values, 4.0))):
         stored = store.to_cache(0, keys, values)[part]

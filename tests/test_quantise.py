@@ -24,8 +24,8 @@ from sgl_ragged.mem_pool.quantise import (
 )
 from sgl_ragged.mem_pool.slab_format import FORMATS, INT8, K4V4, K6V4, K8V4, WIDE, Share, settle_share
 from tests.examples import examples
+from tests.harness import KEPT, SEGMENT, Harness, Sequence
 from tests.quantised_oracle import BITS, restored, restored_keys, rotation
-from tests.rig import KEPT, SEGMENT, Rig, Sequence
 from tests.test_torch_ops import BOUNDS
 
 QUANTISED = [INT8, K8V4, K6V4, K4V4]
@@ -189,11 +189,11 @@ def test_attention_reads_what_was_stored(form, scorer, per_head, dim):
     """Lengths at ragged edges in one batch, then decode over a segment border together."""
     lengths, steps = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7], 3
     sequences = [Sequence(n + steps, *KEPT.shape, per_head, dim, scorer, seed) for seed, n in enumerate(lengths)]
-    rig = Rig(KEPT, dim, scorer, len(lengths), 6, per_head, form=form)
+    harness = Harness(KEPT, dim, scorer, len(lengths), 6, per_head, form=form)
     expected = [sequence.expected(KEPT, form=form.name) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     for step in range(steps):
-        outputs.append(rig.decode(sequences, [length + step for length in lengths], padding=1))
+        outputs.append(harness.decode(sequences, [length + step for length in lengths], padding=1))
     want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
     want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
     compare(outputs, want, form)
@@ -223,30 +223,30 @@ def test_chunks_of_any_length_give_the_same_slabs(cuts, mix, scorer, form):
     """From tails and from chunks, bit for bit: the rows are the same numbers."""
     total = 4 * SEGMENT + 10
     sequence = Sequence(total, *KEPT.shape, 2, 16, scorer, seed=3)
-    rig, whole = (Rig(KEPT, 16, scorer, 1, 5, form=form) for _ in range(2))
+    harness, whole = (Harness(KEPT, 16, scorer, 1, 5, form=form) for _ in range(2))
     borders = [0, *sorted(set(cuts)), total]
     outputs = []
     for begin, end in itertools.pairwise(borders):
         for step in range(min(mix, end - begin)):
-            outputs.append(rig.decode([sequence], [begin + step]))
-        outputs += rig.extend([sequence], [begin + min(mix, end - begin)], [end])
+            outputs.append(harness.decode([sequence], [begin + step]))
+        outputs += harness.extend([sequence], [begin + min(mix, end - begin)], [end])
     at_once = whole.extend([sequence], [0], [total])[0]
-    rig.store.settle()
-    torch.testing.assert_close(rig.store.slabs, whole.store.slabs, atol=0, rtol=0)
+    harness.store.flush_pending_seals()
+    torch.testing.assert_close(harness.store.slabs, whole.store.slabs, atol=0, rtol=0)
     torch.testing.assert_close(torch.cat(outputs), at_once, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)
 def test_a_foreign_nan_does_not_spread(form):
-    rig = Rig(KEPT, 16, "keydiff", 2, 4, form=form)
+    harness = Harness(KEPT, 16, "keydiff", 2, 4, form=form)
     poisoned = Sequence(3 * SEGMENT - 1, *KEPT.shape, 2, 16, "keydiff", seed=5)
     for tensor in (poisoned.q, poisoned.k, poisoned.v):
         tensor.fill_(torch.nan)
-    rig.extend([poisoned, poisoned], [0, 0], [3 * SEGMENT - 1] * 2)
+    harness.extend([poisoned, poisoned], [0, 0], [3 * SEGMENT - 1] * 2)
     lengths = [5, 2 * SEGMENT + 3]
     sequences = [Sequence(length + 1, *KEPT.shape, 2, 16, "keydiff", seed=6 + length) for length in lengths]
-    rig.extend(sequences, [0, 0], lengths)
-    output = rig.decode(sequences, lengths)
+    harness.extend(sequences, [0, 0], lengths)
+    output = harness.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT, form=form.name)[n] for s, n in zip(sequences, lengths, strict=True)])
     # One head and segment in which a code differs is a twentieth of so few outputs.
     compare([output], [want], form, alike=0.9)
@@ -256,8 +256,8 @@ def test_a_foreign_nan_does_not_spread(form):
 def test_bounded_histories_of_codes(bound):
     length = 6 * SEGMENT + 7
     sequence = Sequence(length, *KEPT.shape, 2, 16, "keydiff", seed=0)
-    rig = Rig(KEPT, 16, "keydiff", 1, 8, bound=bound, form=K8V4)
+    harness = Harness(KEPT, 16, "keydiff", 1, 8, bound=bound, form=K8V4)
     expected = sequence.expected(KEPT, sequence.seen(bound), form="k8v4")
     for begin in range(0, length, SEGMENT):
         end = min(begin + SEGMENT, length)
-        compare(rig.extend([sequence], [begin], [end]), [expected[begin:end]])
+        compare(harness.extend([sequence], [begin], [end]), [expected[begin:end]])

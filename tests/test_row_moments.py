@@ -12,8 +12,8 @@ from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.row_moments import centred, row_moments
 from sgl_ragged.mem_pool.slab_format import K4V4, SlabFormat
 from tests.examples import examples
+from tests.harness import KEPT, SEGMENT, Harness, Sequence
 from tests.quantised_oracle import moments
-from tests.rig import KEPT, SEGMENT, Rig, Sequence
 from tests.test_quantise import compare
 
 PLAIN = SlabFormat("4 bits without moments", 4, 4)
@@ -108,9 +108,9 @@ def test_heads_that_keep_little_of_outlying_channels():
         sequence.k[..., 3] = sequence.k[..., 3] * 0.01 + 20
         sequence.k[..., 11] *= 8
         sequence.q[..., [3, 11]] *= 0.05
-    rig = Rig(KEPT, 16, "keydiff", 2, 6, form=K4V4)
-    outputs = rig.extend(sequences, [0, 0], lengths)
+    harness = Harness(KEPT, 16, "keydiff", 2, 6, form=K4V4)
+    outputs = harness.extend(sequences, [0, 0], lengths)
     expected = [sequence.expected(KEPT, form="k4v4") for sequence in sequences]
     compare(outputs, [e[:n] for e, n in zip(expected, lengths, strict=True)], K4V4, alike=0.97)
     decoded = torch.stack([e[n] for e, n in zip(expected, lengths, strict=True)])
-    compare([rig.decode(sequences, lengths)], [decoded], K4V4, alike=0.9)
+    compare([harness.decode(sequences, lengths)], [decoded], K4V4, alike=0.9)

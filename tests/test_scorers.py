@@ -296,7 +296,7 @@ def test_unknown_scorer_lists_the_known():
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_what_scorers_say_they_need(name):
     scorer = get_scorer(name)
-    places, elements = scorer.side_shape(segment=64, q_per_kv=3, head_dim=8)
+    places, elements = scorer.input_shape(segment=64, q_per_kv=3, head_dim=8)
     assert (places, elements) == {
         "snapkv": (16, 24),
         "tova": (1, 24),

@@ -1,4 +1,4 @@
-"""Counting seals, and the imbalance of ranks."""
+"""Counting seals, and the rank_imbalance of ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.seal_meter import SealMeter
-from sgl_ragged.plugin.metrics import imbalance
+from sgl_ragged.plugin.metrics import rank_imbalance
 
 
 def test_a_segment_counts_once_all_its_layers_are_sealed():
@@ -32,4 +32,4 @@ def test_a_segment_counts_once_all_its_layers_are_sealed():
 )
 def test_imbalance_is_the_largest_over_the_mean(kept, expected):
     layouts = [SlabLayout(kept=np.full((2, 1), n), head_dim=8, segment=128) for n in kept]
-    assert imbalance(layouts) == expected
+    assert rank_imbalance(layouts) == expected

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.host_tier.layer_pairs import CANDIDATES, Shareable, candidates, choose_pairs, distances
+from sgl_ragged.host_tier.layer_pairs import CANDIDATES, Shareable, choose_pairs, distances, pair_candidates
 from sgl_ragged.host_tier.shared_codec import SharedCodec
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
@@ -29,7 +29,7 @@ def upper(layers: int) -> np.ndarray:
 
 
 def pairs_of(attention: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
-    return choose_pairs(distances(attention), candidates(attention), eligible, count)
+    return choose_pairs(distances(attention), pair_candidates(attention), eligible, count)
 
 
 def test_pairs_by_hand():
@@ -39,8 +39,8 @@ def test_pairs_by_hand():
     for layer, share in ends:
         attention[layer, 0], attention[layer, 5 + layer] = share, 1 - share
     attention[[4, 5], 10] = 1
-    assert candidates(attention).tolist() == [True, True, True, True, False, False, True, True]
-    # 4 and 5 are equal, but no candidates: they come last.
+    assert pair_candidates(attention).tolist() == [True, True, True, True, False, False, True, True]
+    # 4 and 5 are equal, but no pair_candidates: they come last.
     assert pairs_of(attention, upper(8), 4) == [(1, 3), (2, 6), (0, 7), (4, 5)]
     assert pairs_of(attention, upper(8), 1) == [(1, 3)]
     eligible = upper(8)
@@ -50,7 +50,7 @@ def test_pairs_by_hand():
 
 def test_equal_layers_are_paired_from_the_first():
     assert pairs_of(np.full((7, 10), 0.1), upper(7), 3) == [(0, 1), (2, 3), (4, 5)]
-    assert candidates(np.full((8, 10), 0.1)).sum() == 8 * CANDIDATES
+    assert pair_candidates(np.full((8, 10), 0.1)).sum() == 8 * CANDIDATES
 
 
 @given(st.integers(2, 9), st.integers(0, 5), st.integers(0, 2**31))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sgl_ragged.attention import torch_ops
 from sgl_ragged.history.bound import HistoryBound
 from tests.examples import examples
-from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
+from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Sequence
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_prefill_then_decode_at_ragged_edges(scorer, per_head, dim):
     sequences = [
         Sequence(length + steps, *KEPT.shape, per_head, dim, scorer, seed) for seed, length in enumerate(lengths)
     ]
-    rig = Rig(KEPT, dim, scorer, len(lengths), 8, per_head)
+    harness = Harness(KEPT, dim, scorer, len(lengths), 8, per_head)
     expected = [sequence.expected(KEPT) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
         torch.testing.assert_close(output.double(), want[:length], atol=1e-4, rtol=1e-4)
     for step in range(steps):
-        output = rig.decode(sequences, [length + step for length in lengths])
+        output = harness.decode(sequences, [length + step for length in lengths])
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
 
@@ -53,13 +53,13 @@ def test_sinks_take_their_share():
     lengths = [1, SEGMENT + 1, 3 * SEGMENT + 7]
     sinks = torch.randn(*KEPT.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
     sequences = [Sequence(length + 2, *KEPT.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
-    rig = Rig(KEPT, 16, "keydiff", len(lengths), 8, 2, sinks=sinks)
+    harness = Harness(KEPT, 16, "keydiff", len(lengths), 8, 2, sinks=sinks)
     expected = [sequence.expected(KEPT, sinks=sinks) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
         torch.testing.assert_close(output.double(), want[:length], atol=1e-5, rtol=1e-4)
     for step in range(2):
-        output = rig.decode(sequences, [length + step for length in lengths], padding=1)
+        output = harness.decode(sequences, [length + step for length in lengths], padding=1)
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
 
@@ -73,11 +73,11 @@ def test_an_fp8_cache_is_attended_and_scored_as_it_was_stored(dtype, scorer):
     # Some that no FP8 cache holds, so that they are saturated.
     for sequence in sequences:
         sequence.v[0, :, :, 0] = 1e9
-    rig = Rig(KEPT, 16, scorer, len(lengths), 5, dtype=dtype)
+    harness = Harness(KEPT, 16, scorer, len(lengths), 5, dtype=dtype)
     expected = [sequence.stored(dtype, SCALES).expected(KEPT) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     for step in range(steps):
-        outputs.append(rig.decode(sequences, [length + step for length in lengths]))
+        outputs.append(harness.decode(sequences, [length + step for length in lengths]))
     want = [e[:n] for e, n in zip(expected, lengths, strict=True)]
     want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
     for output, right in zip(outputs, want, strict=True):
@@ -89,14 +89,14 @@ def test_decode_in_parts_gives_the_same(segments_at_once, monkeypatch):
     """Requests that gather more than fits a cache attend one after the other; the longest decides how many at once."""
     lengths = [1, 5 * SEGMENT + 7, SEGMENT, 3 * SEGMENT + 1, 2 * SEGMENT, SEGMENT - 1, 1]
     sequences = [Sequence(length + 2, *KEPT.shape, 2, 16, "keydiff", seed) for seed, length in enumerate(lengths)]
-    rig = Rig(KEPT, 16, "keydiff", len(lengths), 8, 2)
-    rig.extend(sequences, [0] * len(lengths), lengths)
+    harness = Harness(KEPT, 16, "keydiff", len(lengths), 8, 2)
+    harness.extend(sequences, [0] * len(lengths), lengths)
     widest = 4 * SEGMENT * 2 * 16 * 4
     monkeypatch.setattr(torch_ops, "CACHE_BYTES", segments_at_once * widest)
     parts = []
     attend = torch_ops._attend_part_of_batch
     monkeypatch.setattr(torch_ops, "_attend_part_of_batch", lambda *a: parts.append(len(a[2])) or attend(*a))
-    output = rig.decode(sequences, lengths)
+    output = harness.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT)[length] for s, length in zip(sequences, lengths, strict=True)])
     torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
     # Seven requests of up to five segments are 35 of them: in 35, 5 and 2 pieces, as even as they can be.
@@ -115,27 +115,27 @@ def test_chunks_of_any_length_give_the_same(cuts, mix, scorer, dtype):
     total = 4 * SEGMENT + 10
     sequence = Sequence(total, *KEPT.shape, 2, 8, scorer, seed=3)
     expected = sequence.stored(dtype, SCALES).expected(KEPT)
-    rig = Rig(KEPT, 8, scorer, 1, 5, dtype=dtype)
+    harness = Harness(KEPT, 8, scorer, 1, 5, dtype=dtype)
     borders = [0, *sorted(set(cuts)), total]
     outputs = []
     for begin, end in itertools.pairwise(borders):
         for step in range(min(mix, end - begin)):
-            outputs.append(rig.decode([sequence], [begin + step]))
-        outputs += rig.extend([sequence], [begin + min(mix, end - begin)], [end])
+            outputs.append(harness.decode([sequence], [begin + step]))
+        outputs += harness.extend([sequence], [begin + min(mix, end - begin)], [end])
     torch.testing.assert_close(torch.cat(outputs).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_foreign_nan_does_not_spread():
     """A request that leaves NaN in its tail and slabs does not touch the next one in the same row and slots."""
-    rig = Rig(KEPT, 8, "keydiff", 2, 4)
+    harness = Harness(KEPT, 8, "keydiff", 2, 4)
     poisoned = Sequence(3 * SEGMENT - 1, *KEPT.shape, 2, 8, "keydiff", seed=5)
     for tensor in (poisoned.q, poisoned.k, poisoned.v):
         tensor.fill_(torch.nan)
-    rig.extend([poisoned, poisoned], [0, 0], [3 * SEGMENT - 1] * 2)
+    harness.extend([poisoned, poisoned], [0, 0], [3 * SEGMENT - 1] * 2)
     lengths = [5, 2 * SEGMENT + 3]
     sequences = [Sequence(length + 1, *KEPT.shape, 2, 8, "keydiff", seed=6 + length) for length in lengths]
-    rig.extend(sequences, [0, 0], lengths)
-    output = rig.decode(sequences, lengths)
+    harness.extend(sequences, [0, 0], lengths)
+    output = harness.decode(sequences, lengths)
     want = torch.stack([s.expected(KEPT)[n] for s, n in zip(sequences, lengths, strict=True)])
     torch.testing.assert_close(output.double(), want, atol=1e-4, rtol=1e-4)
 
@@ -150,16 +150,16 @@ def test_views_may_leave_segments_out(capacity, bound):
     lengths = [6 * SEGMENT + 7, SEGMENT - 1, 3 * SEGMENT]
     steps = SEGMENT + 2
     sequences = [Sequence(n + steps, *KEPT.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
-    rig = Rig(KEPT, 16, "keydiff", len(lengths), 8, tail_capacity=capacity, bound=bound)
+    harness = Harness(KEPT, 16, "keydiff", len(lengths), 8, tail_capacity=capacity, bound=bound)
     expected = [sequence.expected(KEPT, sequence.seen(bound)) for sequence in sequences]
     # A segment at a time: what leaves is known one ahead.
     for begin in range(0, max(lengths), SEGMENT):
         starts, ends = [min(begin, n) for n in lengths], [min(begin + SEGMENT, n) for n in lengths]
-        outputs = rig.extend(sequences, starts, ends)
+        outputs = harness.extend(sequences, starts, ends)
         for output, want, start, end in zip(outputs, expected, starts, ends, strict=True):
             torch.testing.assert_close(output.double(), want[start:end], atol=1e-4, rtol=1e-4)
     for step in range(steps):
-        output = rig.decode(
+        output = harness.decode(
             sequences,
             [length + step for length in lengths],
         )

@@ -125,7 +125,7 @@ class Trial:
         return torch.stack(layers, dim=1)[: len(self.lengths)]
 
     def decode(self, step: int) -> None:
-        self.stage.store.settle()
+        self.stage.store.flush_pending_seals()
         positions = [length + step for length in self.lengths]
         inputs = self.decode_inputs(positions, list(range(len(positions))))
         batch = self.describe(inputs)
@@ -150,7 +150,7 @@ class Trial:
 
     def replay(self, timer: Timer) -> None:
         """Decode the last token eagerly, and by a graph captured for the requests in another order."""
-        self.stage.store.settle()
+        self.stage.store.flush_pending_seals()
         positions = [length + STEPS for length in self.lengths]
         order = list(range(len(positions)))
         inputs = self.decode_inputs(positions, order)

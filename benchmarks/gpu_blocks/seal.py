@@ -132,7 +132,7 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
 
             def call(operations=operations, pending=pending) -> None:
                 operations.store.defer_seals(pending)
-                operations.store.settle()
+                operations.store.flush_pending_seals()
 
             variants[f"{count} pending, {scorer}, {len(kept)} layers"] = call
     times = context.timer.compare({name: context.timer.prepare(call) for name, call in variants.items()})

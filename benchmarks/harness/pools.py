@@ -11,7 +11,7 @@ from typing import Protocol
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER, serve
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from sgl_ragged.mem_pool.slab_format import WIDE
 
 SLABS = "slab-dtype"
@@ -90,14 +90,14 @@ class Started:
     def __init__(self, model: str, kv_bytes: str, common: Sequence[str], ragged: Sequence[str]) -> None:
         """`common`, `ragged`: further flags of all servers, and of the ragged ones."""
         self._model, self._kv_bytes, self._common, self._ragged = model, kv_bytes, common, ragged
-        self._nursery: Nursery | None = None
+        self._nursery: ServerPool | None = None
 
     def __enter__(self) -> Started:
         import torch
 
         # On CPUs, servers are forks of one process that has imported SGLang: each is ready in seconds.
         if not torch.accelerator.is_available():
-            self._nursery = Nursery().__enter__()
+            self._nursery = ServerPool().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import BenchmarkError, ServerFailed, SettingsError
 from benchmarks.harness.machine import describe
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from benchmarks.storm.features import FEATURES, HIDING, chosen, server_settings
 from benchmarks.storm.material import Material
 from benchmarks.storm.one_storm import Limits, Outcome, run_storm
@@ -67,7 +67,7 @@ def names_of(asked: Sequence[str]) -> tuple[str, ...]:
         return ()
 
 
-def ask_refusals(nursery: Nursery, material: Material) -> dict[Pair, str]:
+def ask_refusals(servers: ServerPool, material: Material) -> dict[Pair, str]:
     """Every feature, as a pair of itself twice, and every two of them that a server refuses, with its own line.
 
     Raises:
@@ -77,7 +77,7 @@ def ask_refusals(nursery: Nursery, material: Material) -> dict[Pair, str]:
     pairs = [pair for pair in itertools.combinations(sorted(FEATURES), 2) if names_of(pair)]
     asked = [*alone, *pairs]
     settings = [server_settings(chosen(pair), material, Path("pages"), quiet=False) for pair in asked]
-    said = dict(zip(asked, refusals(nursery, settings), strict=True))
+    said = dict(zip(asked, refusals(servers, settings), strict=True))
     found = {pair: reason for pair, reason in said.items() if reason is not None}
     # A feature that is refused by itself is so with all others.
     found = {
@@ -89,7 +89,7 @@ def ask_refusals(nursery: Nursery, material: Material) -> dict[Pair, str]:
     for reason, pair in first.items():
         if reason.startswith(OWN):
             one = server_settings(chosen(pair), material, Path("pages"), quiet=False)
-            if wrong := refuses_in_one_line(nursery, one):
+            if wrong := refuses_in_one_line(servers, one):
                 raise BenchmarkError(f"{' with '.join(pair)} is not refused in one line: {wrong}")
     return found
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="storm-") as folder,
-        Nursery() as nursery,
+        ServerPool() as servers,
         Progress(*columns, console=console) as progress,
     ):
         material = Material(Path(folder))
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
             log = options.output.with_suffix(f".{'-'.join(names)}.log")
             try:
                 outcome = run_storm(
-                    nursery, chosen(names), material, limits, log, advance=lambda: progress.advance(task)
+                    servers, chosen(names), material, limits, log, advance=lambda: progress.advance(task)
                 )
             except ServerFailed as error:
                 outcome = Outcome(tuple(names), problems=[f"a server did not start: {error.reason}"])
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
 
         if options.pairs:
             if not results.refused:
-                results.refused = ask_refusals(nursery, material)
+                results.refused = ask_refusals(servers, material)
                 results.write()
             served = [name for name in FEATURES if (name, name) not in results.refused]
             # What failed before is tried again; only what neither it nor others have shown needs further storms.

@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.harness.errors import ServerFailed, ServerLost
 from benchmarks.harness.launch import Server
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from benchmarks.storm.features import SEGMENT, Feature, server_settings
 from benchmarks.storm.material import Material
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def run_storm(
-    nursery: Nursery,
+    servers: ServerPool,
     features: Sequence[Feature],
     material: Material,
     limits: Limits,
@@ -102,13 +102,13 @@ def run_storm(
             server_settings(features, material, Path(pages, kind), quiet=kind == "quiet") for kind in ("storm", "quiet")
         )
         server = stack.enter_context(
-            nursery.serve(settings.model, *settings.flags, log=log, env=settings.env, launcher=settings.launcher)
+            servers.serve(settings.model, *settings.flags, log=log, env=settings.env, launcher=settings.launcher)
         )
         with ThreadPoolExecutor(1) as beside:
             # It starts while the other one is busy.
             calm: Future[Server] = beside.submit(
                 stack.enter_context,
-                nursery.serve(
+                servers.serve(
                     quiet.model,
                     *quiet.flags,
                     log=log.with_stem(f"{log.stem}-quiet"),

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from benchmarks.storm.features import ServerSettings
 
 START_S = 120
@@ -21,23 +21,23 @@ OWN = "sgl_ragged: "
 """How lines begin in which the plugin refuses."""
 
 
-def refusals(nursery: Nursery, asked: Sequence[ServerSettings]) -> list[str | None]:
+def refusals(servers: ServerPool, asked: Sequence[ServerSettings]) -> list[str | None]:
     """For each server the line with which its launcher refuses, None where it would start."""
     with tempfile.TemporaryDirectory() as folder:
         questions, answers = Path(folder, "questions"), Path(folder, "answers")
         lines = [["--model-path", str(one.model), *one.flags] for one in asked]
         questions.write_text(json.dumps([(line, one.env) for line, one in zip(lines, asked, strict=True)]))
         command = [sys.executable, "-m", "benchmarks.storm.refusals", str(questions), str(answers)]
-        done = nursery.run(command, timeout=START_S + 2 * len(asked))
+        done = servers.run(command, timeout=START_S + 2 * len(asked))
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
         return json.loads(answers.read_text())
 
 
-def refuses_in_one_line(nursery: Nursery, settings: ServerSettings) -> str:
+def refuses_in_one_line(servers: ServerPool, settings: ServerSettings) -> str:
     """What a real server says that is started so, "" if it is one line of the plugin's, without a traceback."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(settings.model), *settings.flags]
-    done = nursery.run(command, timeout=START_S, env=settings.env)
+    done = servers.run(command, timeout=START_S, env=settings.env)
     own = [line for line in done.stderr.splitlines() if line.startswith(OWN)]
     if done.returncode == 0 or len(own) != 1 or "Traceback" in done.stderr:
         return f"status {done.returncode}: {' '.join(done.stderr.split())[-300:]}"

@@ -31,7 +31,7 @@ from benchmarks.quality.head import Difference
 from benchmarks.quality.table import mean_and_error
 from benchmarks.quality.texts import pieces
 from sgl_ragged.host_tier.fp8_codec import Fp8Codec
-from sgl_ragged.host_tier.layer_pairs import candidates, choose_pairs
+from sgl_ragged.host_tier.layer_pairs import choose_pairs, pair_candidates
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CONTEXT, CONTINUATION = 1024, 256
@@ -106,7 +106,7 @@ def measure(
         apart, received = apart_and_received(read.attentions)
         cache, layers = read.past_key_values, len(read.attentions)
         del read
-        chosen, every = candidates(received), np.triu(np.ones((layers, layers), dtype=bool), 1)
+        chosen, every = pair_candidates(received), np.triu(np.ones((layers, layers), dtype=bool), 1)
         rng = np.random.default_rng(number)
         variants = {"fp8": with_fp8(cache)}
         for count in counts:

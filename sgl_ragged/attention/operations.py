@@ -120,7 +120,7 @@ class Operations(ABC):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: Any,
-        sides: torch.Tensor | None = None,
+        scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store a chunk's keys and values, seal the segments that it finishes, attend.
@@ -128,7 +128,7 @@ class Operations(ABC):
         Args:
             queries: [tokens, heads, q_per_kv, head_dim].
             keys, values: [tokens, heads, head_dim], keys after RoPE.
-            sides: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
+            scorer_inputs: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
             lse: float32 [tokens, heads, q_per_kv], all -inf, to be filled with the natural log-sum-exps of the logits;
                 layers with partial heads need it. They remain -inf where a head attends to nothing here, and its
                 output is 0.
@@ -143,12 +143,12 @@ class Operations(ABC):
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         if not batch.view.pieces:
             return output
-        self._store(layer, keys, values, sides, batch.open_copies, batch)
+        self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch)
         store.seal(layer, batch.tail_seals)
-        self.seal_chunks(layer, keys, values, sides, batch)
+        self.seal_chunks(layer, keys, values, scorer_inputs, batch)
         self.attend_chunks(layer, queries, keys, values, batch, output, lse)
         self._empty_tails(layer, batch.view)
-        self._store(layer, keys, values, sides, batch.rest_copies, batch)
+        self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch)
         return output
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,27 +156,32 @@ class Operations(ABC):
         return self.store.to_cache(layer, keys, values)
 
     def seal_chunks(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None, batch: ExtendBatch
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        batch: ExtendBatch,
     ) -> None:
         """Seal the segments that lie in chunks, all at once; tensors as in `extend`."""
         firsts, slots, numbers = batch.chunk_seals
-        self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, sides))
+        self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, scorer_inputs))
 
     def _store(
         self,
         layer: int,
         keys: torch.Tensor,
         values: torch.Tensor,
-        sides: torch.Tensor | None,
+        scorer_inputs: torch.Tensor | None,
         copies: Copies,
         batch: ExtendBatch,
     ) -> None:
         """Write some of a chunk's tokens to the tails."""
         if len(copies):
             self.append(layer, keys, values, copies, batch.view.rows)
-            if sides is not None:
+            if scorer_inputs is not None:
                 rows = batch.view.rows[copies.requests]
-                self.store.append_side(layer, rows, copies.places, sides[copies.tokens])
+                self.store.append_scorer_inputs(layer, rows, copies.places, scorer_inputs[copies.tokens])
 
     @abstractmethod
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
@@ -208,7 +213,7 @@ class Operations(ABC):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: Any,
-        sides: torch.Tensor | None = None,
+        scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append one token per request to the tails, then attend; arguments as in `extend`, a token per request."""

@@ -88,13 +88,18 @@ class TorchOps(Operations):
             self.store.empty_tail(layer, rows[request], length)
 
     def seal_chunks(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, sides: torch.Tensor | None, batch: ExtendBatch
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        batch: ExtendBatch,
     ) -> None:
         # Run by run: a copy of all keys and values would cost as much as choosing from them.
         for run in batch.view.chunk_runs:
             firsts, slots, numbers = (column[run] for column in batch.chunk_seals)
             first = int(batch.view.chunk_seals[run.start, 2])
-            self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, sides, first))
+            self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, scorer_inputs, first))
 
     def attend_chunks(
         self,
@@ -118,15 +123,15 @@ class TorchOps(Operations):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: tuple[DecodePart, ...],
-        sides: torch.Tensor | None = None,
+        scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store, output = self.store, torch.empty_like(queries)
         for part in batch:
             own, view = part.requests, part.view
             store.append(layer, view.rows, view.places, keys[own], values[own])
-            if sides is not None:
-                store.append_side(layer, view.rows, view.places, sides[own])
+            if scorer_inputs is not None:
+                store.append_scorer_inputs(layer, view.rows, view.places, scorer_inputs[own])
             output[own] = _attend_part_of_batch(store, layer, queries[own], part, None if lse is None else lse[own])
         _scale_values(output, store.value_scale(layer))
         return output

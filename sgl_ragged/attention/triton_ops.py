@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, extend, narrow, tiles
+from sgl_ragged.attention.kernels import append, decode, extend, quantize_fp8, tiles
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
@@ -122,20 +122,20 @@ class TritonOps(Operations):
         shape = (length, layout.num_heads, layout.head_dim)
         keys = torch.ones(shape, dtype=store.query_dtype, device=device)
         queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
-        sides = None
-        if store.has_sides:
-            sides = store.sides.new_ones((length, layout.num_heads, store.sides.shape[-1]))
+        scorer_inputs = None
+        if store.has_scorer_inputs:
+            scorer_inputs = store.scorer_inputs.new_ones((length, layout.num_heads, store.scorer_inputs.shape[-1]))
         lengths = torch.ones_like(row)
         # Layers with partial heads have kernels of their own.
         kinds = {opens is None: layer for layer, opens in enumerate(self._opens)}
         for whole, layer in kinds.items():
             lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
             batch = self.describe_extend(table, row, [0], [length])
-            self.extend(layer, queries, keys, keys, batch, sides, lse)
+            self.extend(layer, queries, keys, keys, batch, scorer_inputs, lse)
             store.defer_seals(InTails(row, row, torch.zeros_like(row)))
-            store.settle()
+            store.flush_pending_seals()
             step = self.describe_decode(table, row, lengths, lengths.cpu())
-            first = None if sides is None else sides[:1]
+            first = None if scorer_inputs is None else scorer_inputs[:1]
             self.decode(layer, queries[:1], keys[:1], keys[:1], step, first, None if lse is None else lse[:1])
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
@@ -169,7 +169,7 @@ class TritonOps(Operations):
         store = self.store
         if not store.fp8:
             return super().to_cache(layer, keys, values)
-        return narrow.narrow(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
+        return quantize_fp8.quantize_fp8(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
         tails = self.store.tails
@@ -219,15 +219,15 @@ class TritonOps(Operations):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: TritonDecodeBatch,
-        sides: torch.Tensor | None = None,
+        scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
         rows = head_rows(keys), head_rows(values), numbers, numbers, view.places, view.rows
         append.append(store.tails, layer, *rows, store.kv_scales[layer] if store.fp8 else None)
-        if sides is not None:
-            store.append_side(layer, view.rows, view.places, sides)
+        if scorer_inputs is not None:
+            store.append_scorer_inputs(layer, view.rows, view.places, scorer_inputs)
         return self.attend(layer, queries, batch, lse)
 
     def attend(

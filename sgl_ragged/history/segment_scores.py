@@ -14,7 +14,7 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 TINY = 1e-6
 """Least norm of a key, so that nothing divides by 0."""
 
-WINDOW = 8
+SMOOTHED_TOKENS = 8
 """Tokens whose values are averaged before they are compared with their segment."""
 
 Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -30,12 +30,13 @@ def value_key_norm(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor
 def value_novelty(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor | None) -> torch.Tensor:
     """How far the strangest few tokens of a segment are from the rest of it, by their values.
 
-    1 - cos between the mean of WINDOW neighbours and the mean of the segment, both less the head's mean value; of all
-    windows the largest. Something said once, amid text of another kind, is what later tokens cannot find elsewhere.
+    1 - cos between the mean of SMOOTHED_TOKENS neighbours and the mean of the segment, both less the head's mean value;
+    of all windows the largest. Something said once, amid text of another kind, is what later tokens cannot find
+    elsewhere.
     """
     assert means is not None, "the plan has them for this score"
     centred = values - means[:, None]
-    windows = avg_pool1d(centred.flatten(0, 1).transpose(1, 2), WINDOW, stride=1).transpose(1, 2)
+    windows = avg_pool1d(centred.flatten(0, 1).transpose(1, 2), SMOOTHED_TOKENS, stride=1).transpose(1, 2)
     segment = centred.mean(dim=2).flatten(0, 1)[:, None]
     distance = 1 - cosine_similarity(windows, segment, dim=-1)
     return distance.amax(dim=-1).unflatten(0, values.shape[:2])

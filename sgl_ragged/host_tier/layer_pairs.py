@@ -11,14 +11,14 @@ import numpy as np
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CANDIDATES = 0.75
-"""Share of layers that are candidates. Krul finds 75 % to 87.5 % of the layers of three models below its threshold
+"""Share of layers that are pair_candidates. Krul finds 75 % to 87.5 % of the layers of three models below its threshold
 (Table 3), and does not give the threshold."""
 
 ENDS = 0.1
-"""Share of the tokens at either end that candidates look at (Algorithm 1, lines 5 and 6)."""
+"""Share of the tokens at either end that pair_candidates look at (Algorithm 1, lines 5 and 6)."""
 
 
-def candidates(attention: np.ndarray) -> np.ndarray:
+def pair_candidates(attention: np.ndarray) -> np.ndarray:
     """bool [layers]: the CANDIDATES of the layers that attend most to the first and the last tenth of the tokens.
 
     Algorithm 1, lines 4 to 12, has a threshold in the place of a rank, so that there may be any number of them, and
@@ -47,7 +47,7 @@ def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, co
 
     Args:
         apart: float [layers, layers], distances of the layers' attention.
-        chosen: bool [layers], the candidates.
+        chosen: bool [layers], the pair_candidates.
         eligible: bool [layers, layers], upper triangle: pairs that may be chosen.
         count: pairs to choose; fewer are returned where there are no more.
     """

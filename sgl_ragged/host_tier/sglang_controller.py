@@ -60,10 +60,10 @@ class RaggedCacheController(HybridCacheController):
         store = self.mem_pool_device.store
         if forward_stream is None or get_schedule().disable_overlap_schedule:
             # Forward passes are on the scheduler's stream then, which transfers start behind.
-            store.settle()
+            store.flush_pending_seals()
             return
         with device_module.stream(forward_stream):
-            store.settle()
+            store.flush_pending_seals()
 
     def start_writing(self) -> None:
         if self.write_queue:

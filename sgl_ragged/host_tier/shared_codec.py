@@ -10,7 +10,7 @@ import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.host_tier.kept_counts import KeptCounts
-from sgl_ragged.host_tier.layer_pairs import Shareable, candidates, choose_pairs, distances
+from sgl_ragged.host_tier.layer_pairs import Shareable, choose_pairs, distances, pair_candidates
 from sgl_ragged.host_tier.slab_codec import SlabCodec
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -19,7 +19,7 @@ ALIGNMENT = 16
 """Bytes that the header is rounded up to."""
 
 
-class Piece(NamedTuple):
+class RowPart(NamedTuple):
     """Elements of a slab from `slab` on lie in the row from `row` on, behind the header. `stored`: for that layer."""
 
     slab: int
@@ -80,7 +80,7 @@ class SharedCodec(SlabCodec):
         """
         attention = counts / np.maximum(counts.sum(axis=1, keepdims=True, dtype=np.float64), 1)
         found = list(range(self.layout.num_layers))
-        chosen, eligible = candidates(attention), self._shareable.eligible
+        chosen, eligible = pair_candidates(attention), self._shareable.eligible
         for first, second in choose_pairs(distances(attention), chosen, eligible, self.pairs):
             found[second] = first
         return found
@@ -109,22 +109,22 @@ class SharedCodec(SlabCodec):
                 here.copy_(elements[number, piece.row : piece.row + piece.elems], non_blocking=True)
         return slabs
 
-    def pieces(self, sources: Sequence[int]) -> list[list[Piece]]:
+    def pieces(self, sources: Sequence[int]) -> list[list[RowPart]]:
         """Per layer, its heads in the slab's order: where each lies in the row."""
-        found: list[list[Piece]] = []
+        found: list[list[RowPart]] = []
         rows: dict[tuple[int, int], int] = {}
         end = 0
         for layer, source in enumerate(sources):
             restored = {} if source == layer else self._shareable.heads(source, layer)
-            own: list[Piece] = []
+            own: list[RowPart] = []
             for band in self.layout.bands[layer]:
                 elems = 2 * band.kept * self.layout.head_dim
                 for head in band.heads if elems else ():
                     slab = int(self.layout.key_offset[layer, head])
                     if head in restored:
-                        own.append(Piece(slab, rows[source, restored[head]], elems, stored=False))
+                        own.append(RowPart(slab, rows[source, restored[head]], elems, stored=False))
                         continue
-                    own.append(Piece(slab, end, elems, stored=True))
+                    own.append(RowPart(slab, end, elems, stored=True))
                     rows[layer, head] = end
                     end += elems
             found.append(own)
@@ -132,9 +132,9 @@ class SharedCodec(SlabCodec):
         return found
 
 
-def merged(pieces: Iterable[Piece]) -> list[Piece]:
+def merged(pieces: Iterable[RowPart]) -> list[RowPart]:
     """The same with neighbours in one: pieces that follow each other in the slab and in the row."""
-    found: list[Piece] = []
+    found: list[RowPart] = []
     for piece in pieces:
         last = found[-1] if found else None
         if last and (last.slab + last.elems, last.row + last.elems) == (piece.slab, piece.row):

@@ -51,10 +51,10 @@ def beside_cache(cache: torch.dtype, model: torch.dtype) -> torch.dtype:
     return model if is_fp8(cache) else cache
 
 
-def narrowed(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def to_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """x / scale in FP8. What is too large becomes the largest number, whose sign it keeps; NaN stays NaN.
 
-    It is multiplied by the reciprocal, in float32, as in `attention.kernels.narrow`: so both give the same bits.
+    It is multiplied by the reciprocal, in float32, as in `attention.kernels.quantize_fp8`: so both give the same bits.
     """
     most = torch.finfo(dtype).max
     return (x.float() * (1 / scale)).clamp(-most, most).to(dtype)

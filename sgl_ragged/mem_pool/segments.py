@@ -30,7 +30,7 @@ class InChunk:
 
     firsts: integers [segments], index of each segment's first token. slots, numbers: as in `InTails`.
     keys, values: [tokens, heads, head_dim], keys after RoPE, in the cache's dtype.
-    sides: [tokens, heads, elements], what the scorer needs of each token beside these, if anything.
+    scorer_inputs: [tokens, heads, elements], what the scorer needs of each token beside these, if anything.
     run: index of the first token where each segment lies behind the one before, so that nothing needs to be gathered;
         None where they may lie anywhere.
     """
@@ -40,7 +40,7 @@ class InChunk:
     numbers: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
-    sides: torch.Tensor | None
+    scorer_inputs: torch.Tensor | None
     run: int | None = None
 
     def __len__(self) -> int:

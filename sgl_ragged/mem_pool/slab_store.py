@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, narrowed
+from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, to_fp8
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.seal_meter import SealMeter
@@ -24,14 +24,14 @@ Corrector = Callable[[int, Rows, torch.Tensor, torch.Tensor], Rows]
 """From a layer, its segments' rows, what `rank_positions` says of these, and their numbers [segments]: other rows."""
 
 
-def _side_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
+def _input_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if scorer.reads_hidden_states else dtype
 
 
 def side_bytes(scorer: Scorer, layout: SlabLayout, q_per_kv: int, dtype: torch.dtype) -> int:
     """Bytes per row of what the scorer keeps beside the tail; dtype: of queries there (`kv_dtype.beside_cache`)."""
-    places, elems = scorer.side_shape(layout.segment, q_per_kv, layout.head_dim)
-    return layout.num_layers * layout.num_heads * (places + 1) * elems * _side_dtype(scorer, dtype).itemsize
+    places, elems = scorer.input_shape(layout.segment, q_per_kv, layout.head_dim)
+    return layout.num_layers * layout.num_heads * (places + 1) * elems * _input_dtype(scorer, dtype).itemsize
 
 
 class SlabStore:
@@ -45,9 +45,9 @@ class SlabStore:
     A row's tail beyond the open segment's length holds zeros or older tokens of the same request, never
     another request's: attention in torch reads padded tails under a mask, where a foreign NaN would still spread.
 
-    Scorers that look at more than keys and values have it kept beside the tails, `sides` [num_rows, layers, heads,
-    places + 1, elements]: the queries of a segment's last places, or its token scores. The last place takes what
-    need not be kept.
+    Scorers that look at more than keys and values have it kept beside the tails, `scorer_inputs` [num_rows, layers,
+    heads, places + 1, elements]: the queries of a segment's last places, or its token scores. The last place takes
+    what need not be kept.
 
     Slabs and tails may be FP8: they then hold keys and values divided by the layer's scales (`to_cache`), and scorers
     see them multiplied again (`from_cache`).
@@ -99,10 +99,10 @@ class SlabStore:
             dtype=dtype,
             device=device,
         )
-        self.side_places, elems = scorer.side_shape(layout.segment, q_per_kv, layout.head_dim)
-        self.sides = torch.zeros(
-            (num_rows, layout.num_layers, layout.num_heads, self.side_places + 1, elems),
-            dtype=_side_dtype(scorer, self.query_dtype),
+        self.input_places, elems = scorer.input_shape(layout.segment, q_per_kv, layout.head_dim)
+        self.scorer_inputs = torch.zeros(
+            (num_rows, layout.num_layers, layout.num_heads, self.input_places + 1, elems),
+            dtype=_input_dtype(scorer, self.query_dtype),
             device=device,
         )
         self._heads = [
@@ -118,7 +118,7 @@ class SlabStore:
 
     @property
     def nbytes(self) -> int:
-        return self.slabs.nbytes + self.tails.nbytes + self.sides.nbytes
+        return self.slabs.nbytes + self.tails.nbytes + self.scorer_inputs.nbytes
 
     @property
     def stored_as(self) -> str:
@@ -140,7 +140,7 @@ class SlabStore:
         dtype, scales = self.dtype, self.kv_scales[layer]
         if not self.fp8 or keys.dtype == dtype:
             return keys.to(dtype), values.to(dtype)
-        return narrowed(keys, scales.keys, dtype), narrowed(values, scales.values, dtype)
+        return to_fp8(keys, scales.keys, dtype), to_fp8(values, scales.values, dtype)
 
     def from_cache(self, layer: int, part: int, stored: torch.Tensor) -> torch.Tensor:
         """What stored keys (part 0) or values (1) stand for: float32 where they are FP8, else themselves."""
@@ -150,9 +150,9 @@ class SlabStore:
         return stored.float() * (scales.keys, scales.values)[part]
 
     @property
-    def has_sides(self) -> bool:
+    def has_scorer_inputs(self) -> bool:
         """Whether the scorer needs something of every token beside its key and value."""
-        return self.side_places > 0
+        return self.input_places > 0
 
     def band_heads(self, layer: int, index: int) -> torch.Tensor:
         """int64 [heads of band]: head numbers of the layer's band `index`, on the device."""
@@ -225,17 +225,18 @@ class SlabStore:
             self.from_cache(layer, part, stored)
             for part, stored in enumerate(self.segment_rows(layer, segments) if rows is None else rows)
         )
-        sides = None
+        inputs = None
         if isinstance(segments, InTails):
-            sides = self.sides[segments.rows, layer, :, : self.side_places] if self.has_sides else None
-        elif segments.sides is not None:
-            sides = self._of_segments(segments, segments.sides)[:, :, self.layout.segment - self.side_places :]
-            sides = sides.to(self.sides.dtype)
+            if self.has_scorer_inputs:
+                inputs = self.scorer_inputs[segments.rows, layer, :, : self.input_places]
+        elif segments.scorer_inputs is not None:
+            every = self._of_segments(segments, segments.scorer_inputs)
+            inputs = every[:, :, self.layout.segment - self.input_places :].to(self.scorer_inputs.dtype)
         queries = token_scores = None
-        if sides is not None and self.scorer.reads_hidden_states:
-            token_scores = sides[..., 0]
-        elif sides is not None:
-            queries = sides.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
+        if inputs is not None and self.scorer.reads_hidden_states:
+            token_scores = inputs[..., 0]
+        elif inputs is not None:
+            queries = inputs.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
         scale, statistics = self.scales[layer], self.statistics[layer]
         return SegmentData(keys, values, queries, token_scores, scale, statistics, segments.numbers)
 
@@ -258,10 +259,10 @@ class SlabStore:
                     listener(self, sealed)
 
     def defer_seals(self, segments: InTails) -> None:
-        """Record segments that the current decode step fills; they are pending until `settle`."""
+        """Record segments that the current decode step fills; they are pending until `flush_pending_seals`."""
         self._pending.append(segments)
 
-    def settle(self) -> None:
+    def flush_pending_seals(self) -> None:
         """Seal what is pending. Call before any later batch, and before a slab is copied.
 
         SGLang counts a page as full one step before its segment is sealed.
@@ -292,8 +293,8 @@ class SlabStore:
         self.tails[:, layer, 0].transpose(1, 2)[rows, places] = keys
         self.tails[:, layer, 1].transpose(1, 2)[rows, places] = values
 
-    def append_side(self, layer: int, rows: torch.Tensor, places: torch.Tensor, sides: torch.Tensor) -> None:
+    def append_scorer_inputs(self, layer: int, rows: torch.Tensor, places: torch.Tensor, inputs: torch.Tensor) -> None:
         """Store what the scorer will need of appended tokens: [tokens, heads, elements]."""
-        place = places - (self.layout.segment - self.side_places)
-        place = torch.where(place < 0, self.side_places, place)
-        self.sides[:, layer].transpose(1, 2)[rows, place] = sides.to(self.sides.dtype)
+        place = places - (self.layout.segment - self.input_places)
+        place = torch.where(place < 0, self.input_places, place)
+        self.scorer_inputs[:, layer].transpose(1, 2)[rows, place] = inputs.to(self.scorer_inputs.dtype)

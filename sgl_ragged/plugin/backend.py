@@ -47,7 +47,7 @@ class Observer(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         batch: ExtendView,
-        sides: torch.Tensor | None,
+        scorer_inputs: torch.Tensor | None,
         hidden_states: torch.Tensor | None,
     ) -> None:
         """Called after `Operations.extend` with its arguments; must not change them.
@@ -58,7 +58,7 @@ class Observer(Protocol):
 
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Queries [tokens, heads, q_per_kv, d], keys and values [tokens, heads, d], and the scorer's sides."""
+"""Queries [tokens, heads, q_per_kv, d], keys and values [tokens, heads, d], and the scorer's scorer_inputs."""
 
 
 class RaggedAttnBackend(AttentionBackend):
@@ -133,7 +133,7 @@ class RaggedAttnBackend(AttentionBackend):
             return
         if self.others is not None:
             self.others.init_forward_metadata(forward_batch)
-        self.store.settle()
+        self.store.flush_pending_seals()
         if mode.is_idle():
             self.forward_metadata = None
             return
@@ -176,7 +176,7 @@ class RaggedAttnBackend(AttentionBackend):
 
     def _describe_decode(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if not in_capture:
-            self.store.settle()
+            self.store.flush_pending_seals()
             if self.views is not None:
                 self.views.refresh()
         self.forward_metadata = self.operations.describe_decode(
@@ -212,10 +212,10 @@ class RaggedAttnBackend(AttentionBackend):
         output, heads = self._attend(self.operations.extend, q, k, v, layer, forward_batch, sinks)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
-            queries, keys, values, sides = heads
+            queries, keys, values, inputs = heads
             number = self.numbers[layer.layer_id]
             hidden_states = self._hidden_states.pop(layer.layer_id, None)
-            self.observer.extend(self.store, number, queries, keys, values, self._observed, sides, hidden_states)
+            self.observer.extend(self.store, number, queries, keys, values, self._observed, inputs, hidden_states)
         return output
 
     def forward_decode(
@@ -253,15 +253,15 @@ class RaggedAttnBackend(AttentionBackend):
 
         sinks: [query heads], the layer's learned sinks, or None.
         """
-        queries, keys, values, sides = heads = self._heads(q, k, v, layer)
+        queries, keys, values, scorer_inputs = heads = self._heads(q, k, v, layer)
         number = self.numbers[layer.layer_id]
         if self.pool.layer_transfer_counter is not None:
             # Slabs on their way from the host: this layer's part must be there.
             self.pool.layer_transfer_counter.wait_until(number)
         if not self._behind[number] and sinks is None:
-            return operation(number, queries, keys, values, self.forward_metadata, sides).flatten(1), heads
+            return operation(number, queries, keys, values, self.forward_metadata, scorer_inputs).flatten(1), heads
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
-        output = operation(number, queries, keys, values, self.forward_metadata, sides, lse)
+        output = operation(number, queries, keys, values, self.forward_metadata, scorer_inputs, lse)
         for epilogue in self._behind[number]:
             output = epilogue.apply(number, queries, output, lse, forward_batch)
         return (output if sinks is None else with_sinks(output, lse, sinks)).flatten(1), heads
@@ -270,12 +270,12 @@ class RaggedAttnBackend(AttentionBackend):
         """What the model hands over, by heads."""
         heads, dim = layer.tp_k_head_num, layer.head_dim
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
-        sides = None
+        scorer_inputs = None
         if self.store.scorer.reads_hidden_states:
-            sides = self._token_scores.pop(layer.layer_id)[: len(queries), :, None]
-        elif self.store.has_sides:
-            sides = queries.flatten(2)
-        return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), sides
+            scorer_inputs = self._token_scores.pop(layer.layer_id)[: len(queries), :, None]
+        elif self.store.has_scorer_inputs:
+            scorer_inputs = queries.flatten(2)
+        return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), scorer_inputs
 
     def _read_hidden_states(self, model: torch.nn.Module) -> None:
         """Before an attention layer runs, score its tokens from what enters it, or keep that for the observer."""

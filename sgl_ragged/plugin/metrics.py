@@ -37,7 +37,7 @@ _COUNTERS = {
 }
 
 
-def imbalance(layouts: list[SlabLayout]) -> float:
+def rank_imbalance(layouts: list[SlabLayout]) -> float:
     """Largest / mean kept elements of a segment over the ranks."""
     elems = [layout.slab_elems for layout in layouts]
     return max(elems) * len(elems) / sum(elems)
@@ -51,7 +51,7 @@ class RaggedMetrics:
         pool: what they are about; its store counts seals.
         allocator: SGLang's, which hands out the pool's pages.
         requests: SGLang's request table, whose rows have the tails.
-        rank_imbalance: as `imbalance` gives it.
+        rank_imbalance: as `rank_imbalance` gives it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "slab_dtype": plan.form.name,
         "fitted": plan.unfitted is None,
         "kept_bytes_ratio": of_bytes,
-        "rank_imbalance": imbalance(layouts),
+        "rank_imbalance": rank_imbalance(layouts),
         "slots": size.num_slots,
         "virtual_tokens": size.max_total_tokens,
         "max_requests": size.max_requests,
@@ -159,7 +159,7 @@ def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) 
     pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
-        metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, imbalance(layouts))
+        metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, rank_imbalance(layouts))
         setattr(collector, _METRICS, metrics)
     return {**original(scheduler), "ragged": settings(options, pool)}
 

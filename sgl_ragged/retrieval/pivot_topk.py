@@ -17,7 +17,7 @@ Share = Callable[[int, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Named:
+class PivotTopK:
     """Tokens that a pivot names, best first: int64 [tokens] slots of their segments and places in these, on the host.
 
     base: int64 [k], the numbers of its top tokens. tops: int64 [queries, k], those of each query.
@@ -49,7 +49,9 @@ class Pivots:
         heads = [(number, self.roles.pivots[number][1]) for number in self.at(layer)]
         return [(number, head) for number, head in heads if head != ELSEWHERE]
 
-    def name(self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int) -> Named:
+    def name(
+        self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int
+    ) -> PivotTopK:
         """What a pivot attends to in the first slots of a sequence. Does not wait for the device. All ranks must call.
 
         Args:
@@ -69,11 +71,11 @@ class Pivots:
         named, base, *tops = numbers.split(sizes)
         found = slots[named // segment], named % segment, base, torch.stack(tops)
         if not slots.is_cuda:
-            return Named(*found)
+            return PivotTopK(*found)
         host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in found]
         for target, part in zip(host, found, strict=True):
             target.copy_(part, non_blocking=True)
-        return Named(*host)
+        return PivotTopK(*host)
 
     def _attended(
         self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int

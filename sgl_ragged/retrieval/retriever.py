@@ -1,8 +1,8 @@
 """Retrieval while requests run (HeteroCache, Algorithm 1): pivots watch, and what satellites dropped is fetched.
 
-In prefill the last WINDOW tokens of a prompt ask and see what they asked for, layer by layer. In decode pivots' queries
-are kept; every `interval` tokens what they attend to is compared with what was fetched last, and where it has moved, an
-overlay is used from DELAY steps later on. So what a request sees follows from its own tokens, not from time.
+In prefill the last ASKING_TOKENS tokens of a prompt ask and see what they asked for, layer by layer. In decode pivots'
+queries are kept; every `interval` tokens what they attend to is compared with what was fetched last, and where it has
+moved, an overlay is used from DELAY steps later on. So what a request sees follows from its own tokens, not from time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval.drift import median_overlap
 from sgl_ragged.retrieval.overlay import Overlays, add_overlay, attend_overlay
-from sgl_ragged.retrieval.pivot_topk import Named, Pivots, Share
+from sgl_ragged.retrieval.pivot_topk import Pivots, PivotTopK, Share
 from sgl_ragged.retrieval.reservoir import NOWHERE, Reservoir
 from sgl_ragged.retrieval.roles import HeadRoles
-from sgl_ragged.retrieval.settings import DELAY, WINDOW, Retrieval
+from sgl_ragged.retrieval.settings import ASKING_TOKENS, DELAY, Retrieval
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class _Window:
     start: int
     slots: torch.Tensor
     slots_after: torch.Tensor
-    named: dict[int, Named]
-    named_after: dict[int, Named]
+    named: dict[int, PivotTopK]
+    named_after: dict[int, PivotTopK]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _Asked:
     """What pivots named at a position; `arrived`: after which it is on the host."""
 
     position: int
-    named: tuple[Named, ...]
+    named: tuple[PivotTopK, ...]
     arrived: torch.cuda.Event | None
 
 
@@ -156,7 +156,7 @@ class Retriever:
         segment = self.store.layout.segment
         for row, prefix, length in zip(rows, prefixes, lengths, strict=True):
             end = prefix + length
-            start = max(end - WINDOW, prefix)
+            start = max(end - ASKING_TOKENS, prefix)
             at += length
             if end == self._prompts.get(row) and start >= segment:
                 tokens = slice(at - (end - start), at)
@@ -164,7 +164,7 @@ class Retriever:
                 self._seen_from.setdefault(row, start)
                 self._windows.append(_Window(row, tokens, start, before, after, {}, {}))
 
-    def see_chunks(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
+    def after_extend(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
         """After a layer's attention: its pivots watch, its satellites see what was named for them. In place.
 
         Args:
@@ -216,13 +216,13 @@ class Retriever:
             if due and position - self.settings.interval >= self._prompts.get(row, position):
                 self._ask(row, position)
 
-    def see_tokens(
+    def after_decode(
         self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:  # fmt: skip
         """After a layer's attention in a decode step: keep pivots' queries, add the overlays. In place.
 
-        Works on the device alone, in memory that stays where it is. Arguments as in `see_chunks`, a token per request.
+        Works on the device alone, in memory that stays where it is. Arguments as in `after_extend`, one token each.
 
         Args:
             rows, positions: int64 [batch], rows of the requests and positions of the tokens; padding has row 0.
@@ -272,13 +272,13 @@ class Retriever:
             # Even if nothing came: what other ranks found is not known here, and all must take the same to the tree.
             self._seen_from.setdefault(row, position)
 
-    def _fetch(self, row: int, satellites: slice, named: dict[int, Named], layer: int | None) -> bool:
+    def _fetch(self, row: int, satellites: slice, named: dict[int, PivotTopK], layer: int | None) -> bool:
         """`_fetch_for` those of a layer's satellites whose pivots have named something."""
         own = torch.arange(satellites.start, satellites.stop)
         ready = torch.tensor([int(self._pivot_of[one]) in named for one in own.tolist()], dtype=torch.bool)
         return self._fetch_for(row, own[ready], named, layer)
 
-    def _fetch_for(self, row: int, satellites: torch.Tensor, named: dict[int, Named], layer: int | None) -> bool:
+    def _fetch_for(self, row: int, satellites: torch.Tensor, named: dict[int, PivotTopK], layer: int | None) -> bool:
         """Replace the overlays of some satellites with what their pivots named; whether there is anything in them."""
         if not len(satellites):
             return False

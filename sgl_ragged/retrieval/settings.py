@@ -9,7 +9,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.retrieval.roles import HeadRoles
 
-WINDOW = 32
+ASKING_TOKENS = 32
 """The last tokens of a prompt, which see an overlay that their own attention asks for."""
 
 DELAY = 2

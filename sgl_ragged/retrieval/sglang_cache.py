@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_ragged.retrieval.settings import WINDOW
+from sgl_ragged.retrieval.settings import ASKING_TOKENS
 from sgl_ragged.windows.sglang_pool import slab_pool
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RetrievalRadixCache(UnifiedRadixCache):
         self.retriever: Retriever = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).attached["retrieval"]
 
     def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
-        return WINDOW
+        return ASKING_TOKENS
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         first = self.retriever.overlaid_from(req.kv.req_pool_idx)

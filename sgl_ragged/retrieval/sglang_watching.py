@@ -34,7 +34,7 @@ class Watching:
     ) -> torch.Tensor:
         if batch.forward_mode.is_decode():
             rows, positions = batch.req_pool_indices.long(), batch.seq_lens.long() - 1
-            self._retriever.see_tokens(layer, queries, output, lse, rows, positions)
+            self._retriever.after_decode(layer, queries, output, lse, rows, positions)
         else:
-            self._retriever.see_chunks(layer, queries, output, lse)
+            self._retriever.after_extend(layer, queries, output, lse)
         return output

@@ -93,7 +93,7 @@ class Scorer(ABC):
         """Why these tensors, [layers, heads, ...] in the shapes of `axes` and finite, cannot be; None if they can."""
         return None
 
-    def side_shape(self, segment: int, q_per_kv: int, head_dim: int) -> tuple[int, int]:
+    def input_shape(self, segment: int, q_per_kv: int, head_dim: int) -> tuple[int, int]:
         """What is stored beside the tail for each head: (places, elements per place), (0, 0) for nothing."""
         if self.reads_hidden_states:
             return segment, 1

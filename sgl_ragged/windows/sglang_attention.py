@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.attention.sinks import with_sinks
-from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, narrowed
+from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, to_fp8
 from sgl_ragged.plugin.kv_scales import kv_scales
 
 
@@ -108,7 +108,7 @@ class TorchWindowBackend(AttentionBackend):
         k, v = (part.reshape(-1, heads, dim)[new] for part in (k, v))
         scales = self._scales.get(layer.layer_id, KvScales())
         if self._scales:
-            k, v = narrowed(k, scales.keys, self._pool.dtype), narrowed(v, scales.values, self._pool.dtype)
+            k, v = to_fp8(k, scales.keys, self._pool.dtype), to_fp8(v, scales.values, self._pool.dtype)
         self._pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._written), k, v)
         cached = self._pool.get_kv_buffer(layer.layer_id)
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_ragged.attention import triton_ops
+from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Sequence
 from tests.kernels.operations import triton_operations
-from tests.rig import KEPT, LARGEST, SCALES, SEGMENT, Rig, Sequence
 from tests.test_torch_ops import BOUNDS
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
@@ -24,9 +24,9 @@ SHORT = [1, SEGMENT, 3 * SEGMENT + 7]
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
-def rig_for(kept, dim, scorer, requests, segments, per_head, method="exact", dtype=torch.float32) -> Rig:
+def harness_for(kept, dim, scorer, requests, segments, per_head, method="exact", dtype=torch.float32) -> Harness:
     make = functools.partial(triton_operations, method=method)
-    return Rig(kept, dim, scorer, requests, segments, per_head, make_operations=make, dtype=dtype)
+    return Harness(kept, dim, scorer, requests, segments, per_head, make_operations=make, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, 
     """All lengths in one batch; then decode steps, which cross segment borders, with padded rows of length 0 and 1."""
     steps = 2
     sequences = [Sequence(n + steps, *kept.shape, per_head, dim, scorer, seed) for seed, n in enumerate(lengths)]
-    rig = rig_for(kept, dim, scorer, len(lengths), 12, per_head, method)
+    harness = harness_for(kept, dim, scorer, len(lengths), 12, per_head, method)
     expected = [sequence.expected(kept) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
         torch.testing.assert_close(output.double(), want[:length], atol=1e-5, rtol=1e-4)
     for step in range(steps):
-        output = rig.decode(sequences, [length + step for length in lengths], padding=2)
+        output = harness.decode(sequences, [length + step for length in lengths], padding=2)
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
 
@@ -73,10 +73,10 @@ def test_sinks_take_their_share(lengths):
     """Heads of one CTA and of several give the log-sum-exps that sinks need."""
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
     sequences = [Sequence(length + 1, *MIXED.shape, 2, 80, "keydiff", seed) for seed, length in enumerate(lengths)]
-    rig = Rig(MIXED, 80, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
+    harness = Harness(MIXED, 80, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
     expected = [sequence.expected(MIXED, sinks=sinks) for sequence in sequences]
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
-    outputs.append(rig.decode(sequences, lengths, padding=1))
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
+    outputs.append(harness.decode(sequences, lengths, padding=1))
     want = [e[:length] for e, length in zip(expected, lengths, strict=True)]
     want.append(torch.stack([e[length] for e, length in zip(expected, lengths, strict=True)]))
     for output, right in zip(outputs, want, strict=True):
@@ -89,16 +89,16 @@ def test_views_may_leave_segments_out(bound):
     lengths, steps = [5 * SEGMENT + 7, SEGMENT - 1], 2
     sequences = [Sequence(n + steps, *MIXED.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
     room = dict(tail_capacity=SEGMENT + 16, bound=bound)
-    rig = Rig(MIXED, 16, "keydiff", len(lengths), 7, make_operations=triton_operations, **room)
+    harness = Harness(MIXED, 16, "keydiff", len(lengths), 7, make_operations=triton_operations, **room)
     expected = [sequence.expected(MIXED, sequence.seen(bound)) for sequence in sequences]
     outputs, want = [], []
     # What leaves is known one segment ahead; the first three need not know.
     for begin, stop in ((0, 3), (3, 4), (4, 6)):
         starts, ends = [min(begin * SEGMENT, n) for n in lengths], [min(stop * SEGMENT, n) for n in lengths]
-        outputs += rig.extend(sequences, starts, ends)
+        outputs += harness.extend(sequences, starts, ends)
         want += [e[start:end] for e, start, end in zip(expected, starts, ends, strict=True)]
     for step in range(steps):
-        outputs.append(rig.decode(sequences, [length + step for length in lengths]))
+        outputs.append(harness.decode(sequences, [length + step for length in lengths]))
     want += [torch.stack([e[n + step] for e, n in zip(expected, lengths, strict=True)]) for step in range(steps)]
     for output, right in zip(outputs, want, strict=True):
         torch.testing.assert_close(output.double(), right, atol=1e-5, rtol=1e-4)
@@ -123,13 +123,13 @@ def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts, dtype):
     """Chunks that start and end anywhere, each after three decode steps, equal one pass."""
     total, kept = 3 * SEGMENT + 10, KEPT[:2]
     sequence = Sequence(total, *kept.shape, 2, 16, scorer, seed=3)
-    rig = rig_for(kept, 16, scorer, 1, 5, 2, dtype=dtype)
+    harness = harness_for(kept, 16, scorer, 1, 5, 2, dtype=dtype)
     outputs = []
     for begin, end in itertools.pairwise([0, *cuts, total]):
         steps = min(3, end - begin)
-        outputs += [rig.decode([sequence], [begin + step]) for step in range(steps)]
+        outputs += [harness.decode([sequence], [begin + step]) for step in range(steps)]
         if begin + steps < end:
-            outputs += rig.extend([sequence], [begin + steps], [end])
+            outputs += harness.extend([sequence], [begin + steps], [end])
     want = sequence.stored(dtype, SCALES).expected(kept)
     torch.testing.assert_close(torch.cat(outputs).double(), want, atol=1e-5, rtol=1e-4)
 
@@ -141,12 +141,14 @@ def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_he
     begins = [3 * SEGMENT + 5, 6 * SEGMENT, 7][: len(chunks)]
     ends = [begin + chunk for begin, chunk in zip(begins, chunks, strict=True)]
     sequences = [Sequence(end, *MIXED.shape, per_head, dim, "key_norm", seed) for seed, end in enumerate(ends)]
-    rig = rig_for(MIXED, dim, "key_norm", len(chunks), 8, per_head)
-    rig.extend(sequences, [0] * len(chunks), begins)
+    harness = harness_for(MIXED, dim, "key_norm", len(chunks), 8, per_head)
+    harness.extend(sequences, [0] * len(chunks), begins)
     described = []
-    describe = rig.operations.describe_extend
-    monkeypatch.setattr(rig.operations, "describe_extend", lambda *a: described.append(describe(*a)) or described[-1])
-    outputs = rig.extend(sequences, begins, ends)
+    describe = harness.operations.describe_extend
+    monkeypatch.setattr(
+        harness.operations, "describe_extend", lambda *a: described.append(describe(*a)) or described[-1]
+    )
+    outputs = harness.extend(sequences, begins, ends)
     assert described[0].scratch is not None
     assert len(described[0].work[0].ctas) > MIXED.shape[1]
     for output, sequence, begin in zip(outputs, sequences, begins, strict=True):
@@ -159,10 +161,10 @@ def test_half_precision_is_as_good_as_its_inputs():
     for sequence in sequences:
         # Rounded first, so that scores see what the cache holds.
         sequence.q, sequence.k, sequence.v = (x.half().float() for x in (sequence.q, sequence.k, sequence.v))
-    rig = rig_for(MIXED, 64, "keydiff", 2, 6, 4, dtype=torch.float16)
-    rig.store.slabs[:] = torch.nan
-    outputs = rig.extend(sequences, [0, 0], lengths)
-    outputs.append(rig.decode(sequences, lengths, padding=1))
+    harness = harness_for(MIXED, 64, "keydiff", 2, 6, 4, dtype=torch.float16)
+    harness.store.slabs[:] = torch.nan
+    outputs = harness.extend(sequences, [0, 0], lengths)
+    outputs.append(harness.decode(sequences, lengths, padding=1))
     expected = [sequence.expected(MIXED) for sequence in sequences]
     want = [*(e[:-1] for e in expected), torch.stack([e[-1] for e in expected])]
     for output, right in zip(outputs, want, strict=True):
@@ -185,14 +187,14 @@ def test_an_fp8_cache_is_attended_and_scored_as_it_was_stored(dtype, scorer):
     sequences = [Sequence(n + 2, *MIXED.shape, 2, 16, scorer, seed) for seed, n in enumerate(ends)]
     for sequence in sequences:
         sequence.v[0, :, :, 0] = 1e9
-    rig = rig_for(MIXED, 16, scorer, 2, 4, 2, dtype=dtype)
+    harness = harness_for(MIXED, 16, scorer, 2, 4, 2, dtype=dtype)
     expected = [sequence.stored(dtype, SCALES).expected(MIXED) for sequence in sequences]
     found = [[], []]
     for begin, end in itertools.pairwise([[0, 0], lengths, starts, ends]):
-        for own, output in zip(found, rig.extend(sequences, begin, end), strict=True):
+        for own, output in zip(found, harness.extend(sequences, begin, end), strict=True):
             own.append(output)
     for step in range(2):
-        for own, output in zip(found, rig.decode(sequences, [end + step for end in ends], padding=1), strict=True):
+        for own, output in zip(found, harness.decode(sequences, [end + step for end in ends], padding=1), strict=True):
             own.append(output[None])
     for own, right in zip(found, expected, strict=True):
         torch.testing.assert_close(torch.cat(own).double(), right, atol=1e-5, rtol=1e-4)
@@ -202,9 +204,9 @@ def test_an_fp8_cache_is_attended_and_scored_as_it_was_stored(dtype, scorer):
 def test_one_head_and_eight(kept):
     lengths = [2 * SEGMENT + 9, 5]
     sequences = [Sequence(n + 1, *kept.shape, 2, 16, "key_norm", seed) for seed, n in enumerate(lengths)]
-    rig = rig_for(kept, 16, "key_norm", 2, 4, 2)
-    outputs = rig.extend(sequences, [0, 0], lengths)
-    outputs.append(rig.decode(sequences, lengths))
+    harness = harness_for(kept, 16, "key_norm", 2, 4, 2)
+    outputs = harness.extend(sequences, [0, 0], lengths)
+    outputs.append(harness.decode(sequences, lengths))
     expected = [sequence.expected(kept) for sequence in sequences]
     want = [*(e[:-1] for e in expected), torch.stack([e[-1] for e in expected])]
     for output, right in zip(outputs, want, strict=True):
@@ -225,10 +227,10 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
     """And the buffers stay where they are: a description made for other requests reads what the last one wrote."""
     kept, lengths = KEPT[:2], [SEGMENT - 1, 2 * SEGMENT + 5]
     sequences = [Sequence(n + 2, *kept.shape, 2, 16, scorer, seed) for seed, n in enumerate(lengths)]
-    rig = rig_for(kept, 16, scorer, 2, 4, 2)
-    rig.extend(sequences, [0, 0], lengths)
-    operations = rig.operations
-    captured = operations.describe_decode(rig.table, torch.zeros(2, dtype=torch.int64), *[torch.ones(2).int()] * 2)
+    harness = harness_for(kept, 16, scorer, 2, 4, 2)
+    harness.extend(sequences, [0, 0], lengths)
+    operations = harness.operations
+    captured = operations.describe_decode(harness.table, torch.zeros(2, dtype=torch.int64), *[torch.ones(2).int()] * 2)
     describe = operations.describe_decode
 
     def refill(*arguments):
@@ -237,7 +239,7 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
         return captured
 
     monkeypatch.setattr(operations, "describe_decode", refill)
-    decode, settle = operations.decode, rig.store.settle
+    decode, settle = operations.decode, harness.store.settle
     sealed_layers = []
 
     def quiet_decode(*arguments):
@@ -246,21 +248,23 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
 
     def quiet_seal():
         with NoWaiting():
-            sealed_layers.append(rig.store.has_pending)
+            sealed_layers.append(harness.store.has_pending)
             settle()
 
     monkeypatch.setattr(operations, "decode", quiet_decode)
-    monkeypatch.setattr(rig.store, "settle", quiet_seal)
+    monkeypatch.setattr(harness.store, "settle", quiet_seal)
     expected = [sequence.expected(kept) for sequence in sequences]
     for step in range(2):
-        output = rig.decode(sequences, [length + step for length in lengths])
+        output = harness.decode(sequences, [length + step for length in lengths])
         want = torch.stack([e[length + step] for e, length in zip(expected, lengths, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
     assert sealed_layers == [False, True]
 
 
 def test_a_batch_larger_than_the_buffers_is_an_error():
-    rig = rig_for(MIXED, 16, "keydiff", 1, 2, 2)
+    harness = harness_for(MIXED, 16, "keydiff", 1, 2, 2)
     size = 13
     with pytest.raises(RuntimeError):
-        rig.operations.describe_decode(rig.table, torch.zeros(size, dtype=torch.int64), *[torch.ones(size).int()] * 2)
+        harness.operations.describe_decode(
+            harness.table, torch.zeros(size, dtype=torch.int64), *[torch.ones(size).int()] * 2
+        )

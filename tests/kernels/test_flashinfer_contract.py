@@ -23,8 +23,8 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
+from tests.harness import SEGMENT, Harness, Sequence
 from tests.kernels.paged_decode import PagedDecode
-from tests.rig import SEGMENT, Rig, Sequence
 
 DIM = 64
 # In both layers one band of two heads, in one of them no neighbours, and two bands of one: three plans for six bands.
@@ -69,7 +69,7 @@ def test_prefill_then_decode_at_ragged_edges(lengths, per_head, scales, plans):
         store.scales = scales
         return FlashInferOps(store, len(lengths) + 3, max_segments, make_wrapper)
 
-    rig = Rig(
+    harness = Harness(
         KEPT,
         DIM,
         "key_norm",
@@ -80,15 +80,15 @@ def test_prefill_then_decode_at_ragged_edges(lengths, per_head, scales, plans):
         dtype=torch.float16,
     )
     # Scratch that was not written must not show.
-    rig.operations._partial.fill_(torch.nan)
+    harness.operations._partial.fill_(torch.nan)
     assert len(wrappers) == plans
     assert all(wrapper.use_tensor_cores == (per_head == 4) for wrapper in wrappers)
-    outputs = rig.extend(sequences, [0] * len(lengths), lengths)
+    outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     for output, want, length in zip(outputs, expected, lengths, strict=True):
         torch.testing.assert_close(output.double(), want[:length], atol=4e-3, rtol=4e-3)
     for step in range(steps):
         positions = [length + step for length in lengths]
-        output = rig.decode(sequences, positions, padding)
+        output = harness.decode(sequences, positions, padding)
         assert output.dtype == torch.float16
         want = torch.stack([e[p] for e, p in zip(expected, positions, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=4e-3, rtol=4e-3)
@@ -101,14 +101,14 @@ def test_prefill_then_decode_at_ragged_edges(lengths, per_head, scales, plans):
 
 def test_padding_of_no_length_gives_zeros():
     """As the Triton operations do: no garbage goes on through the model."""
-    rig = Rig(
+    harness = Harness(
         KEPT, DIM, "key_norm", 1, 2, make_operations=lambda s, n: FlashInferOps(s, 2, n, PagedDecode), dtype=torch.half
     )
-    rig.operations._partial.fill_(torch.nan)
+    harness.operations._partial.fill_(torch.nan)
     lengths = torch.tensor([1, 0])
-    batch = rig.operations.describe_decode(rig.table, torch.tensor([1, 0]), lengths, lengths)
+    batch = harness.operations.describe_decode(harness.table, torch.tensor([1, 0]), lengths, lengths)
     ones = torch.ones(2, 4, 2, DIM, dtype=torch.half)
-    output = rig.operations.decode(0, ones, ones[:, :, 0], ones[:, :, 0] * 3, batch)
+    output = harness.operations.decode(0, ones, ones[:, :, 0], ones[:, :, 0] * 3, batch)
     assert (output[0] == 3).all()
     assert (output[1] == 0).all()
 

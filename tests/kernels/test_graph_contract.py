@@ -22,7 +22,7 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
-from tests.rig import KEPT, SEGMENT, Sequence
+from tests.harness import KEPT, SEGMENT, Sequence
 
 HEADS, PER_HEAD, DIM, SCALE, LAYERS = 4, 2, 16, 0.5, 2
 LENGTHS = [SEGMENT - 2, 2 * SEGMENT + 5, 3]

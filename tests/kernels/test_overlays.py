@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from tests.harness import SEGMENT
 from tests.kernels.operations import triton_operations
 from tests.overlaid import check_overlays
-from tests.rig import SEGMENT
 
 
 def test_heads_attend_to_slabs_tails_and_overlays():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.attention.kernels import append, narrow, seal
+from sgl_ragged.attention.kernels import append, quantize_fp8, seal
 from sgl_ragged.attention.triton_seal import TritonSealer
-from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, narrowed
+from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, to_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -132,8 +132,8 @@ def test_append_and_narrow_store_the_bits_that_torch_stores(dtype):
     qkv[3, ::7], qkv[4, ::5], qkv[5, ::3] = 1e30, 1e-3, torch.nan
     keys, values = (qkv[:, i * HEADS * DIM : (i + 1) * HEADS * DIM].unflatten(1, (HEADS, DIM)) for i in (0, 2))
     scales = KvScales(0.3, 0.07)
-    stored = narrow.narrow(keys, values, scales, dtype)
-    want = narrowed(keys, scales.keys, dtype), narrowed(values, scales.values, dtype)
+    stored = quantize_fp8.quantize_fp8(keys, values, scales, dtype)
+    want = to_fp8(keys, scales.keys, dtype), to_fp8(values, scales.values, dtype)
     tails = torch.zeros(2, 1, 2, HEADS, 16, DIM).to(dtype)
     numbers = torch.arange(9, dtype=torch.int32)
     append.append(tails, 0, keys, values, numbers, torch.zeros_like(numbers), numbers, torch.tensor([1]), scales)

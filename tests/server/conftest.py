@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.character_model import make_character_model
 from benchmarks.harness.launch import Server
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 
 
-class QuietNursery(Nursery):
+class QuietServerPool(ServerPool):
     """Its servers leave the cores to others while nobody asks. Unless a test says otherwise they have equal budgets,
     since calibration takes minutes, and wide slabs, since those are compared to 1e-4."""
 
@@ -25,9 +25,9 @@ class QuietNursery(Nursery):
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    with QuietNursery() as nursery:
-        yield nursery
+def servers() -> Iterator[ServerPool]:
+    with QuietServerPool() as servers:
+        yield servers
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def character_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def character_server(character_model, nursery) -> Iterator[Server]:
+def character_server(character_model, servers) -> Iterator[Server]:
     """A ragged server at ratio 0.5 with segments of 64 tokens, for tests of what clients see."""
     flags = [
         *("--dtype", "float32", "--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "64"),
@@ -45,5 +45,5 @@ def character_server(character_model, nursery) -> Iterator[Server]:
         # A random model would fill its answer with spaces that JSON allows.
         *("--tool-call-parser", "glm45", "--constrained-json-disable-any-whitespace"),
     ]
-    with nursery.serve(character_model, *flags, log=character_model.parent / "server.log") as server:
+    with servers.serve(character_model, *flags, log=character_model.parent / "server.log") as server:
         yield server

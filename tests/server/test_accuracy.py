@@ -76,11 +76,11 @@ def scbench(tmp_path) -> Path:
 
 
 @pytest.fixture
-def benchmark(nursery, monkeypatch):
-    """Runs the benchmark; its servers are forked from the tests' nursery, which is there already."""
+def benchmark(servers, monkeypatch):
+    """Runs the benchmark; its servers are forked from the tests' servers, which is there already."""
 
     class Shared:
-        serve = staticmethod(nursery.serve)
+        serve = staticmethod(servers.serve)
 
         def __enter__(self) -> Shared:
             return self
@@ -92,7 +92,7 @@ def benchmark(nursery, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["accuracy", *arguments])
         accuracy.main()
 
-    monkeypatch.setattr(pools, "Nursery", Shared)
+    monkeypatch.setattr(pools, "ServerPool", Shared)
     return run
 
 

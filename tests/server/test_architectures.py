@@ -64,14 +64,14 @@ def model(case, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serve(model, nursery):
+def serve(model, servers):
     """Starts a server on the model with these flags."""
 
     def start(*flags: str):
         common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "16MiB", "--max-running-requests", "4")
         # What SGLang takes by itself for experts of gpt-oss needs a GPU.
         common += ("--moe-runner-backend", "triton", "--chunked-prefill-size", str(3 * SEGMENT))
-        return nursery.serve(model, *common, *flags, log=model.parent / f"{'-'.join(flags).strip('-')}.log")
+        return servers.serve(model, *common, *flags, log=model.parent / f"{'-'.join(flags).strip('-')}.log")
 
     return start
 

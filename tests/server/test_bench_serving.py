@@ -12,7 +12,7 @@ pytestmark = pytest.mark.server
 GROUPS, PROMPTS, SYSTEM, QUESTION, OUTPUT, SEGMENT = 2, 3, 200, 40, 16, 64
 
 
-def bench(nursery, server, model, folder, *flags: object) -> dict:
+def bench(servers, server, model, folder, *flags: object) -> dict:
     """One run of `python -m sglang.bench_serving`; what it writes to its output file."""
     command = [
         *(sys.executable, "-m", "sglang.bench_serving", "--base-url", server.url, "--model", model),
@@ -22,13 +22,13 @@ def bench(nursery, server, model, folder, *flags: object) -> dict:
         *("--output-file", folder / "result.jsonl", "--output-details", "--cache-report", *flags),
     ]
     # It keeps generated prompts in the home folder.
-    done = nursery.run(list(map(str, command)), timeout=300, env={"HOME": str(folder)})
+    done = servers.run(list(map(str, command)), timeout=300, env={"HOME": str(folder)})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads((folder / "result.jsonl").read_text().splitlines()[-1])
 
 
-def test_shared_prefixes(nursery, character_server, character_model, tmp_path):
-    found = bench(nursery, character_server, character_model, tmp_path, "--backend", "sglang")
+def test_shared_prefixes(servers, character_server, character_model, tmp_path):
+    found = bench(servers, character_server, character_model, tmp_path, "--backend", "sglang")
     assert found["completed"] == GROUPS * PROMPTS
     assert found["total_output_tokens"] == GROUPS * PROMPTS * OUTPUT
     assert found["server_info"]["ragged"]["segment"] == SEGMENT
@@ -38,10 +38,10 @@ def test_shared_prefixes(nursery, character_server, character_model, tmp_path):
     assert cached % SEGMENT == 0
 
 
-def test_multi_turn(nursery, character_server, character_model, tmp_path):
+def test_multi_turn(servers, character_server, character_model, tmp_path):
     turns = 3
     flags = ("--backend", "sglang-oai-chat", "--gsp-num-turns", turns)
-    found = bench(nursery, character_server, character_model, tmp_path, *flags)
+    found = bench(servers, character_server, character_model, tmp_path, *flags)
     assert found["completed"] == GROUPS * PROMPTS * turns
     assert found["total_output_tokens"] == GROUPS * PROMPTS * turns * OUTPUT
     # Each turn after the first finds at least the whole segments of the first one's prompt.
@@ -50,11 +50,11 @@ def test_multi_turn(nursery, character_server, character_model, tmp_path):
 
 
 @pytest.mark.thorough
-def test_the_token_pool_takes_the_same_traffic(nursery, character_model, tmp_path):
+def test_the_token_pool_takes_the_same_traffic(servers, character_model, tmp_path):
     flags = ("--dtype", "float32", "--kv-pool", "token", "--kv-bytes", "32MiB", "--max-running-requests", "8")
     more = ("--attention-backend", "torch_native", "--enable-cache-report")
-    with nursery.serve(character_model, *flags, *more, log=tmp_path / "server.log") as server:
-        found = bench(nursery, server, character_model, tmp_path, "--backend", "sglang")
+    with servers.serve(character_model, *flags, *more, log=tmp_path / "server.log") as server:
+        found = bench(servers, server, character_model, tmp_path, "--backend", "sglang")
     assert found["completed"] == GROUPS * PROMPTS
     assert found["total_output_tokens"] == GROUPS * PROMPTS * OUTPUT
     assert "ragged" not in found["server_info"]

@@ -58,8 +58,8 @@ def flags(folder, profile):
 
 
 @pytest.fixture(scope="module")
-def server(folder, flags, profile, nursery):
-    with nursery.serve(MODEL, *flags, "--kv-bytes", "64MiB", log=folder / "server.log", env=STRICT) as server:
+def server(folder, flags, profile, servers):
+    with servers.serve(MODEL, *flags, "--kv-bytes", "64MiB", log=folder / "server.log", env=STRICT) as server:
         yield server
 
 
@@ -71,8 +71,8 @@ def whole_flags(flags):
 
 
 @pytest.fixture(scope="module")
-def whole(folder, whole_flags, nursery):
-    with nursery.serve(MODEL, *whole_flags, "--kv-bytes", "64MiB", log=folder / "whole.log", env=STRICT) as server:
+def whole(folder, whole_flags, servers):
+    with servers.serve(MODEL, *whole_flags, "--kv-bytes", "64MiB", log=folder / "whole.log", env=STRICT) as server:
         yield server
 
 
@@ -124,7 +124,7 @@ def test_memory_stays_as_it_is_from_the_bound_on(server):
     assert generate(server, document(102, 10), 1).cached == 0
 
 
-def test_many_at_once_are_never_retracted(folder, whole_flags, nursery, whole):
+def test_many_at_once_are_never_retracted(folder, whole_flags, servers, whole):
     """Four long requests in a pool that does not hold them uncut: none is retracted, all answer as when alone."""
     prompts = [document(200 + number, 30 + 25 * number) for number in range(4)]
     flush(whole)
@@ -132,7 +132,7 @@ def test_many_at_once_are_never_retracted(folder, whole_flags, nursery, whole):
     shared = sum(len(prompt) // SEGMENT * SEGMENT for prompt in prompts)
     tokens = str(4 * (HISTORY + 3 * SEGMENT) + shared)
     small = [*whole_flags, "--kv-bytes", "64MiB", "--max-total-tokens", tokens]
-    with nursery.serve(MODEL, *small, log=folder / "small.log", env=STRICT) as pressed:
+    with servers.serve(MODEL, *small, log=folder / "small.log", env=STRICT) as pressed:
         together = generate_all(pressed, prompts, 2 * HISTORY)
         log = pressed.log_text()
     assert "Retract" not in log
@@ -145,7 +145,7 @@ def test_many_at_once_are_never_retracted(folder, whole_flags, nursery, whole):
         np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
 
 
-def test_retraction_changes_nothing(folder, whole_flags, nursery, whole):
+def test_retraction_changes_nothing(folder, whole_flags, servers, whole):
     """SGLang retracts a request every few steps; prefilled again, it sees what it saw."""
     prompts = [document(300 + number, HISTORY - 20 + 60 * number) for number in range(2)]
     alone = []
@@ -153,7 +153,7 @@ def test_retraction_changes_nothing(folder, whole_flags, nursery, whole):
         flush(whole)
         alone.append(generate(whole, prompt, 3 * SEGMENT))
     pressed = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "150", **STRICT}
-    with nursery.serve(MODEL, *whole_flags, "--kv-bytes", "64MiB", log=folder / "retract.log", env=pressed) as server:
+    with servers.serve(MODEL, *whole_flags, "--kv-bytes", "64MiB", log=folder / "retract.log", env=pressed) as server:
         together = generate_all(server, prompts, 3 * SEGMENT)
         assert "Testing retraction" in server.log_text()
     for one, other in zip(together, alone, strict=True):
@@ -173,13 +173,13 @@ def test_what_it_says(server):
 
 
 @pytest.mark.parametrize("mode", ["permute", pytest.param("split", marks=pytest.mark.thorough)])
-def test_ranks_drop_the_same(nursery, models, tmp_path, mode):
+def test_ranks_drop_the_same(servers, models, tmp_path, mode):
     """Two ranks, each with half of the heads, agree on what leaves; from the cache and cold, and with the oracle."""
     model, limit = models["llama"], 6
     rng = np.random.default_rng(1)
     prompt = rng.integers(3, 512, 9 * two_ranks.SEGMENT + 30).tolist()
     flags = ["--ragged-history", str(limit * two_ranks.SEGMENT), "--ragged-fairkv", mode]
-    with two_ranks.serve(nursery, model, 2, two_ranks.RATIO, *flags, log=tmp_path / "server.log") as server:
+    with two_ranks.serve(servers, model, 2, two_ranks.RATIO, *flags, log=tmp_path / "server.log") as server:
         cold = generate(server, prompt, two_ranks.SEGMENT + 20, logprobs_from=0)
         warm = generate(server, prompt, two_ranks.SEGMENT + 20)
     assert (cold.cached, warm.cached) == (0, limit * two_ranks.SEGMENT)
@@ -201,13 +201,13 @@ def test_ranks_drop_the_same(nursery, models, tmp_path, mode):
         pytest.param("recency", "load", marks=pytest.mark.thorough),
     ],
 )
-def test_a_host_tier_holds_what_was_shared(folder, flags, nursery, score, restore):
+def test_a_host_tier_holds_what_was_shared(folder, flags, servers, score, restore):
     """What comes back from the host is seen as if it had never left, and leaves views as if it had not."""
     tier = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-write-policy", "write_through"]
     device = ["--kv-bytes", "64MiB", "--max-total-tokens", str(4 * HISTORY), "--ragged-restore", restore]
     device += ["--ragged-history-score", score]
     prompt = document(400, 2 * HISTORY + 20)
-    with nursery.serve(MODEL, *flags, *tier, *device, log=folder / "tier.log", env=STRICT) as server:
+    with servers.serve(MODEL, *flags, *tier, *device, log=folder / "tier.log", env=STRICT) as server:
         cold = generate(server, prompt, 2 * SEGMENT)
         for seed in range(401, 409):
             generate(server, document(seed, HISTORY + 2), 1)
@@ -224,14 +224,14 @@ def test_a_host_tier_holds_what_was_shared(folder, flags, nursery, score, restor
 
 
 @pytest.mark.thorough
-def test_storage_holds_scores(folder, flags, nursery):
+def test_storage_holds_scores(folder, flags, servers):
     """A server that starts anew finds segments on disk, and what it drops is what the first one dropped."""
     tier = ["--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-write-policy", "write_through"]
     tier += ["--hicache-storage-backend", "file", "--file-storage-path", str(folder / "pages")]
     tier += ["--hicache-storage-prefetch-policy", "wait_complete", "--ragged-restore", "load"]
     prompt, answers = document(400, 2 * HISTORY + 20), []
     for turn in range(2):
-        with nursery.serve(MODEL, *flags, *tier, "--kv-bytes", "64MiB", log=folder / "disk.log", env=STRICT) as server:
+        with servers.serve(MODEL, *flags, *tier, "--kv-bytes", "64MiB", log=folder / "disk.log", env=STRICT) as server:
             answers.append(generate(server, prompt, 2 * SEGMENT))
             if turn == 0:
                 wait_until(lambda: len(pages(folder / "pages")) == LIMIT)

@@ -50,8 +50,8 @@ def flags(gemma3, profile):
 
 
 @pytest.fixture(scope="module")
-def server(gemma3, flags, nursery):
-    with nursery.serve(gemma3, *flags, "--kv-bytes", "32MiB", log=gemma3.parent / "log", env=ENV) as server:
+def server(gemma3, flags, servers):
+    with servers.serve(gemma3, *flags, "--kv-bytes", "32MiB", log=gemma3.parent / "log", env=ENV) as server:
         yield server
 
 
@@ -101,7 +101,7 @@ def test_memory_stays_as_it_is_from_the_bound_on(server):
     assert generate(server, prompt(3, 10), 1).cached == 0
 
 
-def test_few_pages_and_retraction_change_nothing(gemma3, flags, nursery, server):
+def test_few_pages_and_retraction_change_nothing(gemma3, flags, servers, server):
     """Long prompts and answers in a pool that would not hold them uncut, retracted every few steps."""
     prompts = [prompt(10 + number, 30 + 330 * number) for number in range(3)]
     flush(server)
@@ -112,7 +112,7 @@ def test_few_pages_and_retraction_change_nothing(gemma3, flags, nursery, server)
     few = ("--swa-full-tokens-ratio", "0.34")
     small = [*flags, "--kv-bytes", "32MiB", "--max-total-tokens", str(tokens), *few]
     env = ENV | {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "100"}
-    with nursery.serve(gemma3, *small, log=gemma3.parent / "small.log", env=env) as pressed:
+    with servers.serve(gemma3, *small, log=gemma3.parent / "small.log", env=env) as pressed:
         together = generate_all(pressed, prompts, HISTORY + 20)
         log = pressed.log_text()
     assert " in 12 pages" in log

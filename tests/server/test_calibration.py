@@ -36,7 +36,7 @@ CONTEXT, LONGEST = 640, 632
 """Tokens of the model's context, and of the longest sample that is recorded."""
 
 
-def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
+def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     model = make_qwen3(tmp_path / "qwen3", max_position_embeddings=CONTEXT)
     rng = np.random.default_rng(0)
     data = tmp_path / "samples.jsonl"
@@ -52,7 +52,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     if request.config.getoption("thorough"):
         done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=400)
     else:
-        done = nursery.run([*command, "--json"], timeout=400)
+        done = servers.run([*command, "--json"], timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     reports = {report["scorer"]: report for report in json.loads(done.stdout)}
     profile = load_profile(tmp_path / "keydiff.safetensors")
@@ -79,7 +79,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     # Hidden states of a layer at a time make the same gates.
     states = sum(2 * 256 * ((min(len(sample["input_ids"]), LONGEST) - 1) // SEGMENT * SEGMENT) for sample in samples)
     bounded = ["--scorer", "gate", "--hidden-states", str(states), "--work", str(tmp_path / "bounded")]
-    by_layers = nursery.run([*command, *bounded, "--json"], timeout=400)
+    by_layers = servers.run([*command, *bounded, "--json"], timeout=400)
     assert by_layers.returncode == 0, by_layers.stderr[-3000:]
     assert "through the model 2 times, for 1 layers each" in by_layers.stderr
     assert json.loads(by_layers.stdout) == [reports["gate"]]
@@ -87,22 +87,22 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     # What is missing is recorded again, and comes out the same; the other method needs no engine at all.
     work = tmp_path / "all.safetensors.recordings"
     (work / "sample-00001.safetensors").unlink()
-    again = nursery.run([*command, "--json"], timeout=400)
+    again = servers.run([*command, "--json"], timeout=400)
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout) == list(reports.values())
-    implied = nursery.run([*command, "--method", "implied"], timeout=400)
+    implied = servers.run([*command, "--method", "implied"], timeout=400)
     assert implied.returncode == 0, implied.stderr[-3000:]
     assert load_profile(tmp_path / "keydiff.safetensors").method == "implied"
     # Attention at random is as volatile as can be, unless every head counts as an anchor.
-    refused = nursery.run([*command, "--method", "roles", "--tau-sim", "1"], timeout=400)
+    refused = servers.run([*command, "--method", "roles", "--tau-sim", "1"], timeout=400)
     assert refused.returncode != 0
     assert "4 of 4 heads are pivots or volatile" in refused.stderr
-    anchors = nursery.run([*command, "--method", "roles", "--tau-sim", "1", "--tau-stable", "0"], timeout=400)
+    anchors = servers.run([*command, "--method", "roles", "--tau-sim", "1", "--tau-stable", "0"], timeout=400)
     assert anchors.returncode == 0, anchors.stderr[-3000:]
     by_roles = load_profile(tmp_path / "keydiff.safetensors")
     assert by_roles.method == "roles"
     assert (profile_kept(by_roles, RATIO, SEGMENT) < SEGMENT).all()
-    plain = nursery.run([*command, "--error-samples", "0"], timeout=400)
+    plain = servers.run([*command, "--error-samples", "0"], timeout=400)
     assert plain.returncode == 0, plain.stderr[-3000:]
     curves = error_curves(output_errors(model, samples, work, profile), SEGMENT)
     expected = weighed(load_profile(tmp_path / "keydiff.safetensors").coverage, curves)
@@ -113,13 +113,13 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, nursery):
     serving += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
     serving += ["--ragged-profile", str(tmp_path / "profile.safetensors")]
     # What the oracle knows: what is kept stays as it is.
-    with nursery.serve(model, *serving, "--ragged-fit", "none", log=tmp_path / "server.log") as server:
+    with servers.serve(model, *serving, "--ragged-fit", "none", log=tmp_path / "server.log") as server:
         prompt = rng.integers(3, 512, 500).tolist()
         answer = generate(server, prompt, 30, logprobs_from=0)
         assert f"digest {profile.digest()}" in server.log_text()
     # A profile brings its scorer; what was found in the cache answers as what is computed anew.
     serving[-1] = str(tmp_path / "trained.safetensors")
-    with nursery.serve(model, *serving, log=tmp_path / "gate.log") as server:
+    with servers.serve(model, *serving, log=tmp_path / "gate.log") as server:
         assert "scorer gate" in server.log_text()
         assert f"fitted to {3 * PER_QUERY_HEAD} queries per head" in server.log_text()
         turn = prompt + generate(server, prompt, 20).tokens

@@ -32,9 +32,9 @@ class Favour(CustomLogitProcessor):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, nursery):
+def server(tmp_path_factory, servers):
     flags = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", "64")
-    with nursery.serve(MODEL, *COMMON, *flags, log=tmp_path_factory.mktemp("constrained") / "log") as server:
+    with servers.serve(MODEL, *COMMON, *flags, log=tmp_path_factory.mktemp("constrained") / "log") as server:
         yield server
 
 
@@ -85,11 +85,11 @@ def sampled(server) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
-def test_logit_processors_do_the_same_on_both_pools(server, tmp_path, nursery):
+def test_logit_processors_do_the_same_on_both_pools(server, tmp_path, servers):
     found = sampled(server)
     wanted = task.TOKEN_ID["v3"]
     for tokens in found[1::2]:
         assert tokens[::2] == [wanted] * 30
     assert all(tokens.count(wanted) < 15 for tokens in found[::2])
-    with nursery.serve(MODEL, *COMMON, "--kv-pool", "token", log=tmp_path / "log") as other:
+    with servers.serve(MODEL, *COMMON, "--kv-pool", "token", log=tmp_path / "log") as other:
         assert sampled(other) == found

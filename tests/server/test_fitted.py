@@ -99,9 +99,9 @@ def equal(form: str, found: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("form", ["wide", "k8v4"])
-def test_hits_equal_misses_and_both_what_the_definition_says(nursery, tmp_path, form):
+def test_hits_equal_misses_and_both_what_the_definition_says(servers, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
-    with nursery.serve(MODEL, *flags(form, tmp_path), log=tmp_path / "server.log") as server:
+    with servers.serve(MODEL, *flags(form, tmp_path), log=tmp_path / "server.log") as server:
         assert server_settings(server)["fitted"]
         equal(form, *hits_and_misses(server))
         flush(server)
@@ -117,14 +117,14 @@ def test_hits_equal_misses_and_both_what_the_definition_says(nursery, tmp_path, 
         assert difference.max() < 2e-2
 
 
-def test_without_it_answers_are_those_of_what_is_kept(nursery, tmp_path):
+def test_without_it_answers_are_those_of_what_is_kept(servers, tmp_path):
     """And a profile without a codebook says so."""
     make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
     answers = []
     for more in (("--ragged-fit", "none"), (), None):
         if more is None:
             make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
-        with nursery.serve(MODEL, *flags("wide", tmp_path, *(more or ())), log=tmp_path / "server.log") as server:
+        with servers.serve(MODEL, *flags("wide", tmp_path, *(more or ())), log=tmp_path / "server.log") as server:
             answers.append(generate(server, PROMPTS[1], 2, logprobs_from=0).input_logprobs)
             assert server_settings(server)["fitted"] == (more == ())
     assert "the profile has no codebook; " in (tmp_path / "server.log").read_text()
@@ -133,13 +133,13 @@ def test_without_it_answers_are_those_of_what_is_kept(nursery, tmp_path):
 
 
 @pytest.mark.parametrize("placed", ["permute", "split"])
-def test_ranks_agree(nursery, tmp_path, placed):
+def test_ranks_agree(servers, tmp_path, placed):
     make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
     answers = []
     for ranks in (1, 2):
         cores = sorted(os.sched_getaffinity(0))
         env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if ranks > 1 else {}
         more = ("--tp", "2", "--ragged-fairkv", placed) if ranks > 1 else ()
-        with nursery.serve(MODEL, *flags("wide", tmp_path, *more), log=tmp_path / "server.log", env=env) as server:
+        with servers.serve(MODEL, *flags("wide", tmp_path, *more), log=tmp_path / "server.log", env=env) as server:
             answers.append([generate(server, prompt, NEW) for prompt in PROMPTS])
     equal("wide", *answers)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.demo import MODEL
 from sgl_ragged.profiles.budgets import profile_kept
+from tests.harness import LARGEST
 from tests.models import make_profile
 from tests.oracle import Oracle
-from tests.rig import LARGEST
 from tests.server.client import flush, generate, generate_all
 from tests.server.test_semantics import document
 
@@ -28,13 +28,13 @@ SCALES = (0.03, 0.05, 0.02, 0.1)
 STATIC = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def serve(nursery, folder, dtype, *more):
+def serve(servers, folder, dtype, *more):
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "40MiB", "--max-running-requests", "9"),
         *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
         *("--ragged-profile", str(folder / "profile.safetensors"), "--kv-cache-dtype", dtype),
     ]
-    return nursery.serve(MODEL, *flags, "--chunked-prefill-size", "512", *more, log=folder / f"{dtype}.log")
+    return servers.serve(MODEL, *flags, "--chunked-prefill-size", "512", *more, log=folder / f"{dtype}.log")
 
 
 def scales_file(folder):
@@ -46,7 +46,7 @@ def scales_file(folder):
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.thorough)])
-def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(nursery, tmp_path, name):
+def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(servers, tmp_path, name):
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
     scales = SCALES if name == "fp8_e4m3" else (1.0,) * 4
     kept = profile_kept(make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT), RATIO, SEGMENT)
@@ -56,7 +56,7 @@ def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(nursery, tmp_path, 
 
     more = ("--quantization-param-path", str(scales_file(tmp_path))) if name == "fp8_e4m3" else ()
     prompts = [document(seed, length) for seed, length in enumerate((129, 500, 1000))]
-    with serve(nursery, tmp_path, name, *more) as server:
+    with serve(servers, tmp_path, name, *more) as server:
         cold = []
         for prompt in prompts:
             flush(server)
@@ -81,7 +81,7 @@ def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(nursery, tmp_path, 
     assert f"scales of keys {min(scales):g} to {max(scales):g}" in log
 
 
-def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(nursery, tmp_path):
+def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(servers, tmp_path):
     """By compressed-tensors: plain weights, and a scale of keys and of values for each layer."""
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
@@ -98,7 +98,7 @@ def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(nursery, tmp_p
         *("--dtype", "bfloat16", "--skip-tokenizer-init", "--kv-bytes", "20MiB", "--max-running-requests", "2"),
         *("--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "128"),
     ]
-    with nursery.serve(model, *flags, log=tmp_path / "log") as server:
+    with servers.serve(model, *flags, log=tmp_path / "log") as server:
         prompt = document(1, 300)
         cold = generate(server, prompt, 8)
         warm = generate(server, prompt, 8)

@@ -21,9 +21,9 @@ SCRIPTS = sorted(path for path in (Path(__file__).parents[2] / "examples").glob(
 
 
 @pytest.fixture(scope="module")
-def server(character_model, nursery, tmp_path_factory):
+def server(character_model, servers, tmp_path_factory):
     args = server_args("ragged", "16MiB", 1.0, SEGMENT)
-    with nursery.serve(character_model, *args, log=tmp_path_factory.mktemp("log") / "ragged.log") as server:
+    with servers.serve(character_model, *args, log=tmp_path_factory.mktemp("log") / "ragged.log") as server:
         yield server
 
 
@@ -32,9 +32,9 @@ def outcomes(server):
     return {outcome.program: outcome for outcome in run_programs(server.url)}
 
 
-def test_outputs_equal_the_token_pool(character_model, nursery, outcomes, tmp_path):
+def test_outputs_equal_the_token_pool(character_model, servers, outcomes, tmp_path):
     args = server_args("token", "16MiB", 1.0, SEGMENT)
-    with nursery.serve(character_model, *args, log=tmp_path / "token.log") as server:
+    with servers.serve(character_model, *args, log=tmp_path / "token.log") as server:
         expected = run_programs(server.url)
     assert list(outcomes) == [want.program for want in expected] == list(PROGRAMS)
     for want in expected:

@@ -43,14 +43,14 @@ def bytes_per_token(model) -> int:
 
 
 @pytest.mark.parametrize("make", [make_llama, pytest.param(make_qwen3, marks=pytest.mark.thorough)])
-def test_full_ratio_equals_token_pool(make, tmp_path, nursery):
+def test_full_ratio_equals_token_pool(make, tmp_path, servers):
     model = make(tmp_path / "model")
     common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4")
     ragged = ("--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", str(PAGE))
     # The same page size: with another one the radix cache would cut the prompt elsewhere.
     starts = (
-        nursery.serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log"),
-        nursery.serve(model, *common, *ragged, log=tmp_path / "ragged.log"),
+        servers.serve(model, *common, "--page-size", str(PAGE), log=tmp_path / "token.log"),
+        servers.serve(model, *common, *ragged, log=tmp_path / "ragged.log"),
     )
     with contextlib.ExitStack() as stack:
         token_server, ragged_server = [stack.enter_context(start) for start in starts]

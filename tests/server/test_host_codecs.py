@@ -37,10 +37,10 @@ def tier(server) -> tuple[str, float]:
     # The largest logprob that moved did so by .037 with fp8 and by .17 with shared when this was written.
     [("fp8", 0.26, 6e-2), pytest.param("shared", 0.77, 1.0, marks=pytest.mark.thorough)],
 )
-def test_restored_answers_are_close_and_rows_small(nursery, tmp_path, codec, share, most):
+def test_restored_answers_are_close_and_rows_small(servers, tmp_path, codec, share, most):
     folder = tmp_path / "pages"
     flags = (*STORED, "--file-storage-path", str(folder), "--ragged-profile", "uniform")
-    with serve(nursery, tmp_path, Variant(), *flags, "--ragged-host-codec", codec) as server:
+    with serve(servers, tmp_path, Variant(), *flags, "--ragged-host-codec", codec) as server:
         found, size = tier(server)
         assert found == codec
         assert size < share
@@ -61,7 +61,7 @@ def test_restored_answers_are_close_and_rows_small(nursery, tmp_path, codec, sha
     if codec != "fp8":
         return
     # The same folder, another codec: its pages have other names.
-    with serve(nursery, tmp_path, Variant(), *flags) as server:
+    with serve(servers, tmp_path, Variant(), *flags) as server:
         assert tier(server) == ("exact", 1.0)
         other = generate(server, asked, NEW)
         assert other.cached == 0

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from benchmarks.recall import task
 from tests.models import make_profile
 from tests.server.client import Answer, flush, generate, generate_all, ragged_metrics
@@ -61,14 +61,14 @@ class Variant:
 
 
 @contextlib.contextmanager
-def serve(nursery: Nursery, folder: Path, variant: Variant, *more: str) -> Iterator[Server]:
+def serve(servers: ServerPool, folder: Path, variant: Variant, *more: str) -> Iterator[Server]:
     profile = folder / f"{variant.scorer}.safetensors"
     make_profile(MODEL, profile, segment=SEGMENT, scorer=variant.scorer)
     cores = sorted(os.sched_getaffinity(0))
     bound = "|".join(str(cores[rank % len(cores)]) for rank in range(variant.tp))
     env = {"SGLANG_CPU_OMP_THREADS_BIND": bound} if variant.tp > 1 else {}
     flags = [*variant.flags, "--ragged-profile", str(profile), *more]
-    with nursery.serve(MODEL, *flags, log=folder / "server.log", env=env) as server:
+    with servers.serve(MODEL, *flags, log=folder / "server.log", env=env) as server:
         yield server
 
 
@@ -138,8 +138,8 @@ ALWAYS = [
     ],
     ids=str,
 )
-def test_conversations_come_back_from_the_host(nursery, tmp_path, variant):
-    with serve(nursery, tmp_path, variant) as server:
+def test_conversations_come_back_from_the_host(servers, tmp_path, variant):
+    with serve(servers, tmp_path, variant) as server:
         firsts, seconds = cold_turns(server)
         for prompt, first in zip(CONVERSATIONS, firsts, strict=True):
             # The selective policy backs up what was asked for twice.
@@ -159,9 +159,9 @@ def test_conversations_come_back_from_the_host(nursery, tmp_path, variant):
         assert come_back == sum(map(held, firsts, CONVERSATIONS)) // SEGMENT
 
 
-def test_slabs_of_an_fp8_cache_come_back_as_they_were(nursery, tmp_path):
+def test_slabs_of_an_fp8_cache_come_back_as_they_were(servers, tmp_path):
     prompt = CONVERSATIONS[1]
-    with serve(nursery, tmp_path, Variant(), "--kv-cache-dtype", "fp8_e4m3") as server:
+    with serve(servers, tmp_path, Variant(), "--kv-cache-dtype", "fp8_e4m3") as server:
         first = generate(server, prompt, NEW)
         asked = second_turn(first, prompt)
         warm = generate(server, asked, NEW)
@@ -174,13 +174,13 @@ def test_slabs_of_an_fp8_cache_come_back_as_they_were(nursery, tmp_path):
 
 
 @pytest.mark.thorough
-def test_500_requests_over_40_conversations(nursery, tmp_path):
+def test_500_requests_over_40_conversations(servers, tmp_path):
     """On a device with room for a tenth of them: every answer is a quiet server's."""
     rng = np.random.default_rng(3)
     prompts = [conversation(200 + seed, int(rng.integers(500, 800))) for seed in range(40)]
     # Three turns each: prefixes of one token sequence, at whatever the server answered alone.
     turns = [[prompt[: len(prompt) // 3 * turn] for turn in (1, 2, 3)] for prompt in prompts]
-    with serve(nursery, tmp_path, Variant(), "--hicache-ratio", "14") as server:
+    with serve(servers, tmp_path, Variant(), "--hicache-ratio", "14") as server:
         quiet = {}
         for tokens in (tuple(turn) for conversation_turns in turns for turn in conversation_turns):
             forget(server)
@@ -226,10 +226,10 @@ def pages(folder: Path) -> list[Path]:
     ],
     ids=str,
 )
-def test_conversations_come_back_from_storage(nursery, tmp_path, variant):
+def test_conversations_come_back_from_storage(servers, tmp_path, variant):
     """After a restart; write_back has written what was evicted."""
     flags = (*STORED, "--file-storage-path", str(tmp_path / "pages"))
-    with serve(nursery, tmp_path, variant, *flags) as server:
+    with serve(servers, tmp_path, variant, *flags) as server:
         firsts, seconds = cold_turns(server)
         for prompt in CONVERSATIONS:
             for _ in range(2):
@@ -237,7 +237,7 @@ def test_conversations_come_back_from_storage(nursery, tmp_path, variant):
         fill_device(server)
         # write_back gives to storage what leaves the host, or has been evicted from the device.
         fill_device(server)
-    with serve(nursery, tmp_path, variant, *flags) as server:
+    with serve(servers, tmp_path, variant, *flags) as server:
         for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
             found = generate(server, second_turn(first, prompt), NEW)
             assert_same(found, second)
@@ -245,11 +245,11 @@ def test_conversations_come_back_from_storage(nursery, tmp_path, variant):
         assert restored(server, "storage") > 0
 
 
-def test_storage_is_never_read_as_anything_else_than_it_was(nursery, tmp_path):
+def test_storage_is_never_read_as_anything_else_than_it_was(servers, tmp_path):
     """Damaged pages, what a killed server left, another ratio; and weights stay what they were."""
     folder = tmp_path / "pages"
     flags = (*STORED, "--file-storage-path", str(folder))
-    with serve(nursery, tmp_path, Variant(), *flags) as server:
+    with serve(servers, tmp_path, Variant(), *flags) as server:
         body = {"model_path": str(MODEL)}
         answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=60)
         assert answer.status_code == 400
@@ -269,7 +269,7 @@ def test_storage_is_never_read_as_anything_else_than_it_was(nursery, tmp_path):
     unfinished = folder / ".killed.tmp"
     unfinished.write_bytes(b"half")
     os.utime(unfinished, (0, 0))
-    with serve(nursery, tmp_path, Variant(), *flags) as server:
+    with serve(servers, tmp_path, Variant(), *flags) as server:
         cached = []
         for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
             found = generate(server, second_turn(first, prompt), NEW)
@@ -281,7 +281,7 @@ def test_storage_is_never_read_as_anything_else_than_it_was(nursery, tmp_path):
         # What was damaged is written anew.
         wait_until(lambda: {path: path.read_bytes() for path in pages(folder) if path in before} == before)
 
-    with serve(nursery, tmp_path, Variant(ratio=0.5), *flags) as server:
+    with serve(servers, tmp_path, Variant(ratio=0.5), *flags) as server:
         for prompt, first in zip(CONVERSATIONS, firsts, strict=True):
             assert generate(server, second_turn(first, prompt), 1).cached == 0
         assert restored(server, "storage") == 0
@@ -289,15 +289,15 @@ def test_storage_is_never_read_as_anything_else_than_it_was(nursery, tmp_path):
 
 
 @pytest.mark.thorough
-def test_two_servers_share_a_folder(nursery, tmp_path):
+def test_two_servers_share_a_folder(servers, tmp_path):
     """At the same time: each finds what the other wrote, and both answer as alone."""
     folder = tmp_path / "pages"
     flags = (*STORED, "--file-storage-path", str(folder))
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     with (
-        serve(nursery, tmp_path / "one", Variant(), *flags) as one,
-        serve(nursery, tmp_path / "other", Variant(), *flags) as other,
+        serve(servers, tmp_path / "one", Variant(), *flags) as one,
+        serve(servers, tmp_path / "other", Variant(), *flags) as other,
     ):
         firsts, seconds = cold_turns(one)
         forget(other)
@@ -317,14 +317,14 @@ def test_two_servers_share_a_folder(nursery, tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_full_disk_costs_nothing_but_what_it_would_have_held(nursery, tmp_path):
+def test_a_full_disk_costs_nothing_but_what_it_would_have_held(servers, tmp_path):
     folder = tmp_path / "pages"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
         pytest.skip("no right to mount a file system of two MiB")
     try:
-        with serve(nursery, tmp_path, Variant(), *STORED, "--file-storage-path", str(folder)) as server:
+        with serve(servers, tmp_path, Variant(), *STORED, "--file-storage-path", str(folder)) as server:
             firsts, seconds = cold_turns(server)
             for prompt, first in zip(CONVERSATIONS, firsts, strict=True):
                 assert_same(generate(server, prompt, NEW), first)
@@ -332,7 +332,7 @@ def test_a_full_disk_costs_nothing_but_what_it_would_have_held(nursery, tmp_path
             for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
                 assert_same(generate(server, second_turn(first, prompt), NEW), second)
         # What fitted is whole.
-        with serve(nursery, tmp_path, Variant(), *STORED, "--file-storage-path", str(folder)) as server:
+        with serve(servers, tmp_path, Variant(), *STORED, "--file-storage-path", str(folder)) as server:
             for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
                 assert_same(generate(server, second_turn(first, prompt), NEW), second)
             assert restored(server, "storage") > 0

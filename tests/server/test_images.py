@@ -35,7 +35,7 @@ def folder(vision, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def serve(folder, nursery):
+def serve(folder, servers):
     """Starts a server on the model at a ratio."""
 
     def start(ratio: float, *more: str):
@@ -43,7 +43,7 @@ def serve(folder, nursery):
             *("--dtype", "float32", "--kv-bytes", "16MiB", "--max-running-requests", "4", "--kv-pool", "ragged"),
             *("--ragged-ratio", str(ratio), "--ragged-segment", str(SEGMENT), *more),
         ]
-        return nursery.serve(folder, *flags, log=folder.parent / f"{ratio}.log")
+        return servers.serve(folder, *flags, log=folder.parent / f"{ratio}.log")
 
     return start
 
@@ -106,7 +106,7 @@ def test_pictures_in_slabs_of_codes(vision, serve):
 
 
 @pytest.mark.thorough
-def test_a_gate_trained_on_text_serves_pictures(tmp_path, nursery):
+def test_a_gate_trained_on_text_serves_pictures(tmp_path, servers):
     """Calibration sends text alone; the gate then scores what enters attention at a picture's tokens, too."""
     vision = MAKERS["qwen2.5-vl"]()
     model, profile = vision.save(tmp_path / "model"), tmp_path / "gate.safetensors"
@@ -115,13 +115,13 @@ def test_a_gate_trained_on_text_serves_pictures(tmp_path, nursery):
     data = tmp_path / "samples.jsonl"
     data.write_text("\n".join(map(json.dumps, samples)))
     command = ["-m", "calib", "run", "--model", model, "--dtype", "float32", "--data", data, "--segment", SEGMENT]
-    done = nursery.run([sys.executable, *map(str, [*command, "--scorer", "gate", "-o", profile])], timeout=400)
+    done = servers.run([sys.executable, *map(str, [*command, "--scorer", "gate", "-o", profile])], timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     flags = [
         *("--dtype", "float32", "--kv-bytes", "16MiB", "--max-running-requests", "4", "--kv-pool", "ragged"),
         *("--ragged-ratio", "0.3", "--ragged-segment", str(SEGMENT), "--ragged-profile", str(profile)),
     ]
-    with nursery.serve(model, *flags, log=tmp_path / "gate.log") as server:
+    with servers.serve(model, *flags, log=tmp_path / "gate.log") as server:
         cold, warm = look(vision, server, 0), look(vision, server, 0)
         assert "scorer gate" in server.log_text()
     assert (cold.cached, warm.cached > len(BEFORE) + SEGMENT) == (0, True)

@@ -39,14 +39,14 @@ def profile(character_model, folder):
 
 
 @pytest.fixture(scope="module")
-def server(character_model, folder, profile, nursery):
+def server(character_model, folder, profile, servers):
     flags = [
         *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
         *("--ragged-profile", str(folder / "profile.safetensors"), "--max-running-requests", str(REQUESTS)),
         # Written at every step, so that a scrape sees the step before it.
         *("--decode-log-interval", "1"),
     ]
-    with nursery.serve(character_model, *COMMON, *flags, log=folder / "ragged.log") as server:
+    with servers.serve(character_model, *COMMON, *flags, log=folder / "ragged.log") as server:
         yield server
 
 
@@ -135,22 +135,22 @@ def test_running_requests_hold_tails(server, profile):
     assert found["slab_bytes_in_use"] % slab_bytes(profile) == 0
 
 
-def test_the_token_pool_has_none_of_it(character_model, folder, nursery):
-    with nursery.serve(character_model, *COMMON, log=folder / "token.log") as server:
+def test_the_token_pool_has_none_of_it(character_model, folder, servers):
+    with servers.serve(character_model, *COMMON, log=folder / "token.log") as server:
         generate(server, prompt(0, 200), 20)
         assert ragged_metrics(server) == {}
         assert "ragged" not in httpx.get(f"{server.url}/metrics", timeout=60).text
         assert "ragged" not in httpx.get(f"{server.url}/server_info", timeout=60).json()
 
 
-def test_ranks_have_series_of_their_own(character_model, folder, profile, nursery):
+def test_ranks_have_series_of_their_own(character_model, folder, profile, servers):
     kept = profile_kept(profile, RATIO, SEGMENT)
     ranks = [kept[:, : HEADS // 2].mean(), kept[:, HEADS // 2 :].mean()]
     assert ranks[0] != ranks[1]
     flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--tp", "2"]
     flags += ["--ragged-profile", str(folder / "profile.safetensors"), "--ragged-fairkv", "none"]
     flags += ["--max-running-requests", "2", "--enable-metrics-for-all-schedulers"]
-    with nursery.serve(character_model, *COMMON, *flags, log=folder / "ranks.log", env=two_cores()) as server:
+    with servers.serve(character_model, *COMMON, *flags, log=folder / "ranks.log", env=two_cores()) as server:
         generate(server, prompt(0, 200), 2)
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
         found = {
@@ -170,7 +170,7 @@ def test_ranks_have_series_of_their_own(character_model, folder, profile, nurser
 
 
 @pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="the controller of replicas has no seam there")
-def test_replicas(character_model, folder, nursery):
+def test_replicas(character_model, folder, servers):
     """What /server_info says of one replica, and the metrics of each."""
     flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--dp-size", "2"]
     flags += ["--max-running-requests", "2", "--load-balance-method", "round_robin", "--decode-log-interval", "1"]
@@ -184,7 +184,7 @@ def test_replicas(character_model, folder, nursery):
             if sample.name == "sglang:ragged_slab_bytes_in_use"
         }
 
-    with nursery.serve(character_model, *COMMON, *flags, log=folder / "replicas.log", env=two_cores()) as server:
+    with servers.serve(character_model, *COMMON, *flags, log=folder / "replicas.log", env=two_cores()) as server:
         info = httpx.get(f"{server.url}/server_info", timeout=60).json()
         assert info["ragged"]["ratio"] == RATIO
         assert info["ragged"]["virtual_tokens"] == info["max_total_num_tokens"]

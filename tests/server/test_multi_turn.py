@@ -32,18 +32,18 @@ BENCHMARK = (sys.executable, "-m", "benchmarks.multi_turn", *TRAFFIC)
 
 
 @contextlib.contextmanager
-def server(nursery, name: str, log: Path) -> Iterator[Server]:
+def server(servers, name: str, log: Path) -> Iterator[Server]:
     """A server with the flags that the benchmark would give it."""
     flags = server_arguments(Pool.parse(name), CLIENTS, KV_BYTES, on_cpu=True)
-    with nursery.serve(MODEL, *flags, log=log) as running:
+    with servers.serve(MODEL, *flags, log=log) as running:
         yield running
 
 
-def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(nursery, tmp_path):
+def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(servers, tmp_path):
     folder = tmp_path / "out"
     with contextlib.ExitStack() as stack:
-        token = stack.enter_context(server(nursery, "token", tmp_path / "token.log"))
-        ragged = stack.enter_context(server(nursery, "ragged@0.5", tmp_path / "ragged.log"))
+        token = stack.enter_context(server(servers, "token", tmp_path / "token.log"))
+        ragged = stack.enter_context(server(servers, "ragged@0.5", tmp_path / "ragged.log"))
         urls = ["--output", str(folder), "--request-rate", "3", "--min-load", "0"]
         command = [*BENCHMARK, *urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={ragged.url}"]
         first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -62,10 +62,10 @@ def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(nurser
         kept = Store.load(folder).points
         assert [point.key.pool for point in kept] == ["token"]
 
-        again = stack.enter_context(server(nursery, "ragged@0.5", tmp_path / "again.log"))
+        again = stack.enter_context(server(servers, "ragged@0.5", tmp_path / "again.log"))
         served = token.log_text().count("/v1/chat/completions")
         command = [*BENCHMARK, *urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={again.url}"]
-        second = nursery.run(command, timeout=90)
+        second = servers.run(command, timeout=90)
         assert second.returncode == 0, second.stderr
         assert token.log_text().count("/v1/chat/completions") == served
 
@@ -124,11 +124,11 @@ def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
     assert rounds(point)[2].cached_share > 0.5
 
 
-def test_a_server_that_does_not_say_enough_is_one_line(nursery, tmp_path):
+def test_a_server_that_does_not_say_enough_is_one_line(servers, tmp_path):
     flags = ["--dtype", "float32", "--kv-bytes", KV_BYTES, "--max-running-requests", "3", "--kv-pool", "ragged"]
-    with nursery.serve(MODEL, *flags, log=tmp_path / "plain.log") as plain:
+    with servers.serve(MODEL, *flags, log=tmp_path / "plain.log") as plain:
         address = ["--url", f"ragged@0.5={plain.url}", "--output", str(tmp_path / "out")]
-        run = nursery.run([*BENCHMARK, *address], timeout=60)
+        run = servers.run([*BENCHMARK, *address], timeout=60)
     assert run.returncode == 1
     assert "--enable-metrics" in run.stderr.strip().splitlines()[-1]
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import real_model
 from benchmarks.harness.client import ServerClient
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from benchmarks.quality.head import compare, load_head
 from benchmarks.quality.served import hidden_states
 from benchmarks.quality.texts import Text
@@ -33,12 +33,12 @@ def smollm2():
 
 
 @pytest.mark.server
-def test_the_model_answers_through_the_ragged_pool(smollm2, nursery: Nursery, tmp_path):
+def test_the_model_answers_through_the_ragged_pool(smollm2, servers: ServerPool, tmp_path):
     flags = ("--dtype", "float32", "--kv-pool", "ragged", "--ragged-segment", "64", "--kv-bytes", "64MiB")
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": "m", "messages": [question], "temperature": 0, "max_tokens": 12}
     more = ("--max-running-requests", "2", "--enable-return-hidden-states")
-    with nursery.serve(smollm2, *flags, *more, log=tmp_path / "log") as server:
+    with servers.serve(smollm2, *flags, *more, log=tmp_path / "log") as server:
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()
         text = Text("", tuple(range(300, 380)))
         states = hidden_states(ServerClient(server.url), text)
@@ -60,13 +60,13 @@ def gemma3():
 
 @pytest.mark.server
 @pytest.mark.thorough
-def test_a_pretrained_model_with_windows_is_itself(gemma3, nursery: Nursery, tmp_path):
+def test_a_pretrained_model_with_windows_is_itself(gemma3, servers: ServerPool, tmp_path):
     """At ratio 1 the served Gemma 3 is that of Hugging Face, behind its windows of 512 tokens, too."""
     tokenizer = AutoTokenizer.from_pretrained(gemma3)
     prompt = tokenizer.encode((ROOT / "docs/architecture.md").read_text())[:900]
     flags = ("--dtype", "float32", "--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", "64")
     more = ("--kv-bytes", "512MiB", "--max-running-requests", "2", "--chunked-prefill-size", "512")
-    with nursery.serve(gemma3, *flags, *more, log=tmp_path / "log") as server:
+    with servers.serve(gemma3, *flags, *more, log=tmp_path / "log") as server:
         cold, warm = generate(server, prompt, 24, logprobs_from=0), generate(server, prompt, 24)
     assert warm.cached == 896
     np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)

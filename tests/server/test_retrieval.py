@@ -14,7 +14,7 @@ from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.retrieval.roles import head_roles, with_pivots
-from sgl_ragged.retrieval.settings import DELAY, WINDOW, Retrieval
+from sgl_ragged.retrieval.settings import ASKING_TOKENS, DELAY, Retrieval
 from tests.models import make_profile
 from tests.retrieval_oracle import RetrievalOracle
 from tests.server.client import flush, generate, generate_all, ragged_metrics, server_settings, wait_until
@@ -55,8 +55,8 @@ def flags(folder, profile):
 
 
 @pytest.fixture(scope="module")
-def server(folder, flags, nursery):
-    with nursery.serve(MODEL, *flags, log=folder / "server.log", env=STRICT) as server:
+def server(folder, flags, servers):
+    with servers.serve(MODEL, *flags, log=folder / "server.log", env=STRICT) as server:
         yield server
 
 
@@ -82,20 +82,20 @@ def test_server_agrees_with_the_oracle(server, oracle, behind):
     oracle.settings = Retrieval(**(vars(SETTINGS) | {"overlay": 1, "drift": 0.0}))
     other = np.abs(found - oracle.logprobs_behind(prompt, answer.tokens))
     oracle.settings = SETTINGS
-    assert other[: len(prompt) - WINDOW - 1].max() < 1e-4
-    assert other[len(prompt) - WINDOW : len(prompt) - 1].max() > 0.02
+    assert other[: len(prompt) - ASKING_TOKENS - 1].max() < 1e-4
+    assert other[len(prompt) - ASKING_TOKENS : len(prompt) - 1].max() > 0.02
     assert other[len(prompt) + SETTINGS.interval + DELAY :].max() > 1e-3
 
 
 @pytest.mark.parametrize("mode", ["permute", pytest.param("none", marks=pytest.mark.thorough)])
-def test_two_ranks_agree_with_the_oracle(folder, flags, nursery, oracle, mode):
+def test_two_ranks_agree_with_the_oracle(folder, flags, servers, oracle, mode):
     """Each has one of the pivots, and satellites of both. A second turn comes from the cache and is computed anew."""
     heads = plan_placement(oracle.kept, 2, mode).heads
     assert {int(np.argwhere(heads[layer] == head)[0, 0]) for layer, head in PIVOTS} == {0, 1}
     cores = sorted(os.sched_getaffinity(0))
     env = STRICT | {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     more = ["--tp", "2", "--ragged-fairkv", mode]
-    with nursery.serve(MODEL, *flags, *more, log=folder / f"{mode}.log", env=env) as server:
+    with servers.serve(MODEL, *flags, *more, log=folder / f"{mode}.log", env=env) as server:
         prompt = document(100, 5 * SEGMENT + 20)
         answer = generate(server, prompt, 60, logprobs_from=0)
         found = np.concatenate([answer.input_logprobs, answer.output_logprobs])
@@ -105,7 +105,7 @@ def test_two_ranks_agree_with_the_oracle(folder, flags, nursery, oracle, mode):
         warm = generate(server, turn, 20)
         flush(server)
         cold = generate(server, turn, 20)
-        assert (warm.cached, cold.cached) == ((len(prompt) - WINDOW) // SEGMENT * SEGMENT, 0)
+        assert (warm.cached, cold.cached) == ((len(prompt) - ASKING_TOKENS) // SEGMENT * SEGMENT, 0)
         np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
 
 
@@ -115,12 +115,12 @@ def test_a_hit_equals_a_miss(server):
     prompt = document(101, 4 * SEGMENT + 10)
     cold = generate(server, prompt, 80)
     warm = generate(server, prompt, 80)
-    assert (cold.cached, warm.cached) == (0, (len(prompt) - WINDOW) // SEGMENT * SEGMENT)
+    assert (cold.cached, warm.cached) == (0, (len(prompt) - ASKING_TOKENS) // SEGMENT * SEGMENT)
     assert warm.tokens == cold.tokens
     np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
     longer = prompt + cold.tokens
     second = generate(server, longer, 30)
-    assert second.cached == (len(prompt) - WINDOW) // SEGMENT * SEGMENT
+    assert second.cached == (len(prompt) - ASKING_TOKENS) // SEGMENT * SEGMENT
     flush(server)
     np.testing.assert_allclose(second.output_logprobs, generate(server, longer, 30).output_logprobs, atol=1e-4)
 
@@ -133,7 +133,7 @@ def entries_and_pages(server) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("reservoir", ["1MiB", "16MiB"])
-def test_few_pages_and_a_small_reservoir(folder, flags, nursery, reservoir):
+def test_few_pages_and_a_small_reservoir(folder, flags, servers, reservoir):
     """Random requests that share prefixes push pages out of the tree and entries out of the reservoir."""
     rng = np.random.default_rng(4)
     # SGLang writes gauges once more when requests have ended, if a decode step before was written.
@@ -146,7 +146,7 @@ def test_few_pages_and_a_small_reservoir(folder, flags, nursery, reservoir):
         "--max-total-tokens",
         str(20 * SEGMENT),
     ]
-    with nursery.serve(MODEL, *small, log=folder / "few.log", env=STRICT) as server:
+    with servers.serve(MODEL, *small, log=folder / "few.log", env=STRICT) as server:
         for _ in range(6):
             lengths = rng.integers(10, 6 * SEGMENT, 4)
             prompts = [document(int(rng.integers(3)), int(length)) for length in lengths]
@@ -192,7 +192,7 @@ def test_a_batch_changes_nothing(server):
     ("more", "right"),
     [(["--ragged-reservoir", "64MiB"], (15, 16)), pytest.param([], (0, 8), marks=pytest.mark.thorough)],
 )
-def test_facts_that_heads_dropped_are_found_again(folder, nursery, more, right):
+def test_facts_that_heads_dropped_are_found_again(folder, servers, more, right):
     """Of 16, with budgets and pivots by calibration, at a ratio at which the scorer loses most without retrieval."""
     talks = interviews(2, 8, seed=5)
     flags = [
@@ -201,7 +201,7 @@ def test_facts_that_heads_dropped_are_found_again(folder, nursery, more, right):
         *("--ragged-profile", str(MODEL.parent / "snapkv-coverage.safetensors")),
     ]
     found = 0
-    with nursery.serve(MODEL, *flags, *more, log=folder / "recall.log") as server:
+    with servers.serve(MODEL, *flags, *more, log=folder / "recall.log") as server:
         for talk in talks:
             answers = generate_all(server, [talk.prompt(fact) for fact in talk.facts], 1)
             wanted = [[task.TOKEN_ID[fact.value]] for fact in talk.facts]

@@ -66,7 +66,7 @@ def weights(scorer: str) -> dict[str, torch.Tensor]:
         *("h2o", "expected_attention", "gate"),
     ],
 )
-def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
+def test_hit_equals_miss_and_the_oracle_agrees(scorer, servers, tmp_path):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", scorer=scorer, segment=SEGMENT)
     tensors = weights(scorer)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
@@ -76,7 +76,7 @@ def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
     if tensors:
         save_file(tensors, str(tmp_path / "weights.safetensors"))
         flags += ["--ragged-scorer-weights", str(tmp_path / "weights.safetensors")]
-    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+    with servers.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
         prompt = document(20, 700)
         first = generate(server, prompt, 200, logprobs_from=0)
         # The second turn finds segments that prefill sealed and one that decode sealed.
@@ -97,14 +97,14 @@ def test_hit_equals_miss_and_the_oracle_agrees(scorer, nursery, tmp_path):
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
-def test_decode_equals_prefill_when_the_cache_is_coarser_than_the_model(nursery, tmp_path):
+def test_decode_equals_prefill_when_the_cache_is_coarser_than_the_model(servers, tmp_path):
     """A float32 model with a bfloat16 cache: prefill must score and attend what decode finds in the cache."""
     make_profile(MODEL, tmp_path / "profile.safetensors", scorer="snapkv", segment=SEGMENT)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
     flags += ["--ragged-scorer", "snapkv", "--ragged-profile", str(tmp_path / "profile.safetensors")]
     flags += ["--kv-cache-dtype", "bfloat16"]
-    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+    with servers.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
         prompt = document(23, 300)
         decoded = generate(server, prompt, 250)
         flush(server)
@@ -112,31 +112,31 @@ def test_decode_equals_prefill_when_the_cache_is_coarser_than_the_model(nursery,
     np.testing.assert_allclose(prefilled.input_logprobs, decoded.output_logprobs, atol=1e-4)
 
 
-def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(nursery, tmp_path):
+def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(servers, tmp_path):
     """The committed profile of the recall model at a ratio at which uniform budgets answer a fifth of the questions."""
     flags = ["--dtype", "float32", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", "0.08", "--ragged-profile", str(PROFILE)]
     tokenizer = load_tokenizer(str(MODEL))
     talks = [make_talk(session, tokenizer, PromptFormat("requests")) for session in recall.load(4, 10, 2**35)]
-    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+    with servers.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
         asked = ask(ServerClient(server.url), talks, at_once=4)
     assert len(asked) == 40
     assert sum(one.score for one in asked) >= 38
     assert all(one.cached >= 2048 for one in asked)
 
 
-def test_the_size_of_what_scorers_keep(nursery, tmp_path):
+def test_the_size_of_what_scorers_keep(servers, tmp_path):
     """Queries beside the tails are paid for."""
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", scorer="h2o", segment=SEGMENT)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
     flags += ["--ragged-scorer", "h2o", "--ragged-profile", str(tmp_path / "profile.safetensors")]
-    with nursery.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
+    with servers.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
         answer = generate(server, document(22, 500), 8)
         log = server.log_text()
     kept = profile_kept(profile, RATIO, SEGMENT)
     assert f"(mean share {kept.mean() / SEGMENT:.4f})" in log
     tail = LAYERS * 2 * HEADS * SEGMENT * DIM * 4
-    queries = LAYERS * HEADS * (SEGMENT + 1) * get_scorer("h2o").side_shape(SEGMENT, PER_HEAD, DIM)[1] * 4
+    queries = LAYERS * HEADS * (SEGMENT + 1) * get_scorer("h2o").input_shape(SEGMENT, PER_HEAD, DIM)[1] * 4
     assert f"tails {5 * (tail + queries)} bytes for 4 requests" in log
     assert len(answer.tokens) == 8

@@ -46,8 +46,8 @@ def flags(folder, profile):
 
 
 @pytest.fixture(scope="module")
-def server(folder, flags, nursery):
-    with nursery.serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
+def server(folder, flags, servers):
+    with servers.serve(MODEL, *flags, "--chunked-prefill-size", "2048", log=folder / "2048.log") as server:
         yield server
 
 
@@ -141,10 +141,10 @@ def test_answers_extend_the_shared_prefix(server):
     assert_same([generate(server, turn, 8)], [follow])
 
 
-def test_without_radix_cache_and_with_retraction_through_sglang_serve(request, nursery, folder, flags, prompts, cold):
+def test_without_radix_cache_and_with_retraction_through_sglang_serve(request, servers, folder, flags, prompts, cold):
     more = ["--disable-radix-cache", "--chunked-prefill-size", "256"]
     env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "11"}
-    start = serve if request.config.getoption("thorough") else nursery.serve
+    start = serve if request.config.getoption("thorough") else servers.serve
     with start(MODEL, *flags, *more, log=folder / "serve.log", launcher=SGLANG_SERVE, env=env) as other:
         # One alone is never retracted: this is the plain server without a radix cache.
         assert_same([generate(other, prompt, NEW) for prompt in prompts[-2:]], cold[-2:])
@@ -168,7 +168,7 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_gives_the_same(request, nursery, folder, prompts, cold):
+def test_engine_gives_the_same(request, servers, folder, prompts, cold):
     """`sglang.Engine(kv_pool="ragged", ...)`, in a script of its own as a user would write it; chunks of 512."""
     script = folder / "engine.py"
     script.write_text(ENGINE)
@@ -191,7 +191,7 @@ def test_engine_gives_the_same(request, nursery, folder, prompts, cold):
     if request.config.getoption("thorough"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     else:
-        done = nursery.run(command, timeout=400)
+        done = servers.run(command, timeout=400)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stderr[-3000:]
     for found, want in zip(json.loads(lines[0].removeprefix("RESULT ")), cold, strict=True):

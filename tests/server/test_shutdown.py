@@ -34,11 +34,11 @@ RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "64")
         ]),
     ],
 )  # fmt: skip
-def test_a_server_under_load_ends(tmp_path, nursery, flags):
+def test_a_server_under_load_ends(tmp_path, servers, flags):
     """Some requests run and some wait when the signal comes."""
     requests, new = 8, 150
     common = ("--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "16MiB", "--max-running-requests", "4")
-    with nursery.serve(MODEL, *common, *flags, log=tmp_path / "log") as server:
+    with servers.serve(MODEL, *common, *flags, log=tmp_path / "log") as server:
         launcher = psutil.Process(server.process.pid)
         family = [launcher, *launcher.children(recursive=True)]
         assert len(family) >= 3

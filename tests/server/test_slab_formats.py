@@ -89,10 +89,10 @@ def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
 @pytest.mark.parametrize(
     "form", ["k8v4", "k6v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("int8", "k4v4"))]
 )
-def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
+def test_hits_equal_misses_and_both_what_the_codes_say(servers, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))
-    with nursery.serve(MODEL, *given, log=tmp_path / "server.log") as server:
+    with servers.serve(MODEL, *given, log=tmp_path / "server.log") as server:
         info, full = server_settings(server), 2 * DIM * ITEMSIZE
         row, header = (count(DIM, ITEMSIZE) for count in (FORMATS[form].row_bytes, FORMATS[form].header_bytes))
         assert info["slab_dtype"] == form
@@ -111,14 +111,14 @@ def test_hits_equal_misses_and_both_what_the_codes_say(nursery, tmp_path, form):
 
 
 @pytest.mark.thorough
-def test_ranks_agree(nursery, tmp_path):
+def test_ranks_agree(servers, tmp_path):
     make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags("k8v4", "--ragged-profile", str(tmp_path / "profile.safetensors"))
     answers = []
     for ranks in (1, 2):
         cores = sorted(os.sched_getaffinity(0))
         env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"} if ranks > 1 else {}
-        with nursery.serve(MODEL, *given, "--tp", str(ranks), log=tmp_path / "server.log", env=env) as server:
+        with servers.serve(MODEL, *given, "--tp", str(ranks), log=tmp_path / "server.log", env=env) as server:
             assert server_settings(server)["fairkv"] == ("permute" if ranks > 1 else "none")
             answers.append([generate(server, prompt, NEW) for prompt in PROMPTS])
     close(*answers)

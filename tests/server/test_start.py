@@ -22,9 +22,9 @@ def llama(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("llama"))
 
 
-def test_max_total_tokens_limits_the_tails_too(llama, nursery, tmp_path):
+def test_max_total_tokens_limits_the_tails_too(llama, servers, tmp_path):
     """Without --kv-bytes: free memory would hold tails for thousands of requests."""
-    with nursery.serve(llama, *COMMON, "--max-total-tokens", "8192", log=tmp_path / "log") as server:
+    with servers.serve(llama, *COMMON, "--max-total-tokens", "8192", log=tmp_path / "log") as server:
         ragged = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
         assert ragged["virtual_tokens"] == 8192
         assert ragged["tails_bytes"] <= ragged["total_bytes"] / 8
@@ -42,10 +42,10 @@ def test_max_total_tokens_limits_the_tails_too(llama, nursery, tmp_path):
     ],
     ids=["device", "host"],
 )
-def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, nursery, tmp_path, flags, words):
+def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, servers, tmp_path, flags, words):
     with (
         pytest.raises(ServerFailed, match="server ended") as failed,
-        nursery.serve(llama, *COMMON, *flags, log=tmp_path / "log"),
+        servers.serve(llama, *COMMON, *flags, log=tmp_path / "log"),
     ):
         pass
     text = str(failed.value)
@@ -55,9 +55,9 @@ def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, nursery, tmp_path
     assert words in lines[0]
 
 
-def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, nursery, tmp_path):
+def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, servers, tmp_path):
     flags = ("--kv-bytes", "32MiB", "--max-running-requests", "24", "--ragged-segment", "128")
-    with nursery.serve(llama, *COMMON, *flags, log=tmp_path / "log") as server:
+    with servers.serve(llama, *COMMON, *flags, log=tmp_path / "log") as server:
         ragged = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
         warnings = [line for line in server.log_text().splitlines() if "an uncompressed cache would hold" in line]
     assert len(warnings) == 1
@@ -65,14 +65,14 @@ def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, nursery, tmp_
     assert "lower --max-running-requests" in warnings[0]
 
 
-def test_command_line_ends_with_one_line_and_a_status(request, llama, nursery):
+def test_command_line_ends_with_one_line_and_a_status(request, llama, servers):
     """SGLang's launcher: refused before anything starts, without a traceback."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(llama), "--device", "cpu"]
     command += ["--kv-pool", "ragged", "--page-size", "1"]
     if request.config.getoption("thorough"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     else:
-        done = nursery.run(command, timeout=120)
+        done = servers.run(command, timeout=120)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("sgl_ragged: --page-size 1 differs")
     assert "Traceback" not in done.stderr

@@ -30,13 +30,13 @@ def material(tmp_path_factory):
     [("fit", "tier", "mixed-chunk", "lpm"), ("gemma3", "history", "lora", "odd-chunk", "dfs-weight")],
     ids="-".join,
 )
-def test_every_answer_is_a_quiet_servers(nursery, material, tmp_path, names):
+def test_every_answer_is_a_quiet_servers(servers, material, tmp_path, names):
     limits = Limits(requests=fewer(200), seconds=60, compared=fewer(100), seed=0)
-    outcome = run_storm(nursery, chosen(names), material, limits, tmp_path / "storm.log")
+    outcome = run_storm(servers, chosen(names), material, limits, tmp_path / "storm.log")
     if len(outcome.problems) == 1 and outcome.problems[0].startswith("1 of "):
         # One answer may be a tie that no other shape of batch repeats; a fault shows in several, and again.
         limits = dataclasses.replace(limits, seed=1)
-        outcome = run_storm(nursery, chosen(names), material, limits, tmp_path / "again.log")
+        outcome = run_storm(servers, chosen(names), material, limits, tmp_path / "again.log")
     print(outcome)
     assert outcome.problems == []
     assert outcome.ends["answered"] > limits.requests / 2

@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
@@ -59,7 +59,7 @@ def models(tmp_path_factory) -> dict[str, Model]:
     return made
 
 
-def serve(nursery: Nursery, model: Model, tp: int, ratio: float, *more: str, log: Path):
+def serve(servers: ServerPool, model: Model, tp: int, ratio: float, *more: str, log: Path):
     cores = sorted(os.sched_getaffinity(0))
     flags = [
         *("--dtype", "float32", "--skip-tokenizer-init", "--tp", str(tp)),
@@ -69,7 +69,7 @@ def serve(nursery: Nursery, model: Model, tp: int, ratio: float, *more: str, log
     ]
     # SGLang wants to be told the cores of every rank.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp))}
-    return nursery.serve(model.path, *flags, *more, log=log, env=env)
+    return servers.serve(model.path, *flags, *more, log=log, env=env)
 
 
 def virtual_tokens(model: Model, placement: Placement) -> int:
@@ -93,14 +93,14 @@ def virtual_tokens(model: Model, placement: Placement) -> int:
         pytest.param("qwen3", 4, "none", RATIO, marks=pytest.mark.thorough),
     ],
 )
-def test_ranks_agree_with_the_oracle(nursery, models, tmp_path, name, tp, mode, ratio):
+def test_ranks_agree_with_the_oracle(servers, models, tmp_path, name, tp, mode, ratio):
     """A prompt of several segments and a second turn, decoded over borders, from the cache and cold."""
     model = models[name]
     kept = model.kept if ratio < 1 else uniform_kept(*model.kept.shape, 1.0, SEGMENT)
     rng = np.random.default_rng(0)
     # What permute does is what is done where nothing is asked for.
     asked = [] if mode == "permute" else ["--ragged-fairkv", mode]
-    with serve(nursery, model, tp, ratio, *asked, log=tmp_path / "server.log") as server:
+    with serve(servers, model, tp, ratio, *asked, log=tmp_path / "server.log") as server:
         prompt = rng.integers(3, 512, 5 * SEGMENT + 30).tolist()
         first = generate(server, prompt, SEGMENT, logprobs_from=0)
         turn = prompt + first.tokens + rng.integers(3, 512, 70).tolist()

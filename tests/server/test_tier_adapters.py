@@ -36,7 +36,7 @@ def generate(server: Server, adapter: str | None):
 
 
 @pytest.fixture
-def serve(nursery, folders):
+def serve(servers, folders):
     live, _, folder = folders
 
     @contextlib.contextmanager
@@ -49,7 +49,7 @@ def serve(nursery, folders):
             *("--lora-backend", "torch_native", "--max-lora-rank", "4"),
             *("--lora-target-modules", "q_proj", "k_proj", "v_proj"),
         ]
-        with nursery.serve(MODEL, *flags, log=folder / "server.log", launcher=UNPINNED_LAUNCH) as server:
+        with servers.serve(MODEL, *flags, log=folder / "server.log", launcher=UNPINNED_LAUNCH) as server:
             yield server
 
     return start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.harness.warm_start import Nursery
+from benchmarks.harness.server_pool import ServerPool
 from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.retrieval.roles import head_roles, with_pivots
@@ -47,8 +47,8 @@ def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(10, 500, length).tolist() for length in LENGTHS]
     # Triton decides when a kernel is decorated, that is in the import of SGLang.
-    nursery = Nursery({"TRITON_INTERPRET": "1"})
-    with nursery, nursery.serve(model, *flags, log=tmp_path / "server.log") as server:
+    servers = ServerPool({"TRITON_INTERPRET": "1"})
+    with servers, servers.serve(model, *flags, log=tmp_path / "server.log") as server:
         assert "ragged attention kernels: triton" in (tmp_path / "server.log").read_text()
         cold = generate_all(server, prompts, NEW)
         again = generate(server, prompts[-1], NEW)
@@ -79,11 +79,11 @@ def test_what_was_fetched_is_seen_beside_slabs_and_tails(tmp_path):
     more = ["--ragged-reservoir", str(settings.reservoir_bytes), "--ragged-overlay", str(settings.overlay)]
     more += ["--ragged-watch-interval", str(settings.interval), "--ragged-drift", str(settings.drift)]
     prompt = np.random.default_rng(1).integers(10, 500, 4 * SEGMENT - 4).tolist()
-    nursery = Nursery({"TRITON_INTERPRET": "1"})
+    servers = ServerPool({"TRITON_INTERPRET": "1"})
     # In one chunk: tokens before a chunk that ends within the prompt's last ones see nothing.
     more += ["--ragged-ratio", str(ratio), "--chunked-prefill-size", str(8 * SEGMENT)]
     flags = [*flags_with(tmp_path / "profile.safetensors"), *more]
-    with nursery, nursery.serve(model, *flags, log=tmp_path / "server.log") as server:
+    with servers, servers.serve(model, *flags, log=tmp_path / "server.log") as server:
         assert "ragged attention kernels: triton" in server.log_text()
         answer = generate(server, prompt, 16, logprobs_from=0)
     found = np.concatenate([answer.input_logprobs, answer.output_logprobs])

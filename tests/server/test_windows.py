@@ -42,9 +42,9 @@ def profile(gemma3):
 
 
 @pytest.fixture(scope="module")
-def server(gemma3, profile, nursery):
+def server(gemma3, profile, servers):
     flags = (*FLAGS, "--ragged-ratio", "0.5", "--ragged-profile", str(gemma3.parent / "profile.safetensors"))
-    with nursery.serve(gemma3, *flags, "--kv-bytes", "32MiB", log=gemma3.parent / "log") as server:
+    with servers.serve(gemma3, *flags, "--kv-bytes", "32MiB", log=gemma3.parent / "log") as server:
         yield server
 
 
@@ -84,14 +84,14 @@ def test_warm_equals_cold_alone_and_in_a_batch(server):
 
 
 @pytest.mark.parametrize(("ratio", "dtype"), [("1", "auto"), ("0.5", "auto"), ("0.5", "fp8_e4m3")])
-def test_sinks(ratio, dtype, tmp_path, nursery):
+def test_sinks(ratio, dtype, tmp_path, servers):
     """gpt-oss has learned sinks in layers of both kinds; with an FP8 cache both pools are FP8."""
     model = WINDOWED["gpt_oss"].make(tmp_path / "model")
     start = prompt(1, 300)
     # On CPUs SGLang cannot run the kernels that it takes by itself for these experts.
     flags = (*FLAGS, "--ragged-ratio", ratio, "--kv-bytes", "32MiB", "--kv-cache-dtype", dtype)
     flags += ("--moe-runner-backend", "triton")
-    with nursery.serve(model, *flags, log=tmp_path / "log") as server:
+    with servers.serve(model, *flags, log=tmp_path / "log") as server:
         cold = generate(server, start, 60, logprobs_from=0)
         warm = generate(server, start, 60)
     assert warm.cached == 288
@@ -103,7 +103,7 @@ def test_sinks(ratio, dtype, tmp_path, nursery):
     np.testing.assert_allclose(np.concatenate([cold.input_logprobs, cold.output_logprobs]), expected, atol=1e-3)
 
 
-def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
+def test_two_ranks_with_heads_moved(gemma3, profile, server, servers, tmp_path):
     """Heads of the layers in slabs move between ranks, those of the others stay."""
     tokens = prompt(3, 300)
     flush(server)
@@ -112,7 +112,7 @@ def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
     more = ("--tp", "2", "--ragged-fairkv", "permute", "--kv-bytes", "16MiB")
     cores = sorted(os.sched_getaffinity(0))
     env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
-    with nursery.serve(gemma3, *flags, *more, log=tmp_path / "log", env=env) as other:
+    with servers.serve(gemma3, *flags, *more, log=tmp_path / "log", env=env) as other:
         both = [generate(other, tokens, 40, logprobs_from=start) for start in (0, None)]
         info = httpx.get(f"{other.url}/server_info", timeout=60).json()
     assert info["ragged"]["fairkv"] == "permute"
@@ -123,7 +123,7 @@ def test_two_ranks_with_heads_moved(gemma3, profile, server, nursery, tmp_path):
     np.testing.assert_allclose(both[0].input_logprobs, alone.input_logprobs, atol=1e-4)
 
 
-def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
+def test_many_requests_on_few_pages(gemma3, servers, tmp_path):
     """Mixed requests while windows are evicted and requests retracted: all end, each as on an empty server."""
     few = ("--swa-full-tokens-ratio", "0.1", "--kv-bytes", "3MiB", "--context-length", "700")
     flags = (*FLAGS, "--ragged-ratio", "0.5", *few, "--schedule-conservativeness", "0.05")
@@ -134,7 +134,7 @@ def test_many_requests_on_few_pages(gemma3, nursery, tmp_path):
         (trunk[: dice.randint(0, 400)] + prompt(dice.randint(0, 40), dice.randint(1, 200)), dice.randint(1, 40))
         for _ in range(fewer(300))
     ]
-    with nursery.serve(gemma3, *flags, log=tmp_path / "log", env=STRICT | RETRACTING) as server:
+    with servers.serve(gemma3, *flags, log=tmp_path / "log", env=STRICT | RETRACTING) as server:
         with ThreadPoolExecutor(12) as clients:
             answers = list(clients.map(lambda request: generate(server, *request), asked))
         assert sum(answer.cached > 0 for answer in answers) > len(asked) / 6

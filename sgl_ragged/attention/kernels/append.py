@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.dims import columns
-from sgl_ragged.attention.kernels.narrow import reciprocals, saturated
+from sgl_ragged.attention.kernels.quantize_fp8 import reciprocals, saturated
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 

@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.attend import attend_tail
+from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
 from sgl_ragged.attention.kernels.dims import cells, columns
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
-from sgl_ragged.attention.kernels.walk import walk_tail
-from sgl_ragged.attention.kernels.walk_sealed import walk_sealed
 from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 
@@ -89,7 +89,7 @@ def decode_kernel(
 
     history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
     tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
-    best, total, output = walk_sealed(
+    best, total, output = attend_slabs(
         query,
         best,
         total,
@@ -113,7 +113,7 @@ def decode_kernel(
         PARTIAL,
     )
     row = tl.load(rows_ptr + request).to(tl.int64)
-    best, total, output = walk_tail(
+    best, total, output = attend_tail(
         query,
         best,
         total,

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.attend import attend_tail
+from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
 from sgl_ragged.attention.kernels.dims import cells, cells_until, columns
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
-from sgl_ragged.attention.kernels.walk import walk_tail
-from sgl_ragged.attention.kernels.walk_sealed import walk_sealed
 from sgl_ragged.attention.view import TILE_COLUMNS
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 
@@ -100,7 +100,7 @@ def extend_kernel(
     if DIVIDED:
         begin = history // 16 * part // parts * 16
         end = history // 16 * (part + 1) // parts * 16
-    best, total, output = walk_sealed(
+    best, total, output = attend_slabs(
         query,
         best,
         total,
@@ -135,7 +135,7 @@ def extend_kernel(
         seen = tl.where(part == parts - 1, seen, 0)
 
     row = tl.load(rows_ptr + request).to(tl.int64)
-    best, total, output = walk_tail(
+    best, total, output = attend_tail(
         query,
         best,
         total,

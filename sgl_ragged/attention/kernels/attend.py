@@ -23,7 +23,7 @@ def segment_of(number, per_unit):
 
 
 @triton.jit
-def walk_history(
+def attend_wide(
     query,
     best,
     total,
@@ -75,7 +75,7 @@ def walk_history(
 
 
 @triton.jit
-def walk_tail(
+def attend_tail(
     query,
     best,
     total,

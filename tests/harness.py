@@ -132,7 +132,7 @@ def statistics(heads: int, per_head: int, dim: int) -> list[tuple[np.ndarray, ..
     return [(*own, *rope) for own in moments]
 
 
-class Rig:
+class Harness:
     """A store with a request table that gives request i row i + 1 and slots of its own, in scattered order."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Rig:
         self.operations = make_operations(self.store, segments)
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
         self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
-        self.store.sides[:] = 1e4
+        self.store.scorer_inputs[:] = 1e4
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
@@ -205,16 +205,19 @@ class Rig:
 
     def extend(self, sequences: list[Sequence], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
         """One batch with a chunk of each sequence: each output [chunk, layers, heads, q_per_kv, d]."""
-        self.store.settle()
+        self.store.flush_pending_seals()
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         rows = torch.arange(1, len(sequences) + 1)
         seen = None if self.histories is None else self.histories.seen(rows.tolist(), starts, lengths)
         batch = self.operations.describe_extend(self.table, rows, starts, lengths, seen)
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
-            rows, sides = self._rows(sequences, starts, ends, layer), self._sides(sequences, starts, ends, layer)
+            rows, scorer_inputs = (
+                self._rows(sequences, starts, ends, layer),
+                self._scorer_inputs(sequences, starts, ends, layer),
+            )
             lse = self.lse[layer] if self.gives_lse else None
-            output = self.operations.extend(layer, *rows, batch, sides, lse)
+            output = self.operations.extend(layer, *rows, batch, scorer_inputs, lse)
             layers.append(output if self.sinks is None else with_sinks(output, self.lse[layer], self.sinks[layer]))
         return list(torch.stack(layers, dim=1).split(lengths))
 
@@ -223,7 +226,7 @@ class Rig:
 
         Padded rows, alternately of length 0 and 1, are appended, and cut off again.
         """
-        self.store.settle()
+        self.store.flush_pending_seals()
         size = len(sequences)
         rows = torch.cat([torch.arange(1, size + 1), torch.zeros(padding, dtype=torch.int64)])
         lengths = torch.tensor([position + 1 for position in positions] + [i % 2 for i in range(padding)])
@@ -238,12 +241,15 @@ class Rig:
         ends = [position + 1 for position in positions]
         layers, self.lse = [], self._no_lse(size + padding)
         for layer in range(len(self.kept)):
-            sides = self._sides(sequences, positions, ends, layer)
-            tensors = [*self._rows(sequences, positions, ends, layer), *([] if sides is None else [sides])]
+            scorer_inputs = self._scorer_inputs(sequences, positions, ends, layer)
+            tensors = [
+                *self._rows(sequences, positions, ends, layer),
+                *([] if scorer_inputs is None else [scorer_inputs]),
+            ]
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
             lse = self.lse[layer] if self.gives_lse else None
-            padded_sides = padded[3] if len(padded) > 3 else None
-            output = self.operations.decode(layer, *padded[:3], batch, padded_sides, lse)[:size]
+            padded_inputs = padded[3] if len(padded) > 3 else None
+            output = self.operations.decode(layer, *padded[:3], batch, padded_inputs, lse)[:size]
             if self.sinks is not None:
                 output = with_sinks(output, self.lse[layer, :size], self.sinks[layer])
             layers.append(output)
@@ -263,8 +269,10 @@ class Rig:
             for name in "qkv"
         ]
 
-    def _sides(self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int) -> torch.Tensor | None:
-        if not self.store.has_sides:
+    def _scorer_inputs(
+        self, sequences: list[Sequence], starts: list[int], ends: list[int], layer: int
+    ) -> torch.Tensor | None:
+        if not self.store.has_scorer_inputs:
             return None
         source = "gates" if self.store.scorer.reads_hidden_states else "q"
         parts = [getattr(s, source)[a:b, layer] for s, a, b in zip(sequences, starts, ends, strict=True)]

@@ -1,6 +1,6 @@
 """Start many SGLang servers, or programs that import it, each in seconds: as forks of a process that has imported it.
 
-A server spends most of its start on imports, three processes times thousands of files. The nursery process imports
+A server spends most of its start on imports, three processes times thousands of files. The servers process imports
 once; a server is then SGLang's own launcher in a fork of it, and its workers are forks in turn instead of fresh
 interpreters. On CPUs only: a CUDA context does not survive a fork.
 """
@@ -37,7 +37,7 @@ IMPORTED = (
 )
 
 
-class Nursery:
+class ServerPool:
     """Context manager around the process that servers are forked from.
 
     Args:
@@ -47,9 +47,9 @@ class Nursery:
     def __init__(self, env: dict[str, str] | None = None) -> None:
         self._env = env or {}
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ServerPool:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.harness.warm_start"],
+            [sys.executable, "-m", "benchmarks.harness.server_pool"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -131,7 +131,7 @@ def _main() -> None:
     # What was imported stays: forks need not look through it for garbage, which would copy its pages.
     gc.collect()
     gc.freeze()
-    nursery, servers = os.getpid(), []
+    servers, servers = os.getpid(), []
     try:
         for line in sys.stdin:
             order = json.loads(line)
@@ -154,7 +154,7 @@ def _main() -> None:
             return
     finally:
         # Whoever asked for the servers may be gone without having stopped them.
-        if os.getpid() == nursery:
+        if os.getpid() == servers:
             for server in servers:
                 if server.is_running():
                     stop(server)

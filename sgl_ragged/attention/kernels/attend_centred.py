@@ -16,7 +16,7 @@ from sgl_ragged.attention.kernels.row_moments import load_moments
 
 
 @triton.jit
-def walk_centred(
+def attend_centred(
     query,
     slabs_ptr,
     slots_at,
@@ -33,7 +33,7 @@ def walk_centred(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `walk_codes.walk_codes`; keys have 6 or 4 bits, values 4."""
+    """As `attend_codes.attend_codes`; keys have 6 or 4 bits, values 4."""
     KEY_BYTES: tl.constexpr = HEAD_DIM * KEY_BITS // 8
     VALUE_BYTES: tl.constexpr = HEAD_DIM // 2
     BYTE_COLUMNS: tl.constexpr = columns(VALUE_BYTES)

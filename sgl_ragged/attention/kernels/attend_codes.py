@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sgl_ragged.attention.kernels.attend import segment_of
 from sgl_ragged.attention.kernels.coded_rows import accumulate_codes, float16_of, outputs_of
 from sgl_ragged.attention.kernels.codes import rotated
 from sgl_ragged.attention.kernels.dims import cells_until, columns
-from sgl_ragged.attention.kernels.walk import segment_of
 
 
 @triton.jit
-def walk_codes(
+def attend_codes(
     query,
     slabs_ptr,
     slots_at,

@@ -9,17 +9,17 @@ import triton.language as tl
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 MOST_BLOCK = 1024
-"""Elements that one CTA of `narrow` converts."""
+"""Elements that one CTA of `quantize_fp8` converts."""
 
 
 @triton.jit
 def saturated(x, reciprocal, LARGEST: tl.constexpr):
-    """x * reciprocal in float32, brought to [-LARGEST, LARGEST]; NaN stays NaN. As `kv_dtype.narrowed`."""
+    """x * reciprocal in float32, brought to [-LARGEST, LARGEST]; NaN stays NaN. As `kv_dtype.to_fp8`."""
     return tl.clamp(x.to(tl.float32) * reciprocal, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def narrow_kernel(
+def quantize_fp8_kernel(
     keys_ptr,
     values_ptr,
     stored_keys_ptr,
@@ -47,7 +47,7 @@ def reciprocals(scales: KvScales) -> tuple[float, float]:
     return 1 / scales.keys, 1 / scales.values
 
 
-def narrow(
+def quantize_fp8(
     keys: torch.Tensor, values: torch.Tensor, scales: KvScales, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [tokens, heads, d] in FP8, contiguous; the token strides of what is given may be any."""
@@ -55,7 +55,7 @@ def narrow(
     tokens, heads, dim = keys.shape
     block = min(triton.next_power_of_2(heads * dim), MOST_BLOCK)
     if tokens:
-        narrow_kernel[(tokens, triton.cdiv(heads * dim, block))](
+        quantize_fp8_kernel[(tokens, triton.cdiv(heads * dim, block))](
             keys,
             values,
             stored_keys,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.walk import walk_history
-from sgl_ragged.attention.kernels.walk_centred import walk_centred
-from sgl_ragged.attention.kernels.walk_codes import walk_codes
+from sgl_ragged.attention.kernels.attend import attend_wide
+from sgl_ragged.attention.kernels.attend_centred import attend_centred
+from sgl_ragged.attention.kernels.attend_codes import attend_codes
 
 
 @triton.jit
-def walk_sealed(
+def attend_slabs(
     query,
     best,
     total,
@@ -34,9 +34,9 @@ def walk_sealed(
     PRECISION: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """`walk.walk_history` over slabs of any format, before anything else is attended to. KEY_BITS: 0 where wide."""
+    """`attend.attend_wide` over slabs of any format, before anything else is attended to. KEY_BITS: 0 where wide."""
     if KEY_BITS == 0:
-        best, total, output = walk_history(
+        best, total, output = attend_wide(
             query,
             best,
             total,
@@ -56,7 +56,7 @@ def walk_sealed(
             PARTIAL,
         )
     elif CENTRED:
-        best, total, output = walk_centred(
+        best, total, output = attend_centred(
             query,
             slabs_ptr,
             slots_at,
@@ -74,7 +74,7 @@ def walk_sealed(
             PRECISION,
         )
     else:
-        best, total, output = walk_codes(
+        best, total, output = attend_codes(
             query,
             slabs_ptr,
             slots_at,
