@@ -13,7 +13,7 @@ from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY, HistoryFlags
 from sgl_ragged.host_tier.sglang_feature import CODEC, HOST_TIER, TierFlags
-from sgl_ragged.plugin import launch as launching
+from sgl_ragged.plugin import model_support
 from sgl_ragged.plugin.conflicts import against, cases, conflicts, refuse_conflicts
 from sgl_ragged.plugin.launch import (
     CODES,
@@ -50,7 +50,7 @@ FLAGS = {
 
 @pytest.fixture(autouse=True)
 def _geometry_of_the_model(monkeypatch):
-    monkeypatch.setattr(launching, "model_geometry", lambda model: model.geometry)
+    monkeypatch.setattr(model_support, "model_geometry", lambda model: model.geometry)
 
 
 def launch(*has: str) -> Launch:

@@ -19,12 +19,12 @@ from benchmarks.demo import MODEL
 from benchmarks.recall.task import VOCABULARY
 from calib.attended import (
     ANSWERING,
+    ATTENDED_WINDOW,
     MOST_WINDOWS,
     STARTS,
     TOKENS,
     TOP,
     WEIGHTS,
-    WINDOW,
     choose_windows,
 )
 from calib.coverage import coverage_curves
@@ -159,7 +159,7 @@ def test_windows_hold_what_is_attended_to_most(tmp_path, chunks):
     """Of the segments before the queries' own, by any of their heads; the first has fewer tokens than there is room."""
     queries, keys, values = content(seed=5)
     windows = choose_windows(LENGTH, SEGMENT)
-    assert windows == list(range(SEGMENT, 4 * SEGMENT, WINDOW))
+    assert windows == list(range(SEGMENT, 4 * SEGMENT, ATTENDED_WINDOW))
     (tmp_path / WINDOWS).write_text(json.dumps(windows))
     found = record(Recorder(str(tmp_path), ()), [queries, keys, values], chunks)
     assert found[STARTS].tolist() == windows
@@ -172,7 +172,7 @@ def test_windows_hold_what_is_attended_to_most(tmp_path, chunks):
         for place, first in enumerate(windows):
             past = first // SEGMENT * SEGMENT
             dense = np.zeros(past)
-            for position in range(first, first + WINDOW):
+            for position in range(first, first + ATTENDED_WINDOW):
                 for query in own_queries[position]:
                     powers = np.exp(own_keys[: position + 1] @ query * DIM**-0.5)
                     dense = np.maximum(dense, (powers / powers.sum())[:past])
@@ -188,30 +188,30 @@ def test_windows_hold_what_is_attended_to_most(tmp_path, chunks):
 def test_at_most_so_many_windows_in_pairs_over_the_whole_sequence():
     assert choose_windows(SEGMENT + 1, SEGMENT) == []
     assert choose_windows(SEGMENT + 25, SEGMENT) == [SEGMENT, SEGMENT + 8, SEGMENT + 16]
-    full = choose_windows(SEGMENT + MOST_WINDOWS * WINDOW, SEGMENT)
+    full = choose_windows(SEGMENT + MOST_WINDOWS * ATTENDED_WINDOW, SEGMENT)
     assert len(full) == MOST_WINDOWS
     for more in (1, 2, 3, 500):
-        length = SEGMENT + (MOST_WINDOWS + more) * WINDOW + 7
+        length = SEGMENT + (MOST_WINDOWS + more) * ATTENDED_WINDOW + 7
         chosen = choose_windows(length, SEGMENT)
         assert len(set(chosen)) == MOST_WINDOWS
         assert chosen == sorted(chosen)
-        assert (chosen[0], chosen[-1]) == (SEGMENT, length - 7 - WINDOW)
-        assert set(np.diff(chosen)[::2]) == {WINDOW}
+        assert (chosen[0], chosen[-1]) == (SEGMENT, length - 7 - ATTENDED_WINDOW)
+        assert set(np.diff(chosen)[::2]) == {ATTENDED_WINDOW}
 
 
 def test_windows_that_answer_are_among_them(tmp_path):
     """And those before them. An answer's first token is predicted by the query before it."""
-    length, border = SEGMENT + 500 * WINDOW, SEGMENT + 202 * WINDOW
-    answers = [(border, border + 1), (border + WINDOW + 1, border + 3 * WINDOW + 1)]
+    length, border = SEGMENT + 500 * ATTENDED_WINDOW, SEGMENT + 202 * ATTENDED_WINDOW
+    answers = [(border, border + 1), (border + ATTENDED_WINDOW + 1, border + 3 * ATTENDED_WINDOW + 1)]
     chosen = choose_windows(length, SEGMENT, answers)
     assert chosen == sorted(set(chosen))
     assert len(chosen) <= MOST_WINDOWS
-    assert {border + n * WINDOW for n in (-2, -1, 0, 1, 2)} <= set(chosen)
-    assert (chosen[0], chosen[-1]) == (SEGMENT, length - WINDOW)
+    assert {border + n * ATTENDED_WINDOW for n in (-2, -1, 0, 1, 2)} <= set(chosen)
+    assert (chosen[0], chosen[-1]) == (SEGMENT, length - ATTENDED_WINDOW)
     # Of too many, some from all over the sequence; those in the first segment look at nothing.
     chosen = choose_windows(length, SEGMENT, [(1, length)])
     assert MOST_WINDOWS // 2 <= len(chosen) <= MOST_WINDOWS
-    assert (chosen[0], chosen[-1]) == (SEGMENT, length - WINDOW)
+    assert (chosen[0], chosen[-1]) == (SEGMENT, length - ATTENDED_WINDOW)
 
     windows = choose_windows(LENGTH, SEGMENT)
     (tmp_path / WINDOWS).write_text(json.dumps(windows))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.plugin.model_support import model_geometry
-
 if TYPE_CHECKING:
     import torch
 
@@ -44,7 +42,11 @@ class Launch:
 
     @property
     def geometry(self) -> ModelGeometry | None:
-        return None if self.model is None else model_geometry(self.model)
+        if self.model is None:
+            return None
+        from sgl_ragged.plugin.model_support import model_geometry
+
+        return model_geometry(self.model)
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
         ),
         (
             bool(windowed) and geometry.num_layers == 0,
-            "all its layers attend to a window: nothing is to be compressed",
+            "all its layers attend to a window: there is nothing to compress",
         ),
     )
 
