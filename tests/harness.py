@@ -192,7 +192,7 @@ class Harness:
         self.operations = make_operations(self.store, segments)
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
         self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
-        self.store.scorer_inputs[:] = 1e4
+        self.store.tails.inputs[:] = 1e4
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)

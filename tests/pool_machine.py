@@ -266,5 +266,5 @@ class PoolMachine(RuleBasedStateMachine):
         for request in self.running:
             begin = len(request.tokens) // SEGMENT * SEGMENT
             expected = kv(request.tokens[begin:], begin).permute(1, 2, 3, 0, 4)
-            tail = self.store.tails[request.row, :, :, :, : expected.shape[3]]
+            tail = self.store.tails.data[request.row, :, :, :, : expected.shape[3]]
             np.testing.assert_array_equal(tail.numpy(), expected.numpy())

@@ -83,7 +83,7 @@ class Tier:
     def filled_tail(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A page whose segment decode has just filled: its indices, and what its slab has to be."""
         indices = self.allocator.alloc(SEGMENT)
-        self.store.tails[1].normal_()
+        self.store.tails.data[1].normal_()
         segment = InTails(torch.tensor([1]), indices[:1] // SEGMENT, torch.tensor([0]))
         self.store.seal(None, segment)
         slab = self.store.slabs[int(indices[0]) // SEGMENT]

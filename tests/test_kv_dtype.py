@@ -59,12 +59,12 @@ def test_scales_that_cannot_be_divided_by_are_refused(scale):
 def test_scorers_see_what_the_cache_holds_and_sides_stay_wide(dtype):
     store = fp8_store("snapkv", dtype)
     store.kv_scales = [KvScales(0.5, 4.0)]
-    assert store.scorer_inputs.dtype == torch.bfloat16
-    assert store.tails.dtype == store.slabs.dtype == dtype
-    assert store.scorer_inputs[0].nbytes == side_bytes(
+    assert store.tails.inputs.dtype == torch.bfloat16
+    assert store.tails.data.dtype == store.slabs.dtype == dtype
+    assert store.tails.inputs[0].nbytes == side_bytes(
         get_scorer("snapkv"), LAYOUT, 4, beside_cache(dtype, torch.bfloat16)
     )
-    assert fp8_store("fastkvzip", dtype).scorer_inputs.dtype == torch.float32
+    assert fp8_store("fastkvzip", dtype).tails.inputs.dtype == torch.float32
     keys, values = torch.randn(2, 5, 2, 16)
     for part, (x, scale) in enumerate(((keys, 0.5), (values, 4.0))):
         stored = store.to_cache(0, keys, values)[part]

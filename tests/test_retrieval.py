@@ -123,7 +123,7 @@ class Lives:
     def seal(self, slot: int, seed: int, first: bool) -> None:
         rng = np.random.default_rng(seed)
         tails = rng.normal(size=(LAYERS, 2, HEADS, SEGMENT, DIM)).astype(np.float32)
-        self.store.tails[1] = torch.from_numpy(tails)
+        self.store.tails.data[1] = torch.from_numpy(tails)
         number = torch.tensor([0 if first else 3])
         self.store.seal(None, InTails(torch.tensor([1]), torch.tensor([slot]), number))
         self.held.pop(slot, None)
@@ -185,7 +185,7 @@ def test_an_fp8_reservoir_gives_back_what_the_cache_held(dtype):
     store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, dtype, "cpu", query_dtype=torch.float32)
     reservoir = Reservoir(store, SATELLITES, 2)
     stored = torch.randn(LAYERS, 2, HEADS, SEGMENT, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
-    store.tails[1] = stored
+    store.tails.data[1] = stored
     store.seal(None, InTails(torch.tensor([1]), torch.tensor([3]), torch.tensor([0])))
     where = torch.full((3, SEGMENT), reservoir.entries([3])[0])
     rows, counts = reservoir.gather(torch.arange(3), where, torch.arange(SEGMENT).expand(3, -1), SEGMENT)

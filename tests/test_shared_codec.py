@@ -120,10 +120,10 @@ def test_a_segment_that_decode_filled_is_seen_as_one_that_prefill_filled():
     store = SlabStore(layout, get_scorer("keydiff"), 4, 3, torch.float32, "cpu")
     codec = SharedCodec(layout, torch.float32)
     codec.watch(store)
-    store.tails[1:] = torch.randn(store.tails[1:].shape, generator=random)
+    store.tails.data[1:] = torch.randn(store.tails.data[1:].shape, generator=random)
     store.seal(None, InTails(torch.tensor([1, 2]), torch.tensor([0, 1]), torch.tensor([0, 5])))
     for layer in range(3):
-        tokens = store.tails[1:, layer].permute(1, 0, 3, 2, 4).flatten(1, 2)
+        tokens = store.tails.data[1:, layer].permute(1, 0, 3, 2, 4).flatten(1, 2)
         chunk = InChunk(torch.tensor([0, 64]), torch.tensor([2, 3]), torch.tensor([0, 5]), tokens[0], tokens[1], None)
         store.seal(layer, chunk)
     counts = codec._seen.counts

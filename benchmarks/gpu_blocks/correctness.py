@@ -267,7 +267,7 @@ def _tails_hold_tokens(trial: Trial) -> bool:
         first = (stored - 1) // segment * segment
         for index, source in enumerate(store.to_cache(0, tokens.k, tokens.v)):
             # [layers, heads, tokens, d]
-            tail = store.tails[i + 1, :, index, :, : stored - first]
+            tail = store.tails.data[i + 1, :, index, :, : stored - first]
             if not torch.equal(movable(tail), movable(source[first:stored]).permute(1, 2, 0, 3)):
                 return False
     return True

@@ -89,7 +89,7 @@ def make_stage(
         q_per_kv=q_per_kv,
         query_dtype=dtype,
     )
-    for storage in (store.slabs, store.tails):
+    for storage in (store.slabs, store.tails.data):
         _fill(storage, fill, store.layout)
     slots = torch.randperm(count, device=device).view(requests, segments) + 1
     table = torch.zeros((requests + 1, segments * segment), dtype=torch.int32, device=device)

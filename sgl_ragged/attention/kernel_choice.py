@@ -80,7 +80,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     Raises:
         RaggedConfigError: the kernel cannot take heads of this shape or this cache, or FlashInfer is missing.
     """
-    max_batch = store.tails.shape[0]
+    max_batch = store.tails.num_rows
     if store.fp8:
         check_cache(kernel, store.dtype, device_capability(str(store.slabs.device)))
     if kernel == "torch":

@@ -181,7 +181,7 @@ class Operations(ABC):
             self.append(layer, keys, values, copies, batch.view.rows)
             if scorer_inputs is not None:
                 rows = batch.view.rows[copies.requests]
-                self.store.append_scorer_inputs(layer, rows, copies.places, scorer_inputs[copies.tokens])
+                self.store.tails.append_inputs(layer, rows, copies.places, scorer_inputs[copies.tokens])
 
     @abstractmethod
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:

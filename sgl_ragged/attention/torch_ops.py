@@ -15,7 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.torch_past import Past, past_of
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
-from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -85,7 +84,7 @@ class TorchOps(Operations):
     def _empty_tails(self, layer: int, view: ExtendView) -> None:
         rows = view.rows.tolist()
         for request, length in view.emptied:
-            self.store.empty_tail(layer, rows[request], length)
+            self.store.tails.empty(layer, rows[request], length)
 
     def seal_chunks(
         self,
@@ -131,7 +130,7 @@ class TorchOps(Operations):
             own, view = part.requests, part.view
             store.append(layer, view.rows, view.places, keys[own], values[own])
             if scorer_inputs is not None:
-                store.append_scorer_inputs(layer, view.rows, view.places, scorer_inputs[own])
+                store.tails.append_inputs(layer, view.rows, view.places, scorer_inputs[own])
             output[own] = _attend_part_of_batch(store, layer, queries[own], part, None if lse is None else lse[own])
         _scale_values(output, store.value_scale(layer))
         return output
@@ -204,7 +203,7 @@ def _entries(
     if band.attends_open:
         for part in (0, 1):
             if piece.place:
-                tail = store.tails[row, layer, part, :, : piece.place].index_select(0, heads)
+                tail = store.tails.part(layer, row, part, piece.place).index_select(0, heads)
                 entries[part].append(tail.to(own[part].dtype))
             entries[part].append(own[part][:, tokens])
     seen_keys, seen_values = (torch.cat(parts, dim=1) for parts in entries)
@@ -217,8 +216,7 @@ def _attend_part_of_batch(
 ) -> torch.Tensor:
     """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
     view = part.view
-    tails = movable(store.tails[:, layer, :, :, : part.longest_tail]).index_select(0, view.rows)
-    tails = tails.view(store.tails.dtype).float()
+    tails = store.tails.read(layer, view.rows, part.longest_tail).float()
     output = torch.empty_like(queries)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)

@@ -124,7 +124,7 @@ class TritonOps(Operations):
         queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
         scorer_inputs = None
         if store.has_scorer_inputs:
-            scorer_inputs = store.scorer_inputs.new_ones((length, layout.num_heads, store.scorer_inputs.shape[-1]))
+            scorer_inputs = store.tails.inputs.new_ones((length, layout.num_heads, store.tails.inputs.shape[-1]))
         lengths = torch.ones_like(row)
         # Layers with partial heads have kernels of their own.
         kinds = {opens is None: layer for layer, opens in enumerate(self._opens)}
@@ -172,7 +172,7 @@ class TritonOps(Operations):
         return quantize_fp8.quantize_fp8(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
-        tails = self.store.tails
+        tails = self.store.tails.data
         keys, values = head_rows(keys), head_rows(values)
         append.append(tails, layer, keys, values, copies.tokens, copies.requests, copies.places, rows)
 
@@ -193,7 +193,7 @@ class TritonOps(Operations):
             head_rows(keys),
             head_rows(values),
             store.slabs,
-            store.tails,
+            store.tails.data,
             layer,
             batch.view.lists,
             batch.view.rows,
@@ -225,9 +225,9 @@ class TritonOps(Operations):
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
         rows = head_rows(keys), head_rows(values), numbers, numbers, view.places, view.rows
-        append.append(store.tails, layer, *rows, store.kv_scales[layer] if store.fp8 else None)
+        append.append(store.tails.data, layer, *rows, store.kv_scales[layer] if store.fp8 else None)
         if scorer_inputs is not None:
-            store.append_scorer_inputs(layer, view.rows, view.places, scorer_inputs)
+            store.tails.append_inputs(layer, view.rows, view.places, scorer_inputs)
         return self.attend(layer, queries, batch, lse)
 
     def attend(
@@ -246,7 +246,7 @@ class TritonOps(Operations):
         return decode.decode_parts(
             head_rows(queries),
             store.slabs,
-            store.tails,
+            store.tails.data,
             layer,
             view,
             work.ctas,

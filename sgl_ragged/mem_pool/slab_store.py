@@ -14,6 +14,7 @@ from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails, Sealed
+from sgl_ragged.mem_pool.tails import Tails
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 from sgl_ragged.scorers import Scorer, SegmentData
 
@@ -38,16 +39,8 @@ class SlabStore:
     """Sealed segments in slabs, open segments in tails.
 
     `slabs` is [num_slots, layout.slab_elems], one slab per SGLang page, of the cache's dtype, or uint8 where the
-    layout's format is quantised: keys and values are rounded once, when they are sealed. `tails` is [num_rows, layers,
-    2 (K, V), heads, tail_capacity, head_dim], one row per row of SGLang's request table; row 0 is
-    its padding row. A slab is written once, when its segment is sealed, and is immutable until SGLang reuses its page.
-
-    A row's tail beyond the open segment's length holds zeros or older tokens of the same request, never
-    another request's: attention in torch reads padded tails under a mask, where a foreign NaN would still spread.
-
-    Scorers that look at more than keys and values have it kept beside the tails, `scorer_inputs` [num_rows, layers,
-    heads, places + 1, elements]: the queries of a segment's last places, or its token scores. The last place takes
-    what need not be kept.
+    layout's format is quantised: keys and values are rounded once, when they are sealed. A slab is written once, when
+    its segment is sealed, and is immutable until SGLang reuses its page. `tails` are the open segments.
 
     Slabs and tails may be FP8: they then hold keys and values divided by the layer's scales (`to_cache`), and scorers
     see them multiplied again (`from_cache`).
@@ -94,16 +87,14 @@ class SlabStore:
         self.slabs = torch.zeros(
             (num_slots, layout.slab_elems), dtype=torch.uint8 if layout.form.quantised else dtype, device=device
         )
-        self.tails = torch.zeros(
-            (num_rows, layout.num_layers, 2, layout.num_heads, tail_capacity or layout.segment, layout.head_dim),
-            dtype=dtype,
-            device=device,
-        )
-        self.input_places, elems = scorer.input_shape(layout.segment, q_per_kv, layout.head_dim)
-        self.scorer_inputs = torch.zeros(
-            (num_rows, layout.num_layers, layout.num_heads, self.input_places + 1, elems),
-            dtype=_input_dtype(scorer, self.query_dtype),
-            device=device,
+        self.tails = Tails(
+            layout,
+            num_rows,
+            dtype,
+            device,
+            tail_capacity or layout.segment,
+            scorer.input_shape(layout.segment, q_per_kv, layout.head_dim),
+            _input_dtype(scorer, self.query_dtype),
         )
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
@@ -118,7 +109,7 @@ class SlabStore:
 
     @property
     def nbytes(self) -> int:
-        return self.slabs.nbytes + self.tails.nbytes + self.scorer_inputs.nbytes
+        return self.slabs.nbytes + self.tails.nbytes
 
     @property
     def stored_as(self) -> str:
@@ -152,7 +143,7 @@ class SlabStore:
     @property
     def has_scorer_inputs(self) -> bool:
         """Whether the scorer needs something of every token beside its key and value."""
-        return self.input_places > 0
+        return self.tails.places > 0
 
     def band_heads(self, layer: int, index: int) -> torch.Tensor:
         """int64 [heads of band]: head numbers of the layer's band `index`, on the device."""
@@ -209,8 +200,7 @@ class SlabStore:
     def segment_rows(self, layer: int, segments: Finished) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [segments, heads, S, head_dim] of a layer's finished segments, as the cache holds them."""
         if isinstance(segments, InTails):
-            tails = self.tails[segments.rows, layer, :, :, : self.layout.segment]
-            return tails[:, 0], tails[:, 1]
+            return self.tails.segments(layer, segments.rows)
         return self._of_segments(segments, segments.keys), self._of_segments(segments, segments.values)
 
     def segment_data(
@@ -227,11 +217,10 @@ class SlabStore:
         )
         inputs = None
         if isinstance(segments, InTails):
-            if self.has_scorer_inputs:
-                inputs = self.scorer_inputs[segments.rows, layer, :, : self.input_places]
+            inputs = self.tails.segment_inputs(layer, segments.rows)
         elif segments.scorer_inputs is not None:
             every = self._of_segments(segments, segments.scorer_inputs)
-            inputs = every[:, :, self.layout.segment - self.input_places :].to(self.scorer_inputs.dtype)
+            inputs = every[:, :, self.layout.segment - self.tails.places :].to(self.tails.inputs.dtype)
         queries = token_scores = None
         if inputs is not None and self.scorer.reads_hidden_states:
             token_scores = inputs[..., 0]
@@ -276,10 +265,6 @@ class SlabStore:
     def has_pending(self) -> bool:
         return bool(self._pending)
 
-    def empty_tail(self, layer: int, row: int, length: int) -> None:
-        """Clear a tail behind its first `length` tokens, so that no older request's tokens are left there."""
-        self.tails[row, layer, :, :, length:] = 0
-
     def append(
         self, layer: int, rows: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
@@ -289,12 +274,4 @@ class SlabStore:
             rows, places: integers [tokens], tail and place in it of each token.
             keys, values: [tokens, heads, head_dim], as `to_cache` takes them.
         """
-        keys, values = self.to_cache(layer, keys, values)
-        self.tails[:, layer, 0].transpose(1, 2)[rows, places] = keys
-        self.tails[:, layer, 1].transpose(1, 2)[rows, places] = values
-
-    def append_scorer_inputs(self, layer: int, rows: torch.Tensor, places: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Store what the scorer will need of appended tokens: [tokens, heads, elements]."""
-        place = places - (self.layout.segment - self.input_places)
-        place = torch.where(place < 0, self.input_places, place)
-        self.scorer_inputs[:, layer].transpose(1, 2)[rows, place] = inputs.to(self.scorer_inputs.dtype)
+        self.tails.append(layer, rows, places, *self.to_cache(layer, keys, values))

@@ -239,7 +239,7 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
         return captured
 
     monkeypatch.setattr(operations, "describe_decode", refill)
-    decode, settle = operations.decode, harness.store.settle
+    decode, settle = operations.decode, harness.store.flush_pending_seals
     sealed_layers = []
 
     def quiet_decode(*arguments):

@@ -81,7 +81,7 @@ def first_slab(trial: correctness.Trial) -> torch.Tensor:
     ("where", "failing"),
     [
         (first_slab, {"seal"}),
-        (lambda trial: trial.stage.store.tails[1, 0, 0, 0, 0], {"append"}),
+        (lambda trial: trial.stage.store.tails.data[1, 0, 0, 0, 0], {"append"}),
         (lambda trial: trial.outputs[0][0][0, 0, 0, 0], {"extend"}),
         (lambda trial: trial.outputs[-1][-1][0, 0, 0, 0], {"decode"}),
         (lambda trial: trial.replayed[0, 0, 0, 0], {"replay", "replay equals eager"}),

@@ -73,7 +73,7 @@ def test_sealers_say_what_they_kept(layer, kernels):
     store = SlabStore(layout, get_scorer("keydiff"), 4, 3, torch.float32, "cpu")
     if kernels:
         store.sealer = TritonSealer(layout, torch.device("cpu"))
-    store.tails.copy_(torch.randn(store.tails.shape, generator=generator(2)))
+    store.tails.data.copy_(torch.randn(store.tails.data.shape, generator=generator(2)))
     told = []
     store.on_seal.append(lambda _, sealed: told.append(sealed))
     rows, slots = torch.tensor([2, 1]), torch.tensor([3, 1])
@@ -85,7 +85,7 @@ def test_sealers_say_what_they_kept(layer, kernels):
         for band in layout.bands[number]:
             for place, head in enumerate(band.heads):
                 stored = store.kept_rows(number, band, slots, torch.float32)[:, place, 0]
-                want = torch.stack([store.tails[row, number, 0, head, :48][own] for row, own in
+                want = torch.stack([store.tails.data[row, number, 0, head, :48][own] for row, own in
                                     zip(rows, mask[:, head], strict=True)])  # fmt: skip
                 assert torch.equal(stored, want), (number, head)
 
