@@ -104,7 +104,7 @@ def _products(
 
 
 def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
-    """Segments that decode has filled, over all layers: `SlabStore.settle`."""
+    """Segments that decode has filled, over all layers: `SlabStore.flush_pending_seals`."""
     model = case.model
     kept = kept_counts(model, PREFILL_RATIO, all_layers=True)
     most = max(case.pending)

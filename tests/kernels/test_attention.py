@@ -239,7 +239,7 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
         return captured
 
     monkeypatch.setattr(operations, "describe_decode", refill)
-    decode, settle = operations.decode, harness.store.flush_pending_seals
+    decode, flush = operations.decode, harness.store.flush_pending_seals
     sealed_layers = []
 
     def quiet_decode(*arguments):
@@ -249,10 +249,10 @@ def test_a_decode_step_and_its_seals_do_not_wait_for_the_device(scorer, monkeypa
     def quiet_seal():
         with NoWaiting():
             sealed_layers.append(harness.store.has_pending)
-            settle()
+            flush()
 
     monkeypatch.setattr(operations, "decode", quiet_decode)
-    monkeypatch.setattr(harness.store, "settle", quiet_seal)
+    monkeypatch.setattr(harness.store, "flush_pending_seals", quiet_seal)
     expected = [sequence.expected(kept) for sequence in sequences]
     for step in range(2):
         output = harness.decode(sequences, [length + step for length in lengths])
