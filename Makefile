@@ -14,7 +14,7 @@ setup: .venv/.ready
 
 # Byte-compiled at once: SGLang starts three processes that import the same thousands of files.
 .venv/.ready: pyproject.toml .uv/bin/uv
-	.uv/bin/uv sync --quiet --extra dev --compile-bytecode
+	.uv/bin/uv sync --quiet --extra calibrate --group dev --compile-bytecode
 	touch $@
 
 demo: setup
@@ -43,7 +43,8 @@ compat: .venv-compat/$(SGLANG_RELEASE)
 
 .venv-compat/$(SGLANG_RELEASE): pyproject.toml .uv/bin/uv
 	.uv/bin/uv venv --quiet --clear .venv-compat
-	.uv/bin/uv pip install --quiet --python .venv-compat --compile-bytecode -e '.[dev]' sglang==$(SGLANG_RELEASE)
+	.uv/bin/uv pip install --quiet --python .venv-compat --compile-bytecode --group dev -e '.[calibrate]' \
+		sglang==$(SGLANG_RELEASE)
 	touch $@
 
 # Methods of kvpress for `python -m benchmarks.quality --peers .venv-peers/bin/python`; it needs another transformers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from benchmarks.accuracy import records, repoqa, ruler, scbench
+from benchmarks.accuracy.packages import REMEDY
 from benchmarks.accuracy.scbench_tasks import MIXED, NEW_TOKENS
 from benchmarks.accuracy.session import Session, SuiteError
 
@@ -524,6 +526,6 @@ def test_a_missing_package_is_seen_when_loading(tmp_path, monkeypatch, task, pac
     monkeypatch.setitem(sys.modules, package, None)
     write(tmp_path / f"scbench_{task}.jsonl", [record(TURNS[task], **REPOSITORY)])
     write(tmp_path / "scbench_kv.jsonl", [record(turn())])
-    with pytest.raises(SuiteError, match=rf'^{package} .*: pip install "sgl-ragged\[suites\]"$'):
+    with pytest.raises(SuiteError, match=rf"^{package} .*: {re.escape(REMEDY)}$"):
         scbench.load(tmp_path, None, None)
     assert len(scbench.load(tmp_path, ["kv"], None)) == 1

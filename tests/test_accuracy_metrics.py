@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 
 import pytest
 
 from benchmarks.accuracy import metrics, repoqa
+from benchmarks.accuracy.packages import REMEDY
 from benchmarks.accuracy.repoqa import Needle
 from benchmarks.accuracy.session import SuiteError
 
@@ -266,5 +268,5 @@ def test_a_missing_package_names_what_to_install(monkeypatch, package, score):
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(SuiteError, match=rf'^{package} .*: pip install "sgl-ragged\[suites\]"$'):
+    with pytest.raises(SuiteError, match=rf"^{package} .*: {re.escape(REMEDY)}$"):
         score()

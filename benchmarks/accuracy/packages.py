@@ -1,4 +1,4 @@
-"""Packages that only the suites need, imported when something asks for them."""
+"""Packages that only the suites need, the group `suites` of pyproject.toml, imported when something asks for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from types import ModuleType
 
 from benchmarks.accuracy.session import SuiteError
 
+REMEDY = "run make setup, or pip install --group suites (pip 25.1 or later) in the repository's folder"
+
 
 def imported(module: str) -> ModuleType:
     """The module of this dotted name. Raises SuiteError when its package is not installed."""
@@ -14,4 +16,4 @@ def imported(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise SuiteError(f'{package} cannot be imported ({error}): pip install "sgl-ragged[suites]"') from None
+        raise SuiteError(f"{package} cannot be imported ({error}): {REMEDY}") from None
