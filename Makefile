@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # The first release of SGLang that is served on; .venv has the last one.
 SGLANG_RELEASE ?= 0.5.22
 
-.PHONY: setup demo report test test-all architectures compat peers lint clean
+.PHONY: setup demo report test test-all architectures compat peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -46,6 +46,10 @@ compat: .venv-compat/$(SGLANG_RELEASE)
 	.uv/bin/uv pip install --quiet --python .venv-compat --compile-bytecode --group dev -e '.[calibrate]' \
 		sglang==$(SGLANG_RELEASE)
 	touch $@
+
+# The wheel in an environment of its own, outside of this folder: its commands, and a server.
+wheel: setup
+	$(PYTHON) -m tests.installed_wheel
 
 # Methods of kvpress for `python -m benchmarks.quality --peers .venv-peers/bin/python`; it needs another transformers.
 peers: .venv-peers/.ready
