@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
 
+IMPORTED = ("sglang", "torch", "transformers")
+"""Packages that warn, when they are imported, of what a machine lacks; nothing is served here."""
+
 DTYPES = ("float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 NOTHING_ELSE: dict[str, Any] = dict(
@@ -39,13 +45,27 @@ NOTHING_ELSE: dict[str, Any] = dict(
 def main() -> None:
     """Entry point; ends with status 1 and one line on bad input."""
     try:
-        options = make_parser().parse_args()
-        with warnings.catch_warnings():
-            # SGLang warns of what this machine's processor lacks when it is imported; it is not asked to serve here.
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
+        with quiet_imports():
+            options = make_parser().parse_args()
             options.run(options)
     except RaggedConfigError as error:
         sys.exit(f"sgl-ragged: {error}")
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """No warnings of IMPORTED, neither raised nor logged; their errors, and all that others say, stay."""
+    loggers = [logging.getLogger(package) for package in IMPORTED]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(IMPORTED)})(\.|$)")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
 
 
 def make_parser() -> argparse.ArgumentParser:

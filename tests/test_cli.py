@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -41,13 +43,32 @@ def test_layout_as_json(model, monkeypatch, capsys):
     assert plan["max_total_tokens"] == (plan["num_slots"] - 1) * 256 > 2.5 * plan["full_tokens"]
 
 
-def test_the_answer_is_all_that_it_says(model):
+@pytest.mark.parametrize("asked", ["layout", "check", "conflicts"])
+def test_the_answer_is_all_that_it_says(model, asked):
     """As a program of its own: here SGLang has been imported, and what it warns of has been said."""
     program = "import sys; from sgl_ragged.cli import main; main()"
-    command = [sys.executable, "-c", program, "layout", "--model", str(model), "--kv-bytes", "64MiB", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    more = ("--model", str(model), "--kv-bytes", "64MiB") if asked == "layout" else ()
+    done = subprocess.run([sys.executable, "-c", program, asked, *more], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["num_slots"] > 1
+    words = {"layout": "virtual tokens", "check": "seams match", "conflicts": "| `--ragged-history` |"}
+    assert words[asked] in done.stdout
+
+
+def test_only_warnings_of_imports_are_silenced(caplog):
+    def warn(module: str) -> None:
+        warnings.warn_explicit(f"from {module}", UserWarning, f"{module}.py", 1, module=module)
+        logging.getLogger(module).warning("from %s", module)
+
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        with cli.quiet_imports():
+            for module in ("sglang.srt.configs", "torch", "sglangs", "sgl_ragged.plan"):
+                warn(module)
+            logging.getLogger("sglang.srt.configs").error("an error")
+        warn("sglang.kernels")
+    kept = ["from sglangs", "from sgl_ragged.plan"]
+    assert [str(warning.message) for warning in raised] == [*kept, "from sglang.kernels"]
+    assert [record.getMessage() for record in caplog.records] == [*kept, "an error", "from sglang.kernels"]
 
 
 def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
