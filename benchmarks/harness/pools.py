@@ -90,19 +90,19 @@ class Started:
     def __init__(self, model: str, kv_bytes: str, common: Sequence[str], ragged: Sequence[str]) -> None:
         """`common`, `ragged`: further flags of all servers, and of the ragged ones."""
         self._model, self._kv_bytes, self._common, self._ragged = model, kv_bytes, common, ragged
-        self._nursery: ServerPool | None = None
+        self._servers: ServerPool | None = None
 
     def __enter__(self) -> Started:
         import torch
 
         # On CPUs, servers are forks of one process that has imported SGLang: each is ready in seconds.
         if not torch.accelerator.is_available():
-            self._nursery = ServerPool().__enter__()
+            self._servers = ServerPool().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._nursery is not None:
-            self._nursery.__exit__()
+        if self._servers is not None:
+            self._servers.__exit__()
 
     @contextlib.contextmanager
     def client(
@@ -115,8 +115,8 @@ class Started:
         launcher: Sequence[str] = LAUNCH_SERVER,
     ) -> Iterator[ServerClient]:
         """`added`: flags of this server alone; `launcher`: what starts it."""
-        start = self._nursery.serve if self._nursery else serve
-        args = server_arguments(pool, requests, self._kv_bytes, on_cpu=self._nursery is not None)
+        start = self._servers.serve if self._servers else serve
+        args = server_arguments(pool, requests, self._kv_bytes, on_cpu=self._servers is not None)
         further = [*self._common, *(self._ragged if pool.ratio is not None else ()), *added]
         with (
             start(self._model, *args, *further, log=log, launcher=launcher, ready_within_s=ready_within_s) as server,
