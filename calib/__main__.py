@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether a disk or a quota is full; safetensors hands the system's error on as text."""
+    """True if a disk or a quota is full; safetensors hands the system's error on as text."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "errno", None) in full or any(
         os.strerror(number) in str(error) or f"os error {number})" in str(error) for number in full

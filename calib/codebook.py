@@ -36,7 +36,7 @@ def choose_queries(length: int, segment: int, count: int) -> list[int]:
 def recorded_queries(
     queries: torch.Tensor, logits: torch.Tensor, values: torch.Tensor, segment: int, places: Sequence[int], rope: Rope
 ) -> dict[str, torch.Tensor]:
-    """What the codebook needs of some queries of one layer, by name; Q of them.
+    """Tensors of the codebook for some queries of one layer, by name; Q of them.
 
     Args:
         queries: [Q, heads, q_per_kv, d] after RoPE, at the positions `places`.

@@ -23,7 +23,7 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """What a calibration writes. Bytes.
+    """Bytes that a calibration writes.
 
     recordings: everything but hidden states, to the end. hidden_states: of all layers. layers_at_once: of how many
     layers they are on disk at a time. needed: at most at any time. free: on that disk, with what the folder holds.
@@ -58,7 +58,7 @@ def disk_need(
     trained: bool,
     at_a_time: int | None,
 ) -> DiskNeed:
-    """What will be written to a folder that exists; what it holds counts as free.
+    """Bytes that will be written to a folder that exists; those that it holds count as free.
 
     Args:
         hidden_size: elements of a hidden state.

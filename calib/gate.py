@@ -135,7 +135,7 @@ def _trained_layer(
 
 
 def target(peaks: torch.Tensor, segment: int) -> torch.Tensor:
-    """What the network has to predict: log of the peak attention, centred in each segment.
+    """Targets of the network: log of the peak attention, centred in each segment.
 
     Tokens compete within their segment, and later segments have fewer queries behind them.
 

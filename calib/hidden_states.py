@@ -14,13 +14,13 @@ from calib.samples import TokenizedSample
 
 
 class RecordsHiddenStates(Protocol):
-    """What sends a sample through the model; `calib.measure.Engine`."""
+    """An engine that sends a sample through the model; `calib.measure.Engine`."""
 
     def record(self, sample: TokenizedSample, layers: range, *, alone: bool) -> dict[str, torch.Tensor]: ...
 
 
 class HiddenStates:
-    """What entered the attention layers of each sample, read layer by layer, in ascending order.
+    """Inputs of the attention layers of each sample, read layer by layer, in ascending order.
 
     The samples go through the model once more for every `at_once` layers, and what was there before is deleted: so
     training sees every token, whatever the model's size.

@@ -135,7 +135,7 @@ def measure_errors(
 
 
 def calibrated_statistics(settings: Settings, folder: Path) -> dict[str, torch.Tensor]:
-    """What `measure` left in the folder for scorers that need statistics, empty if none does."""
+    """Statistics that `measure` left in the folder for scorers that need them, empty if none does."""
     path = folder / STATISTICS_FILE
     return load_file(path) if any(_calibrated_statistics(name) for name in settings.scorers) else {}
 
@@ -157,7 +157,7 @@ def passes(scorers: Sequence[str]) -> int:
 
 
 def _calibrated_statistics(scorer: str) -> bool:
-    """Whether the scorer needs statistics that calibration makes; raises if it needs others."""
+    """True if the scorer needs statistics that calibration makes; raises if it needs others."""
     found = get_scorer(scorer)
     if not found.statistics or found.reads_hidden_states or found.trained:
         return False

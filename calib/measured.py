@@ -26,7 +26,7 @@ _ARRAYS = ("raw_kept", "raw_ratio", "sample_meta", "base_ratios", "static_layer_
 
 @dataclass(frozen=True)
 class Measured:
-    """What one scorer kept of N contexts; L measured layers, H heads.
+    """Tokens that one scorer kept of N contexts; L measured layers, H heads.
 
     `evictable` float64 [N, L, H]: tokens kept between the sinks and the recent window, as a share of all tokens but the
     sinks. `whole` float64 [N, L, H]: all tokens kept, sinks and recent window among them, as a share of the context.

@@ -144,7 +144,7 @@ def plot_coverage(coverage: np.ndarray) -> Figure:
 
 
 def plot_roles(roles: RoleReport) -> Figure:
-    """What the best watcher foresees of each head's dropped attention, pivots by number; and roles by their measures.
+    """Plot how much of each head's dropped attention its best watcher foresees, and roles by their measures.
 
     The second panel has HeteroCache's stability and similarity (Fig. 1 c and d) as its axes.
     """

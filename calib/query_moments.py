@@ -46,7 +46,7 @@ def _ropes(module: torch.nn.Module) -> list[Any]:
 
 
 def attends_to_everything(module: torch.nn.Module) -> bool:
-    """Whether this is SGLang's module for the attention of one layer, without a window."""
+    """True for SGLang's module for the attention of one layer, without a window."""
     window = getattr(module, "sliding_window_size", None)
     return hasattr(module, "layer_id") and hasattr(module, "tp_k_head_num") and window is not None and window <= 0
 

@@ -256,7 +256,7 @@ class _Sequence:
     def add_errors(
         self, store: SlabStore, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, length: int
     ) -> None:
-        """What is left over of a layer's heads in the first chunk, none where the model's parts are not known."""
+        """Record output errors of a layer's heads in the first chunk, none where the model's parts are not known."""
         assert self.asked is not None, "they are asked for"
         places = query_places(length, self.segment)
         if places is None or self.stream is None or not self.stream.known:

@@ -40,7 +40,7 @@ class Settings:
     recordings: int = RECORDINGS
 
     def text(self) -> str:
-        """What folders are told apart by."""
+        """Settings by which folders are told apart."""
         engine = {name: value for name, value in self.engine_args.items() if name not in _PLACE}
         return json.dumps(asdict(self) | {"engine_args": engine}, indent=2)
 
@@ -83,7 +83,7 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, st
 
 
 def readable(path: Path) -> bool:
-    """Whether a file is there and whole."""
+    """True if a file is there and whole."""
     try:
         load_file(path)
     except (OSError, SafetensorError):

@@ -76,11 +76,11 @@ class ResidualStream:
 
     @property
     def known(self) -> bool:
-        """Whether the stream of the layer whose attention runs was seen: kernels that norm may be fused with others."""
+        """True if the stream of the layer whose attention runs was seen: kernels that norm may be fused with others."""
         return self._stream is not None and self._normed is self._layer
 
     def behind(self, outputs: torch.Tensor) -> tuple[Added, torch.Tensor]:
-        """What a change of attention's outputs adds to the stream of the layer that runs, and the stream's square.
+        """Change of the stream of the layer that runs by a change of attention's outputs, and the stream's square.
 
         Args:
             outputs: float32 [Q, heads * d], what attention gives at the places that are looked at.

@@ -56,7 +56,7 @@ class Kinship:
 
 @dataclass(frozen=True)
 class Foresight:
-    """What heads foresee, summed over windows and samples. float64; n heads of all layers in a row.
+    """Foresight of heads, summed over windows and samples. float64; n heads of all layers in a row.
 
     foreseen [n, n]: U[p, s], attention of s in a window to tokens that s drops and that are among the COMPARED that p
         attends to most in the same window, and once more, of those that it attended to in the window before: a prompt's

@@ -66,7 +66,7 @@ def choose_kept(
 
 
 def read_sizes(folder: Path, make: Callable[[Mapping[str, Any]], T]) -> T:
-    """What `make` takes from the folder's config.json of the text model.
+    """Make something from the folder's config.json of the text model.
 
     Raises:
         RaggedConfigError: there is no such file, or it lacks a key.

@@ -25,7 +25,7 @@ from sgl_ragged.profiles.profile import CODEBOOK_VERSION, Profile, load_profile
 
 @dataclass(frozen=True)
 class Joined:
-    """What a feature brings into a plan (`plugin.feature.Feature`).
+    """A feature's entry in a plan (`plugin.feature.Feature`).
 
     name: the feature's. settings: what its workers follow. state: numbers, names and arrays that decide what workers
     compute, for the digest.
@@ -75,7 +75,7 @@ class ServingPlan:
 
     @property
     def fit(self) -> str:
-        """Whether and how what heads keep is fitted, for the log."""
+        """A line for the log about fitting."""
         if self.unfitted is not None:
             return f"kept keys and values stay as they are: {self.unfitted}"
         return f"kept keys and values are fitted to {self.statistics[0][QUERIES].shape[1]} queries per head"
@@ -157,7 +157,7 @@ class BudgetChoice:
 
 
 def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio: float, segment: int) -> BudgetChoice:
-    """What --ragged-profile means for a model.
+    """Choose budgets by --ragged-profile.
 
     Args:
         profile: a path, "uniform", or "auto" for the bundled profile of this model and scorer, if there is one.

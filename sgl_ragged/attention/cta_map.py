@@ -112,7 +112,7 @@ def _exact_counts(row: list[int], resident_ctas: int, batch: int) -> list[int]:
 
 
 def cta_table(counts_row: np.ndarray, kept_row: np.ndarray) -> np.ndarray:
-    """What each CTA of one layer does, longest first.
+    """Work of each CTA of one layer, longest first.
 
     Args:
         counts_row: int [num_heads], CTAs of each head.

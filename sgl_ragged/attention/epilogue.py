@@ -18,7 +18,7 @@ class Epilogue(Protocol):
         ...
 
     def needed(self, layer: int) -> bool:
-        """Whether it has anything to do in a layer; that must not change."""
+        """True if it has anything to do in a layer; that must not change."""
         ...
 
     def apply(

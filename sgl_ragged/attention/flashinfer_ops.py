@@ -39,7 +39,7 @@ TENSOR_CORE_GROUP = 4
 
 
 class DecodeWrapper(Protocol):
-    """What is used of `flashinfer.BatchDecodeWithPagedKVCacheWrapper`."""
+    """The used part of `flashinfer.BatchDecodeWithPagedKVCacheWrapper`."""
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor

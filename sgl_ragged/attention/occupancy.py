@@ -21,7 +21,7 @@ SHARED_RESERVED = 1024
 
 @dataclass(frozen=True)
 class SMLimits:
-    """What one multiprocessor has: 32-bit registers, bytes of shared memory, resident warps and resident CTAs."""
+    """Limits of one multiprocessor: 32-bit registers, bytes of shared memory, resident warps and resident CTAs."""
 
     registers: int
     shared_bytes: int
@@ -88,7 +88,7 @@ def device_limits(properties: Any) -> SMLimits:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one CTA of a compiled kernel takes: registers per thread, bytes of shared memory, warps.
+    """Resources of one CTA of a compiled kernel: registers per thread, bytes of shared memory, warps.
 
     spills: 4-byte words of local memory per thread that stand in for registers; 0 in a healthy kernel.
     """

@@ -53,7 +53,7 @@ class Operations(ABC):
     store: SlabStore
 
     captures_graphs: bool
-    """Whether decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
+    """True where decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
     block_m: int | None = None

@@ -36,7 +36,7 @@ class Past(ABC):
 
     @abstractmethod
     def answer(self, sums: torch.Tensor) -> torch.Tensor:
-        """What sums [..., d], added up over segments, mean as outputs."""
+        """Outputs for sums [..., d], added up over segments."""
 
 
 class WidePast(Past):
@@ -101,7 +101,7 @@ class CentredPast(QuantisedPast):
 
 
 def past_of(rows: torch.Tensor | QuantisedRows) -> Past:
-    """What `SlabStore.gather` found."""
+    """Rows from `SlabStore.gather`."""
     if not isinstance(rows, QuantisedRows):
         return WidePast(rows)
     return QuantisedPast(rows) if rows.moments is None else CentredPast(rows)

@@ -27,7 +27,7 @@ LONG_CONTEXT = 4096
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What the CTAs of one layer do, on the device: `cta_map.cta_table` and `cta_map.head_parts`."""
+    """Work of the CTAs of one layer, on the device: `cta_map.cta_table` and `cta_map.head_parts`."""
 
     ctas: torch.Tensor
     parts: torch.Tensor

@@ -18,7 +18,7 @@ from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 
 @dataclass(frozen=True)
 class HeadTable:
-    """What kernels need to know of heads, those of one layer or of all.
+    """Heads as kernels see them, those of one layer or of all.
 
     kept: int32 [heads], rows of each sealed segment that are stored here. most_kept: the largest of them, at least 1.
     key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.

@@ -51,7 +51,7 @@ class LseExchange:
         ]
 
     def needed(self, layer: int) -> bool:
-        """Whether any rank holds a part of a head in this layer."""
+        """True where a rank holds a part of a head in this layer."""
         return self._layers[layer] is not None
 
     def describe(self, batch: Any) -> None:

@@ -53,7 +53,7 @@ class Placement:
 
     @property
     def splits_heads(self) -> bool:
-        """Whether any head has more than one place in a layer."""
+        """True where a head has more than one place in a layer."""
         ordered = np.sort(self.heads.reshape(len(self.heads), -1), axis=1)
         return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 

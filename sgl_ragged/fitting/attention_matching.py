@@ -67,7 +67,7 @@ def corrections(
     references: References,
     stored: Stored,
 ) -> Corrections:
-    """What corrects kept keys and values, MOST_CORRECTED of each head at most: those that are attended to most.
+    """Correct kept keys and values, MOST_CORRECTED of each head at most: those that are attended to most.
 
     Where the outputs of the codebook's queries would not come nearer, and where a value would grow beyond MOST_GROWTH,
     nothing is corrected.
@@ -160,7 +160,7 @@ def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: torch.Tensor, 
 
 
 def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """What each kept token counts, so that their shares of attention give what the segment had.
+    """Weights of kept tokens with which their shares of attention give what the segment had.
 
     Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + MASS_RIDGE m |w - 1|^2, by projected
     Nesterov steps on variables scaled by the diagonal.

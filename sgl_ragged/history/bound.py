@@ -67,7 +67,7 @@ class HistoryBound:
         return self.held * sizes.slab_bytes + sizes.row_bytes + windows
 
     def describe(self, sizes: PoolSizes) -> str:
-        """What it means, for the start-up line."""
+        """Part of the start-up line."""
         return (
             f"requests see {self.limit * sizes.layout.segment} tokens of their histories and hold at most "
             f"{self.request_bytes(sizes)} bytes beside what they share"
@@ -97,7 +97,7 @@ def check_score(name: str) -> None:
 
 
 def history_bound(tokens: int | None, score: str, segment: int) -> HistoryBound | None:
-    """What --ragged-history asks for. Raises RaggedConfigError for a number of tokens that is not possible."""
+    """The bound for --ragged-history. Raises RaggedConfigError for a number of tokens that is not possible."""
     if tokens is None:
         return None
     if tokens % segment or tokens < LEAST_SEGMENTS * segment:

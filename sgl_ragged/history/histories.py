@@ -34,7 +34,7 @@ class _Arriving:
 
 
 class Histories:
-    """What each running request sees of its history.
+    """Views of running requests on their histories.
 
     Args:
         req_to_token: int32 [rows, context], SGLang's request table.
@@ -105,7 +105,7 @@ class Histories:
         return history
 
     def seen(self, rows: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Seen | None:
-        """What the queries of chunks see; None if all of them see everything. Advances the requests' histories.
+        """Segments that queries of chunks see; None if all of them see everything. Advances the requests' histories.
 
         Args:
             rows: of the requests. prefixes, lengths: tokens before each chunk and in it; a chunk has at most

@@ -36,7 +36,7 @@ def reserve_running(options: RaggedOptions, original: Callable, adder: Any, req:
 
 
 def fits(options: RaggedOptions, original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
-    """Whether a request fits that is not running yet."""
+    """True if a request fits that is not running yet."""
     extend = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
     most = req.host_hit_length + growth(adder.tree_cache, req, extend) + adder.per_req_token_overhead
     return original(adder, req, total_tokens=min(total_tokens, most), **more)
@@ -61,7 +61,7 @@ def reserve_admitted(
 
 
 def uncached_tokens(options: RaggedOptions, original: Callable, checker: Any) -> tuple[int, int]:
-    """What requests hold beside the tree, for SGLang's leak checks: less what they have given back."""
+    """Tokens that requests hold beside the tree, for SGLang's leak checks: less those that they have given back."""
     full, windows = original(checker)
     cache = checker.tree_cache
     held = [cache.histories.get(req.kv.req_pool_idx) for req in checker._requests_owning_rows()]

@@ -74,7 +74,7 @@ class BoundedRadixCache(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
 
     def _can_be_found(self, kv: ReqKvInfo, end: int) -> bool:
-        """Whether the tree would find a prefix of `end` tokens: a prefix without the window before its end is lost."""
+        """True if the tree would find a prefix of `end` tokens: a prefix without the window before its end is lost."""
         if not self.supports_swa():
             return True
         freed = kv.get_evicted_seqlen(ComponentType.SWA)
@@ -105,7 +105,7 @@ class BoundedRadixCache(UnifiedRadixCache):
             history.returned.update(leaving)
 
     def _without(self, returned: set[int], start: int, end: int) -> list[tuple[int, int]]:
-        """What is left of a range of positions without the segments that were given back."""
+        """Parts of a range of positions without the segments that were given back."""
         parts, size = [], self.page_size
         for number in sorted(returned):
             if start < (number + 1) * size and number * size < end:

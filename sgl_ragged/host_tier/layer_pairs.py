@@ -68,7 +68,7 @@ def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, co
 
 @dataclass(frozen=True, eq=False)
 class Shareable:
-    """What pairs of layers of a layout can share: heads that store equally much, whichever they are."""
+    """Heads that pairs of layers of a layout can share: those that store equally much, whichever they are."""
 
     layout: SlabLayout
 

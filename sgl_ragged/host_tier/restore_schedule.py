@@ -58,7 +58,7 @@ def recomputed_first(segments: int, mode: str, compute: Rate, load: Rate) -> int
 
 
 class StoragePays:
-    """Whether to read hits of a storage, or to compute them: where reading is slower, computing all is faster.
+    """Choice between reading hits of a storage and computing them: where reading is slower, computing all is faster.
 
     SGLang reads from the first page on before a request starts, so what is read cannot be the end of a history whose
     start is computed meanwhile, as from the host.

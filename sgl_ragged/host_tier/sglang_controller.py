@@ -103,7 +103,7 @@ class RaggedCacheController(HybridCacheController):
         return producer
 
     def _storage_hit_query(self, operation: Any) -> tuple[list[str], int]:
-        """What storage has of a request's tokens; nothing where computing them is faster than reading."""
+        """Hits of a request's tokens in storage; none where computing them is faster than reading."""
         return super()._storage_hit_query(operation) if self._storage_pays() else ([], 0)
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **more: Any) -> None:
@@ -187,7 +187,7 @@ def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
 
 
 class RaggedStack(StackStrategy):
-    """What SGLang asks for a host pool and a controller.
+    """The strategy that SGLang asks for a host pool and a controller.
 
     Args:
         build: `build_stack`, as the worker calls it.

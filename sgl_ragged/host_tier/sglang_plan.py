@@ -43,7 +43,7 @@ CODE = ("*.json", "*.py")
 
 
 def plan_tier(plan: ServingPlan, launch: Launch, *, sized: bool) -> TierPlan:
-    """What the tiers hold.
+    """Plan the tiers.
 
     Args:
         plan: all that decides what slabs hold has joined it.

@@ -109,7 +109,7 @@ class RaggedHostPool(HostKVCache):
         self._slabs.restore(device_pool.store.slabs, slots, pages, layer)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        """What is stored of a row: the slab, its segment's scores, if there are any, and the footer."""
+        """The stored form of a row: the slab, its segment's scores, if there are any, and the footer."""
         page = int(index) // self.page_size
         row = self.kv_buffer[page]
         if self.scores is not None:

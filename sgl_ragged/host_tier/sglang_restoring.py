@@ -58,7 +58,7 @@ class Restorer:
         return {(name, way): count for name, ways in counts for way, count in ways.items()}
 
     def settings(self) -> dict[str, Any]:
-        """What /server_info says of the tier."""
+        """The tier in /server_info."""
         host = self._host
         pages = host.page_num - 1
         return {

@@ -24,7 +24,7 @@ class SlabCodec(ABC):
 
     name: str
     exact: bool
-    """Whether what is read back is what was written, bit by bit."""
+    """True where the same bits are read back as were written."""
 
     def __init__(self, layout: SlabLayout, dtype: torch.dtype) -> None:
         self.layout = layout

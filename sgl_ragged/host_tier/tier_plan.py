@@ -15,7 +15,7 @@ CODEC_NAMES = ("exact", "fp8", "shared")
 
 @dataclass(frozen=True)
 class TierPlan:
-    """What a tier below the device holds.
+    """Contents of a tier below the device.
 
     codec: how slabs lie there, one of CODEC_NAMES.
     served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the

@@ -18,7 +18,7 @@ KV_DTYPES = (*WIDE, *FP8)
 
 @dataclass(frozen=True)
 class KvScales:
-    """What the numbers that one layer stores in FP8 are multiplied by; a wide cache does not look at it.
+    """Factors of the numbers that one layer stores in FP8; a wide cache does not look at them.
 
     Raises:
         RaggedConfigError: a scale is not a positive number that can be divided by.

@@ -34,12 +34,12 @@ class Band:
 
     @property
     def partial(self) -> bool:
-        """Whether other ranks store, or may store, more of these heads: attention here is a part of theirs."""
+        """True if other ranks store, or may store, more of these heads: attention here is a part of theirs."""
         return self.kept < self.total
 
     @property
     def attends_open(self) -> bool:
-        """Whether these heads attend to the open segment here: at the one place with the earliest positions."""
+        """True if these heads attend to the open segment here: at the one place with the earliest positions."""
         return self.first == 0 and self.kept > 0
 
 
@@ -97,7 +97,7 @@ class SlabLayout:
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks store some of the kept tokens of any of these heads."""
+        """True if other ranks store some of the kept tokens of any of these heads."""
         return bool((self.kept < self.totals).any())
 
     @property

@@ -60,7 +60,7 @@ class SidePages(Protocol):
 
 @dataclass(frozen=True)
 class PoolSizes:
-    """What the pool allocates on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
+    """Sizes of the pool on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
     `side_bytes`: what is kept beside each row's tail, counted as part of the tails: by the scorer, and overlays.
     `side_pages`, `side_page_bytes`: another pool's, its padding page among them. `side_pages_of`: whose they are.

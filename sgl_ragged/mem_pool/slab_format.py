@@ -131,7 +131,7 @@ slabs of a half (docs/slab-formats.md)."""
 
 @dataclass(frozen=True)
 class Share:
-    """What slabs keep: a share of an uncompressed cache's bytes, in a format."""
+    """A share of an uncompressed cache's bytes, in a format."""
 
     ratio: float
     form: SlabFormat
@@ -140,7 +140,7 @@ class Share:
 def settle_share(
     asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, segment: int, readable: bool = True
 ) -> Share:
-    """What values of --ragged-slab-dtype and --ragged-ratio mean; None where nobody said a ratio.
+    """Share and format for --ragged-slab-dtype and --ragged-ratio; None where nobody said a ratio.
 
     `auto` is wide at ratio 1, where exactness is promised; else eight bits where most tokens fit in them, else eight
     for keys and four for values, and six or four for keys where few tokens fit in those.

@@ -119,11 +119,11 @@ class SlabStore:
         return f"{self.dtype} {scales}" if self.fp8 else f"{self.dtype}{form}"
 
     def logit_scale(self, layer: int) -> float:
-        """What products of queries and stored keys are multiplied by to give logits."""
+        """Factor from products of queries and stored keys to logits."""
         return self.scales[layer] * self.kv_scales[layer].keys if self.fp8 else self.scales[layer]
 
     def value_scale(self, layer: int) -> float | None:
-        """What means of stored values are multiplied by to give outputs; None where values are stored as they are."""
+        """Factor from means of stored values to outputs; None where values are stored as they are."""
         return self.kv_scales[layer].values if self.fp8 else None
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,7 @@ class SlabStore:
         return to_fp8(keys, scales.keys, dtype), to_fp8(values, scales.values, dtype)
 
     def from_cache(self, layer: int, part: int, stored: torch.Tensor) -> torch.Tensor:
-        """What stored keys (part 0) or values (1) stand for: float32 where they are FP8, else themselves."""
+        """Numbers for stored keys (part 0) or values (1): float32 where they are FP8, else themselves."""
         if not self.fp8:
             return stored
         scales = self.kv_scales[layer]
@@ -142,7 +142,7 @@ class SlabStore:
 
     @property
     def has_scorer_inputs(self) -> bool:
-        """Whether the scorer needs something of every token beside its key and value."""
+        """True if the scorer needs something of every token beside its key and value."""
         return self.tails.places > 0
 
     def band_heads(self, layer: int, index: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ class SlabStore:
         return self.band_elems(layer, band).unflatten(2, (2, band.kept, self.layout.head_dim))
 
     def gather(self, layer: int, band: Band, slots: torch.Tensor) -> torch.Tensor | QuantisedRows:
-        """What a band kept in these slots: [slots, heads of band, 2 (K, V), kept, head_dim], or its quantised rows
+        """Rows that a band kept in these slots: [slots, heads of band, 2 (K, V), kept, head_dim], or its quantised rows
         [slots, heads of band, ...].
 
         The result is scratch memory, valid until the next call: on CPUs, fresh pages for every layer of every
@@ -180,7 +180,7 @@ class SlabStore:
         return gathered.unflatten(2, (2, band.kept, layout.head_dim))
 
     def kept_rows(self, layer: int, band: Band, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What a band kept in these slots, as numbers: [slots, heads of band, 2 (K, V), kept, head_dim]; a copy."""
+        """Rows that a band kept in slots, as numbers: [slots, heads of band, 2 (K, V), kept, head_dim]; a copy."""
         layout = self.layout
         if not layout.form.quantised:
             return self.band_view(layer, band)[slots].to(dtype)

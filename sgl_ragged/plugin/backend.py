@@ -29,7 +29,7 @@ class Observer(Protocol):
     """Looks at what prefill stores and attends; `calib.recorder` is one."""
 
     reads_hidden_states: bool
-    """Whether `extend` is to be given what enters the attention layers."""
+    """True where `extend` is to be given what enters the attention layers."""
 
     def for_rank(self, rank: int) -> Observer:
         """The observer of one tensor-parallel rank."""
@@ -267,7 +267,7 @@ class RaggedAttnBackend(AttentionBackend):
         return (output if sinks is None else with_sinks(output, lse, sinks)).flatten(1), heads
 
     def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> Heads:
-        """What the model hands over, by heads."""
+        """Tensors that the model hands over, by heads."""
         heads, dim = layer.tp_k_head_num, layer.head_dim
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
         scorer_inputs = None

@@ -56,7 +56,7 @@ def _own_trees() -> list[str]:
 
 
 def cases() -> dict[str, Callable[[Launch], bool]]:
-    """What a start can have, and how that is seen: features, what else they know of, and OWN_CASES.
+    """Things that a start can have, and how they are seen: features, what else they know of, and OWN_CASES.
 
     Codes and fitting are what a server does by itself where nothing speaks against it: they are asked about by name.
     """

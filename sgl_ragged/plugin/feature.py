@@ -77,7 +77,7 @@ class Worker:
 
 
 class Feature:
-    """What joins a server beside slabs and tails. What a subclass does not say is nothing.
+    """A part of a server beside slabs and tails. What a subclass does not say is nothing.
 
     name: in plans, of what it attaches to the pool, and in /server_info. case: in the table of conflicts.
     flags: a dataclass of `flags.flag`s; they are given in vain without the feature, and `in_vain` is what is said then.
@@ -104,7 +104,7 @@ class Feature:
     # In the launcher, in this order.
 
     def asked(self, launch: Launch) -> bool:
-        """Whether a start has it. It is asked before SGLang has read the model, and again after that."""
+        """True if a start has it. It is asked before SGLang has read the model, and again after that."""
         return False
 
     def settle(self, launch: Launch) -> Any:
@@ -163,15 +163,15 @@ class Feature:
     # For operators.
 
     def describe(self, settings: Any, sizes: PoolSizes) -> str | None:
-        """What it adds to the start-up line."""
+        """Its part of the start-up line."""
         return None
 
     def server_info(self, settings: Any, pool: RaggedTokenToKVPool) -> dict[str, Any]:
-        """What it adds to `ragged` in /server_info; settings is None where it has not joined."""
+        """Its part of `ragged` in /server_info; settings is None where it has not joined."""
         return {}
 
     def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
-        """What it adds to `sgl-ragged layout --json`; settings is None where it has not joined."""
+        """Its part of `sgl-ragged layout --json`; settings is None where it has not joined."""
         return {}
 
     def require(self) -> None:
@@ -185,7 +185,7 @@ class Feature:
         return plan.settings_of(self.name)
 
     def joined(self, settings: Any) -> Joined:
-        """What a plan holds of it."""
+        """Its entry in a plan."""
         return Joined(self.name, settings, self.state(settings))
 
 

@@ -76,7 +76,7 @@ def side_pages(rank: Rank, prefill: Prefill) -> tuple[Feature | None, SidePages 
 
 
 def describe_features(plan: ServingPlan, sizes: PoolSizes) -> list[str]:
-    """What features add to the start-up line."""
+    """Parts of the start-up line by features."""
     lines = [feature.describe(settings, sizes) for feature, settings in joined_features(plan)]
     return [line for line in lines if line is not None]
 

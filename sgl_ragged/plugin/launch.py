@@ -27,7 +27,7 @@ MANY_RANKS, FP8 = "more ranks than heads", "an FP8 cache"
 
 @dataclass(frozen=True)
 class Launch:
-    """What is known of a start; flags alone, before SGLang has read the model.
+    """A start, as far as it is known; flags alone, before SGLang has read the model.
 
     server_args: SGLang's settings, as they were asked for. view: as SGLang has resolved them.
     model: its ModelConfig. kv_dtype: of the cache. chosen: the budgets of the model's heads.

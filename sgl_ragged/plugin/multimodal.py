@@ -50,7 +50,7 @@ def media_reason(model_config: Any, arch: str) -> str | None:
 
 
 def counts_pictures(text_config: Any) -> bool:
-    """Whether RoPE's positions are others than places in the sequence (M-RoPE); `text_config` as below."""
+    """True if RoPE's positions are others than places in the sequence (M-RoPE); `text_config` as below."""
     rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
     return "mrope_section" in rope
 

@@ -119,7 +119,7 @@ class RaggedOptions:
 
 
 def serving_plan(options: RaggedOptions) -> ServingPlan:
-    """What the launcher has decided."""
+    """The launcher's plan."""
     assert options.plan is not None, "the launcher decides before any worker starts"
     return options.plan
 

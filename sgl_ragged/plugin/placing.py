@@ -99,7 +99,7 @@ def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
 
 
 def _cost(plan: ServingPlan, model_config: Any, kv_itemsize: int) -> CostModel:
-    """What a place costs; other weights are the same in all placements."""
+    """Costs of a place; other weights are the same in all placements."""
     return CostModel(
         hidden=model_config.hidden_size,
         head_dim=plan.geometry.head_dim,

@@ -16,7 +16,7 @@ from sgl_ragged.scorers import Scorer
 
 @runtime_checkable
 class Attached(Protocol):
-    """What runs beside the pool, as operators see it.
+    """A part of the worker beside the pool, as operators see it.
 
     gauges, counters: by name, what they mean. label: what the counters are counted by, if by anything.
     """
@@ -108,7 +108,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     @property
     def observed(self) -> list[Attached]:
-        """What is attached and has something to show."""
+        """Those that are attached and have something to show."""
         return [one for one in self.attached.values() if isinstance(one, Attached)]
 
     def _create_buffers(self) -> None:

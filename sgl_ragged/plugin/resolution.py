@@ -112,7 +112,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
 
 
 def choose_share(launch: Launch, head_dim: int) -> Share:
-    """What slabs keep; raises RaggedConfigError for what does not go with the format that was asked for."""
+    """Share and format of slabs; raises RaggedConfigError for what does not go with the format that was asked for."""
     options, reason = launch.options, against(CODES, launch)
     assert launch.kv_dtype is not None, "the model is known"
     itemsize = launch.kv_dtype.itemsize

@@ -147,7 +147,7 @@ def installed_release() -> str:
 
 
 def is_served(release: str) -> bool:
-    """Whether a version of SGLang is one of SERVED, or a post release of one; what comes before a release is not."""
+    """True for a version of SGLang in SERVED, or a post release of one; what comes before a release is not."""
     version = Version(release)
     return version.base_version in SERVED and not version.is_prerelease
 

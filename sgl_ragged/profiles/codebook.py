@@ -30,7 +30,7 @@ dimensions with the first and the second ones of rotated pairs in front."""
 
 
 def codebook_faults(statistics: Mapping[str, np.ndarray], heads: tuple[int, ...], head_dim: int) -> Iterator[str]:
-    """What is wrong with the codebook among a profile's statistics, if it has one. heads: (L, H)."""
+    """The first defect of the codebook among a profile's statistics, if it has one. heads: (L, H)."""
     if not set(CODEBOOK) & set(statistics):
         return
     missing = [name for name in (*CODEBOOK, *ROPE) if name not in statistics]

@@ -52,7 +52,7 @@ class Pivots:
     def name(
         self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int
     ) -> PivotTopK:
-        """What a pivot attends to in the first slots of a sequence. Does not wait for the device. All ranks must call.
+        """A pivot's tokens in the first slots of a sequence. Does not wait for the device. All ranks must call.
 
         Args:
             queries: [n, q_per_kv, head_dim], from position `first` on. sums: float32 [n, q_per_kv]. Both of the pivot;

@@ -43,7 +43,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What pivots named at a position; `arrived`: after which it is on the host."""
+    """Tokens that pivots named at a position; `arrived`: after which they are on the host."""
 
     position: int
     named: tuple[PivotTopK, ...]
@@ -127,7 +127,7 @@ class Retriever:
         return self.overlays.nbytes + self._queries.nbytes + self._sums.nbytes
 
     def involves(self, layer: int) -> bool:
-        """Whether a layer has pivots or satellites."""
+        """True if a layer has pivots or satellites."""
         return bool(self.pivots.at(layer)) or len(self._heads[layer]) > 0
 
     def begin(self, row: int, length: int) -> None:

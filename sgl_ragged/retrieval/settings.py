@@ -76,7 +76,7 @@ class Retrieval:
         return self.reservoir_bytes // size
 
     def describe(self, roles: HeadRoles) -> str:
-        """What it means, for the start-up line."""
+        """Part of the start-up line."""
         return (
             f"{len(roles.pivots)} pivots watch for {sum(map(len, roles.satellites))} heads, which can be given "
             f"{self.overlay} tokens each, from {self.reservoir_bytes} bytes of host memory"

@@ -39,7 +39,7 @@ def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch
 
 
 def forget_pages(options: RaggedOptions, original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
-    """What a page's segment dropped leaves the reservoir with it."""
+    """Forget what the segments of freed pages dropped."""
     for pages in page_ids:
         allocator.get_kvcache().attached["retrieval"].reservoir.forget(pages)
     return original(allocator, *page_ids)

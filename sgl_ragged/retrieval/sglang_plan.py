@@ -58,7 +58,7 @@ class RetrievalPlan:
 
 
 def asked_retrieval(flags: RetrievalFlags) -> Retrieval:
-    """What was asked for. Raises RaggedConfigError for numbers that are not possible."""
+    """The settings that were asked for. Raises RaggedConfigError for numbers that are not possible."""
     assert flags.reservoir is not None, "it was asked for"
     chosen = DEFAULTS | {name: getattr(flags, name) for name in DEFAULTS if getattr(flags, name) is not None}
     return Retrieval(

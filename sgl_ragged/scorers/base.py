@@ -45,7 +45,7 @@ class Scorer(ABC):
     """
 
     name: str
-    """What --ragged-scorer calls it."""
+    """Name for --ragged-scorer."""
 
     queries: int = 0
     """How many of the segment's last queries `score` needs; they are then stored beside the tail."""
@@ -61,13 +61,13 @@ class Scorer(ABC):
     `q_per_kv` are the model's. Statistics that are not named here are taken as they are."""
 
     trained: bool = False
-    """Whether calibration trains the statistics."""
+    """True where calibration trains the statistics."""
 
     counts_positions: bool = False
-    """Whether `score` takes a token's place in the sequence for its position under RoPE. With M-RoPE it is not."""
+    """True where `score` takes a token's place in the sequence for its position under RoPE. With M-RoPE it is not."""
 
     reads_hidden_states: bool = False
-    """Whether `token_scores` is to be called with the input of every attention layer."""
+    """True where `token_scores` is to be called with the input of every attention layer."""
 
     @abstractmethod
     def score(self, segment: SegmentData) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Scorer(ABC):
         return None
 
     def input_shape(self, segment: int, q_per_kv: int, head_dim: int) -> tuple[int, int]:
-        """What is stored beside the tail for each head: (places, elements per place), (0, 0) for nothing."""
+        """Shape of what is stored beside the tail for each head: (places, elements per place), (0, 0) for nothing."""
         if self.reads_hidden_states:
             return segment, 1
         places = min(self.queries, segment)

@@ -56,7 +56,7 @@ def eviction_interval() -> int:
 def window_needs(
     geometry: ModelGeometry, *, ranks: int, itemsize: int, segment: int, chunk: int, share: float | None, bounded: bool
 ) -> WindowNeeds:
-    """What the model's sliding-window layers need on one rank.
+    """Needs of the model's sliding-window layers on one rank.
 
     Args:
         itemsize: bytes per element of the KV dtype.

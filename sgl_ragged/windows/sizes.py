@@ -36,7 +36,7 @@ def window_pages(window: int, interval: int, segment: int) -> int:
 
 @dataclass(frozen=True)
 class WindowNeeds:
-    """What sliding-window layers need, in pages of one segment on one rank.
+    """Needs of sliding-window layers, in pages of one segment on one rank.
 
     page_bytes: of a page.
     per_prefix: pages that hold the window before the end of a cached prefix.

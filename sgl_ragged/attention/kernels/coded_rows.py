@@ -88,7 +88,7 @@ def accumulate_codes(
 
 @triton.jit
 def outputs_of(output, other, VALUE_BITS: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """What `accumulate_codes` has summed, rotated back: [BLOCK_M, next power of 2]."""
+    """Rotate back sums of `accumulate_codes`: [BLOCK_M, next power of 2]."""
     if VALUE_BITS == 8:
         return rotated(output, BLOCK_M, HEAD_DIM)
     else:

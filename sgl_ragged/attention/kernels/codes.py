@@ -68,7 +68,7 @@ def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def joined(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """What `halves` took apart."""
+    """Join halves."""
     COLUMNS: tl.constexpr = columns(HEAD_DIM)
     BLOCK: tl.constexpr = rotation_width(HEAD_DIM)
     blocks = tl.reshape(tl.join(low, high), [ROWS, COLUMNS // BLOCK, BLOCK // 2, 2])

@@ -43,7 +43,7 @@ def quantize_fp8_kernel(
 
 
 def reciprocals(scales: KvScales) -> tuple[float, float]:
-    """What keys and values are multiplied by."""
+    """Factors of keys and values."""
     return 1 / scales.keys, 1 / scales.values
 
 
