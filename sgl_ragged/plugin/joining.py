@@ -21,7 +21,9 @@ def refuse_in_vain(launch: Launch) -> None:
             continue
         flags: Any = launch.options.of(feature.flags)
         given = [
-            dashed(keyword) for keyword, one in flags_of(feature.flags).items() if getattr(flags, one.name) is not None
+            dashed(keyword)
+            for keyword, one in flags_of(feature.flags).items()
+            if getattr(flags, one.name) != one.default
         ]
         if given:
             raise RaggedConfigError(feature.in_vain.format(flags=", ".join(given)))
@@ -34,6 +36,11 @@ def settle_features(launch: Launch, known: Collection[Feature] = ()) -> dict[Fea
         if feature not in known and feature.asked(launch):
             feature.require()
             found[feature] = feature.settle(launch)
+    trees = [feature for feature in (*known, *found) if feature.radix_cache is not None]
+    if len(trees) > 1:
+        raise RaggedConfigError(
+            f"{trees[0].case} and {trees[1].case} both bring a radix cache, and a server has one; drop one of the two"
+        )
     return found
 
 
@@ -68,11 +75,14 @@ def join_features(
 
 def side_pages(rank: Rank, prefill: Prefill) -> tuple[Feature | None, SidePages | None]:
     """The feature of a plan that needs pages beside slabs, and these; None where none does."""
-    for feature, settings in joined_features(rank.plan):
-        found = feature.side_pages(settings, rank, prefill)
-        if found is not None:
-            return feature, found
-    return None, None
+    every = [(feature, feature.side_pages(settings, rank, prefill)) for feature, settings in joined_features(rank.plan)]
+    needed = [(feature, pages) for feature, pages in every if pages is not None]
+    if len(needed) > 1:
+        raise RaggedConfigError(
+            f"{needed[0][0].case} and {needed[1][0].case} both need pages beside slabs, and SGLang has one pool for "
+            f"such; drop one of the two"
+        )
+    return needed[0] if needed else (None, None)
 
 
 def describe_features(plan: ServingPlan, sizes: PoolSizes) -> list[str]:
