@@ -19,12 +19,13 @@ from pathlib import Path
 
 from openai import OpenAI
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
+from benchmarks.harness.sweep import bars
 from benchmarks.recall.task import Conversation, conversation
 from sgl_ragged.mem_pool.slab_format import CODED_RATIO
 
@@ -183,8 +184,7 @@ def run(options: argparse.Namespace) -> None:
         conversation(options.seed + number, options.turns, options.tokens_per_turn)
         for number in range(options.conversations)
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory() as folder, Progress(*columns, console=console) as progress:
+    with tempfile.TemporaryDirectory() as folder, bars(console) as progress:
         results = [run_pool(pool, talks, options, Path(folder) / f"{pool}.log", progress) for pool in POOLS]
     if options.json:
         print(json.dumps({"options": vars(options), "results": [asdict(result) for result in results]}, indent=2))

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
@@ -33,8 +32,10 @@ from benchmarks.harness.command import command
 from benchmarks.harness.errors import BenchmarkError
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.machine import describe
+from benchmarks.harness.options import new_parser
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.harness.rows import Rows
+from benchmarks.harness.sweep import bars
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""
@@ -134,13 +135,12 @@ def measure(options: argparse.Namespace, pools: list[Pool], console: Console) ->
     phases = Phases(options.batch, options.context, options.extend, options.steps, options.seed)
     timed = {"prefill": phases.prefill, "extend": phases.extend, "decode": phases.decode}
     times: dict[str, dict[str, list[float]]] = {phase: {pool.name: [] for pool in pools} for phase in timed}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     flags = ["--skip-tokenizer-init", "--sleep-on-idle"]
     with (
         tempfile.TemporaryDirectory() as folder,
         Started(str(options.model), options.kv_bytes, flags, []) as servers,
         contextlib.ExitStack() as stack,
-        Progress(*columns, console=console) as progress,
+        bars(console) as progress,
     ):
         bar = progress.add_task("starting servers", total=(1 + options.rounds) * len(timed))
         running = {}
@@ -162,12 +162,7 @@ def measure(options: argparse.Namespace, pools: list[Pool], console: Console) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_speed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser("step_speed", __doc__)
     parser.add_argument("--model", default=str(MODEL), help="[the recall model]")
     parser.add_argument(
         "--pools", default="token,ragged@1,ragged@0.3", help="the first is what others are held against"

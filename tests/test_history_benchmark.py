@@ -1,4 +1,4 @@
-"""Parts of benchmarks.history that need no server, and the samples that benchmarks.quality is calibrated with."""
+"""Parts of the history axis of quality that need no server, and the samples that models are calibrated with."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.errors import PointFailed
-from benchmarks.history.__main__ import parser, pools_of
-from benchmarks.history.measured import PARTS, Measured, text_nll
-from benchmarks.history.results import Results, behind, draw, table
 from benchmarks.quality import facts, texts
+from benchmarks.quality.__main__ import parser
+from benchmarks.quality.history.axis import pools_of
+from benchmarks.quality.history.results import PARTS, Measured, Results, behind, draw, tables, text_nll
 from benchmarks.quality.own_samples import asked_interviews, other_pieces
 from benchmarks.quality.texts import Text
 from tests.test_quality import Words
@@ -33,8 +33,8 @@ def test_a_text_is_read_in_parts():
 
 
 def test_pools_are_one_for_each_bound_and_score():
-    options = parser().parse_args(["--model", "m", "--scores", "recency", "value_novelty"])
-    names = [pool.name for pool in pools_of(options, [1536, 768])]
+    options = parser("history").parse_args(["--model", "m", "--scores", "recency", "value_novelty"])
+    names = [pool.name for pool in pools_of(options)]
     assert names[:3] == ["token", "ragged@1", "ragged@1+history=1536+history-score=recency"]
     assert len(names) == 6
 
@@ -47,7 +47,7 @@ def test_what_is_lost_is_told_by_place(tmp_path):
     worse = [[1.0] * 4 + [1.5] * 4, [2.0] * 4 + [2.7] * 4]
     results.pools["ragged@1+history=400"] = Measured(worse, [[False, True], [False, True]], "line")
     assert behind(800, 400) == slice(4, None)
-    row = table(results, 400).rows[1]
+    row = tables(results)[0].rows[1]
     assert row[1:10] == (*["0.000"] * 4, *["0.600"] * 4, "0.6000 ± 0.1000")
     assert row[10:] == ("2 of 4", "0.00", "1.00")
     results.write()

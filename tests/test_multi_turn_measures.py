@@ -15,7 +15,7 @@ from benchmarks.multi_turn.client import gaps_ms
 from benchmarks.multi_turn.driver import Run
 from benchmarks.multi_turn.gauges import PoolSize, Sample, pool_size, read, resident_bytes
 from benchmarks.multi_turn.measures import Spread, figures, flat, in_flight, itl_by_part, peak_bytes, rounds
-from benchmarks.multi_turn.summary import RunSpread, cells
+from benchmarks.multi_turn.summary import MedianRange, cells
 from benchmarks.multi_turn.verdict import Targets, reason_to_reject
 from tests.multi_turn_points import answer, point
 
@@ -158,8 +158,8 @@ def test_runs_are_put_together_by_their_median_and_rejected_ones_left_out():
         (4, "ragged@0.5", 1),
     ]
     assert made[1].rejected == ("run 2: no",)
-    assert made[1].total(lambda f: f.requests) == RunSpread(12, 12, 12)
-    assert RunSpread.of([3.0, float("nan"), 1.0]) == RunSpread(2, 1, 3)
+    assert made[1].total(lambda f: f.requests) == MedianRange(12, 12, 12)
+    assert MedianRange.of([3.0, float("nan"), 1.0]) == MedianRange(2, 1, 3)
 
 
 @pytest.mark.parametrize("text", ["", "tokens", "ragged", "ragged@", "ragged@0", "ragged@1.5", "ragged@x", "token@0.5"])

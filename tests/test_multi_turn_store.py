@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harness.errors import SettingsError
-from benchmarks.multi_turn import __main__ as multi_turn
+from benchmarks.multi_turn import __main__ as door
+from benchmarks.multi_turn import many_clients as multi_turn
 from benchmarks.multi_turn.plots import PLOTS, draw
 from benchmarks.multi_turn.point import Point
 from benchmarks.multi_turn.schedule import Schedule
@@ -22,7 +23,7 @@ MANIFEST = {"settings": {"clients": [4], "seed": 1}, "date": "2026-01-02", "comm
 
 
 def options(*arguments: str):
-    return multi_turn.parser().parse_args(["--clients", "4", "--request-rate", "inf", *arguments])
+    return door.parser().parse_args(["--clients", "4", "--request-rate", "inf", *arguments])
 
 
 def test_points_survive_the_round_trip(tmp_path):
@@ -136,7 +137,7 @@ def test_options_that_change_figures_change_the_settings_and_others_do_not():
 def test_bad_options_end_with_one_line_and_status_1(tmp_path, monkeypatch, arguments, message):
     monkeypatch.setattr("sys.argv", ["multi_turn", "--clients", "4", *arguments, "--output", str(tmp_path / "new")])
     with pytest.raises(SystemExit) as ended:
-        multi_turn.main()
+        door.main()
     said = ended.value.code
     assert said.startswith("multi_turn: ")
     assert message in said

@@ -17,10 +17,13 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 
 from benchmarks.harness.errors import SettingsError
+from benchmarks.quality import __main__ as door
 from benchmarks.quality import facts, head, peering, plot, table, texts
 from benchmarks.quality.configuration import Configuration, configurations
-from benchmarks.quality.measured import Measured, Tasks
+from benchmarks.quality.measured import figures
+from benchmarks.quality.served import Answers
 from benchmarks.quality.store import Results
+from benchmarks.quality.tasks import Tasks
 
 
 class Words:
@@ -128,8 +131,7 @@ def result(shift: float, right: bool) -> dict:
     reference = [torch.zeros(64, 64)]
     states = [reference[0].clone()]
     states[0][:, 0] += shift
-    made = Measured(states, [[right, True]] * 2, "")
-    return made.result(reference, torch.eye(64), tasks())
+    return figures(Answers(states, [[right, True]] * 2, ""), reference, torch.eye(64), tasks())
 
 
 def test_only_what_sees_compressed_history_counts():
@@ -139,8 +141,8 @@ def test_only_what_sees_compressed_history_counts():
     assert np.shape(result(1.0, False)["segments"]) == (1, 3)
     states = torch.zeros(64, 64)
     states[:16, 0] += 1.0
-    made = Measured([states], [[True, True]] * 2, "")
-    only_first = made.result([torch.zeros(64, 64)], torch.eye(64), tasks())["texts"]
+    answers = Answers([states], [[True, True]] * 2, "")
+    only_first = figures(answers, [torch.zeros(64, 64)], torch.eye(64), tasks())["texts"]
     assert only_first["kl"] == [0.0]
     assert only_first["all_kl"][0] > 0
 
@@ -156,7 +158,7 @@ def test_long_texts_are_shown_by_position(tmp_path):
     console = Console(record=True, width=200)
     for segments, shown in (([0.25] * 6, False), ([0.25] * 8, True)):
         results.served = {Configuration("gate", "auto", 0.3): result(1.0, False) | {"segments": [segments]}}
-        table.show(results, console)
+        results.show(table.tables(results), console, as_json=False)
         assert ("KL by position" in (text := console.export_text())) == shown
     assert re.search(r"16 to 32.*32 to 64.*64 to 128.*128 to 130", text)
     assert text.count("0.2500") == 4
@@ -181,7 +183,7 @@ def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
     with pytest.raises(SettingsError, match="cannot be read"):
         Results.open(path.with_suffix(".txt"), {}, {})
     console = Console(record=True, width=200)
-    table.show(again, console)
+    again.show(table.tables(again), console, as_json=False)
     shown = console.export_text()
     assert "gate, auto, ratio 0.3" in shown
     assert "kvpress KeyDiff" in shown
@@ -258,3 +260,40 @@ def test_the_peers_program_has_every_method():
 def test_peers_without_an_environment_are_one_line(tmp_path):
     with pytest.raises(peering.PeersFailed, match="make peers"), Progress() as progress:
         peering.ask_peers(tmp_path / "python", "m", tasks(), Words(), [0.3], Results(tmp_path, {}, {}), progress)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ("--axis compression", "--peers", "[quality.json]")),
+        (["--axis", "history"], ("--axis history", "--bounds", "[history.json]")),
+        (["--axis=retrieval"], ("--axis retrieval", "--overlay", "[retrieval.json]")),
+    ],
+)
+def test_each_axis_shows_its_own_options(monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(sys, "argv", ["quality", *arguments, "--help"])
+    with pytest.raises(SystemExit):
+        door.main()
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in said)
+    assert sum(option in shown for option in ("--peers", "--bounds", "--overlay")) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--axis", "depth"], 2),
+        (["--peers", "python", "--axis", "history"], 2),
+        (["--axis", "history", "--interviews", "0"], "quality: --interviews must be at least 1, not 0"),
+        (
+            ["--axis", "retrieval", "--profile", "p", "--overlay", "64", "0"],
+            "quality: --overlay must be at least 1, not 0",
+        ),
+        (["--axis", "retrieval", "--profile", "none"], "quality: --profile none: no such file"),
+    ],
+)
+def test_options_of_another_axis_and_numbers_out_of_range_are_refused(monkeypatch, arguments, status):
+    monkeypatch.setattr(sys, "argv", ["quality", "--model", "m", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        door.main()
+    assert str(ended.value.code).startswith(str(status))

@@ -1,4 +1,4 @@
-"""Parts of benchmarks.retrieval that need no server."""
+"""Parts of the retrieval axis of quality that need no server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 from benchmarks.harness.errors import PointFailed
 from benchmarks.harness.forced import Forced
+from benchmarks.quality.__main__ import parser
+from benchmarks.quality.retrieval.axis import groups_of
+from benchmarks.quality.retrieval.measured import Measured, counts, decoded_states
+from benchmarks.quality.retrieval.results import Results, draw, key, tables
 from benchmarks.quality.texts import Text
-from benchmarks.retrieval.__main__ import groups_of, parser
-from benchmarks.retrieval.measured import Measured, counts, decoded_states
-from benchmarks.retrieval.results import Results, draw, key, table
 
 TEXT = Text("prose", tuple(range(10, 18)))
 
@@ -50,7 +51,7 @@ def test_counters_are_those_of_retrieval():
 
 
 def test_servers_are_the_token_pool_and_each_ratio_with_and_without():
-    options = parser().parse_args(
+    options = parser("retrieval").parse_args(
         ["--model", "m", "--profile", "p", "--ratio", "0.1", "0.2", "--ragged-args", "--ragged-pivots 3"]
     )
     groups = groups_of(options)
@@ -78,7 +79,7 @@ def test_table_and_plot(tmp_path):
         results.pools[name] = Measured(
             kl=[kl, kl], step_ms=[step, 2 * step, step], questions=questions, answers=answers, rows=rows, **same
         )
-    made = table(results)
+    (made,) = tables(results)
     assert made.rows[0][:2] == ("token", "0.0000 ± 0.0000")
     assert made.rows[1][1:] == ("0.1000 ± 0.0000", "", "0.1000", "0.900", "0.150", "", "", "20.0", "")
     assert made.rows[2][1:] == ("0.0400 ± 0.0000", "0.40", "0.1000", "0.900", "0.200", "0.40", "256", "30.0", "1.50")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 import pytest
@@ -10,15 +9,16 @@ import torch
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.pools import Pool
-from benchmarks.returning import tables
-from benchmarks.returning.__main__ import check, parser
-from benchmarks.returning.results import Held, Results, Spread
-from benchmarks.returning.servers import check_bytes
-from benchmarks.returning.sizes import Heads, PoolPages, held, hits, needed_to_evict
-from benchmarks.returning.stages import TIGHT_STAGE, Traffic
-from benchmarks.returning.token_server import back_up_layers, load_layer, runs
-from benchmarks.returning.variants import Variant
-from benchmarks.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIERS, TIGHT, Visit
+from benchmarks.multi_turn.__main__ import main, parser
+from benchmarks.multi_turn.returning import tables
+from benchmarks.multi_turn.returning.results import Held, Results
+from benchmarks.multi_turn.returning.servers import check_bytes
+from benchmarks.multi_turn.returning.shape import check
+from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, held, hits, needed_to_evict
+from benchmarks.multi_turn.returning.stages import TIGHT_STAGE, Traffic
+from benchmarks.multi_turn.returning.token_server import back_up_layers, load_layer, runs
+from benchmarks.multi_turn.returning.variants import Variant
+from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIERS, TIGHT, Visit
 
 HEADS = Heads(layers=4, kv_heads=8, head_dim=64, itemsize=4)
 MIB = 2**20
@@ -74,25 +74,14 @@ def test_what_was_used_last_stays_and_conversations_lose_their_end_first():
 
 
 def test_the_defaults_evict_from_every_device_and_tell_the_hosts_apart():
-    options = parser().parse_args([])
-    traffic = traffic_of(options)
+    options = parser("return").parse_args([])
+    traffic = Traffic.of(options)
     variants = [Variant.parse(text, options.segment) for text in options.pools.split(",")]
     check(options, variants, HEADS, traffic)
     each = traffic.pages_each(256)
     visits = [*range(6), *range(6)]
     found = {ratio: hits(pages(ratio).host(160 * MIB), each, visits)[6:] for ratio in (None, 0.5, 0.3)}
     assert found == {None: [0] * 6, 0.5: [each] * 6, 0.3: [each] * 6}
-
-
-def traffic_of(options: argparse.Namespace) -> Traffic:
-    return Traffic(
-        conversations=options.conversations,
-        prompt=options.prompt_length,
-        answer=options.output_length,
-        message=options.message_length,
-        returns=options.returns,
-        seed=options.seed,
-    )
 
 
 @pytest.mark.parametrize(
@@ -108,10 +97,20 @@ def traffic_of(options: argparse.Namespace) -> Traffic:
     ],
 )
 def test_what_would_not_measure_its_tiers_is_refused(flags, said):
-    options = parser().parse_args(flags)
+    options = parser("return").parse_args(flags)
     variants = [Variant.parse(text, options.segment) for text in options.pools.split(",")]
     with pytest.raises(SettingsError, match=said):
-        check(options, variants, HEADS, traffic_of(options))
+        check(options, variants, HEADS, Traffic.of(options))
+
+
+def test_it_is_a_shape_of_multi_turn_with_options_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["multi_turn", "--returns", "0", "--shape", "return"])
+    with pytest.raises(SystemExit, match="multi_turn: --returns must be at least 1"):
+        main()
+    monkeypatch.setattr("sys.argv", ["multi_turn", "--returns", "1"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "unrecognized arguments: --returns 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -204,11 +203,6 @@ def test_servers_of_different_bytes_are_refused():
     check_bytes([one, replace(one, variant="ragged@0.3", device_bytes=105, host_bytes=190), replace(one, host_bytes=0)])
     with pytest.raises(SettingsError, match=r"host bytes are token 200, ragged@0\.3 170"):
         check_bytes([one, replace(one, variant="ragged@0.3", host_bytes=170)])
-
-
-def test_a_spread_of_nothing_has_no_median():
-    assert Spread.of([]) == Spread(0, None, None, None)
-    assert Spread.of([3.0, 1.0, 2.0]) == Spread(3, 2.0, 1.0, 3.0)
 
 
 def test_pages_that_follow_each_other_are_one_copy():

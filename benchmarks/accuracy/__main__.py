@@ -18,11 +18,10 @@ import json
 import shlex
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks.accuracy import budgets, recall
 from benchmarks.accuracy.asking import AnsweredQuestion, ask, sessions_at_once
@@ -36,8 +35,9 @@ from benchmarks.accuracy.tables import notes, tables
 from benchmarks.harness import machine
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command, provenance
-from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.errors import PointFailed, SettingsError
 from benchmarks.harness.pools import Pool, Started
+from benchmarks.harness.sweep import bars, naming
 
 SETTINGS = (
     *("suite", "tasks", "limit", "conversations", "questions", "seed", "mode", "answers", "chat", "max_length"),
@@ -71,13 +71,11 @@ def digest_of(sessions: Sequence[Session]) -> str:
 
 def settings_of(options: argparse.Namespace, sessions: Sequence[Session]) -> dict[str, Any]:
     """What all cells of a file share."""
-    config = Path(options.model) / "config.json"
     return {
         **{name: getattr(options, name) for name in SETTINGS},
         "data": options.data.resolve().name if options.data else None,
         "sessions": digest_of(sessions),
-        "model": Path(options.model).resolve().name,
-        "model_config": hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None,
+        **machine.model_settings(options.model),
         "machine": machine.describe(),
     }
 
@@ -144,19 +142,14 @@ class Sweep:
             flags, digest = prepared.get(key, ([], None))
             own = progress.add_task(str(key), total=sum(len(talk.session.questions) for talk in self.talks))
             began = time.perf_counter()
-            pool = Pool(key.ratio)
-            try:
-                with servers.client(pool, self.options.max_running_requests, log, flags) as client:
-                    asked = self._ask(client, key, lambda own=own: progress.advance(own))
-                    share = client.ragged().get("kept_ratio")
-            except ServerLost as error:
-                raise ServerLost(
-                    f"the server of {key} is gone ({error}): {len(self.wanted) - len(self.missing())} of "
-                    f"{len(self.wanted)} servers are finished, their cells are in {self.results.path}, and the same "
-                    f"command continues from there; its log is {log}"
-                ) from None
-            except ServerFailed as error:
-                raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
+            done = len(self.wanted) - len(self.missing())
+            finished = f"{done} of {len(self.wanted)} servers are finished, their cells are in {self.results.path}"
+            with (
+                naming(str(key), log, finished),
+                servers.client(Pool(key.ratio), self.options.max_running_requests, log, flags) as client,
+            ):
+                asked = self._ask(client, key, lambda own=own: progress.advance(own))
+                share = client.ragged().get("kept_ratio")
             cells = cells_of(
                 key,
                 asked,
@@ -184,9 +177,9 @@ class Sweep:
         at_once = sessions_at_once(self.talks, self.new_tokens, client.pool_tokens(), o.max_running_requests, o.segment)
         try:
             return ask(client, self.talks, at_once, on_answer)
-        except PointFailed as error:
+        except PointFailed:
             client.check_alive()
-            raise SettingsError(f"{key}: {error}") from None
+            raise
 
     def _fit(self, limit: int) -> None:
         """Cut what is longer. The limit of the first server holds for all: they must be asked the same."""
@@ -206,21 +199,16 @@ def run(options: argparse.Namespace) -> None:
     results = Results.open(options.output, settings_of(options, sessions), provenance("benchmarks.accuracy"))
     sweep = Sweep(options, sessions, results)
     console = Console(stderr=options.json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     prepared = sweep.prepare()
     if sweep.missing():
         server_args, ragged_args = shlex.split(options.server_args), shlex.split(options.ragged_args)
         with (
             Started(options.model, options.kv_bytes, server_args, ragged_args) as servers,
-            Progress(*columns, console=console) as progress,
+            bars(console) as progress,
         ):
             sweep.run(servers, progress, prepared)
     draw(results.cells, options.output.with_suffix(".png"))
-    if options.json:
-        print(results.text(), end="")
-    else:
-        for table in tables(results.settings, results.cells):
-            table.show(console)
+    results.show(tables(results.settings, results.cells), console, as_json=options.json)
     if results.prompts is not None:
         p = results.prompts
         cut = f"{p.cut} of them lost the middle of their context" if p.cut else "none was cut"

@@ -11,6 +11,7 @@ from benchmarks.accuracy.cell import TOKEN, Key
 from benchmarks.accuracy.prompts import MODES, PromptFormat
 from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.options import check_counts, flags, new_parser
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.profiles.budgets import check_budgets, check_segment
@@ -51,12 +52,7 @@ OWN_FLAGS = {
 
 def parser(description: str) -> argparse.ArgumentParser:
     """Options without a value are None, so that `complete` can refuse those of another suite or pool."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.accuracy",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = new_parser("accuracy", description)
     asked = made.add_argument_group("what is asked")
     asked.add_argument("--suite", choices=SUITES, default="recall", help="[recall]")
     asked.add_argument("--data", type=Path, metavar="PATH", help="ruler, scbench: where their files are")
@@ -130,7 +126,7 @@ def keys_of(options: argparse.Namespace) -> dict[Key, str]:
 def _check_suite(options: argparse.Namespace) -> None:
     if options.suite == "recall":
         if given := [name for name in OF_FILES if getattr(options, name) is not None]:
-            raise SettingsError(f"{_flags(given)}: for --suite ruler and scbench; recall draws its own texts")
+            raise SettingsError(f"{flags(given)}: for --suite ruler and scbench; recall draws its own texts")
         if options.chat:
             raise SettingsError("--chat: the recall suite's texts hold the markers of their chat already")
         options.model = options.model or str(MODEL)
@@ -139,22 +135,19 @@ def _check_suite(options: argparse.Namespace) -> None:
                 setattr(options, name, value)
         return
     if missing := [name for name in ("data", "model") if getattr(options, name) is None]:
-        raise SettingsError(f"--suite {options.suite} needs {_flags(missing)}")
+        raise SettingsError(f"--suite {options.suite} needs {flags(missing)}")
     if given := [name for name in ("conversations", "questions", "seed") if getattr(options, name) is not None]:
-        raise SettingsError(f"{_flags(given)}: for --suite recall only")
+        raise SettingsError(f"{flags(given)}: for --suite recall only")
     if not budgets.is_recall_model(options.model) and (
         given := [name for name in ("profiles", "calibrate_at") if getattr(options, name) is not None]
     ):
-        raise SettingsError(f"{_flags(given)}: for the recall model only; others are calibrated by python -m calib run")
+        raise SettingsError(f"{flags(given)}: for the recall model only; others are calibrated by python -m calib run")
     if not options.data.exists():
         raise SettingsError(f"--data {options.data} does not exist")
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
-    for name in ("limit", "conversations", "questions", "max_length", "max_running_requests"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise SettingsError(f"{_flags([name])} must be at least 1, not {value}")
+    check_counts(options, "limit", "conversations", "questions", "max_length", "max_running_requests")
     try:
         parse_bytes(options.kv_bytes)
         check_segment(options.segment)
@@ -177,12 +170,12 @@ def _check_ragged(options: argparse.Namespace) -> None:
     defaults = RAGGED["recall" if options.suite == "recall" else "others"]
     given = [name for name in defaults if getattr(options, name) is not None]
     if "ragged" not in options.pool and (given or options.ragged_args):
-        raise SettingsError(f"{_flags(given or ['ragged_args'])}: for the ragged pool, which is not among --pool")
+        raise SettingsError(f"{flags(given or ['ragged_args'])}: for the ragged pool, which is not among --pool")
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
         elif len(set(getattr(options, name))) < len(getattr(options, name)):
-            raise SettingsError(f"{_flags([name])}: each value once")
+            raise SettingsError(f"{flags([name])}: each value once")
     if options.profiles is None:
         options.profiles = PROFILES
     if options.calibrate_at is None:
@@ -203,11 +196,7 @@ def _check_flags(options: argparse.Namespace) -> None:
         try:
             words = shlex.split(getattr(options, name))
         except ValueError as error:
-            raise SettingsError(f"{_flags([name])}: {error}") from None
+            raise SettingsError(f"{flags([name])}: {error}") from None
         for word in words:
             if (flag := word.partition("=")[0]) in OWN_FLAGS:
-                raise SettingsError(f"{_flags([name])}: {flag} is set by {OWN_FLAGS[flag]}")
-
-
-def _flags(names: list[str]) -> str:
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+                raise SettingsError(f"{flags([name])}: {flag} is set by {OWN_FLAGS[flag]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from benchmarks.harness.errors import PointFailed, ServerLost
 
 GENERATE_S, FLUSH_S, INFO_S, HEALTH_S = 1800, 30, 60, 30
 """Seconds until a request counts as lost; a long prompt on a few cores takes minutes."""
+
+ATTEMPTS, RETRY_S = 20, 0.3
+"""Of reading /metrics."""
 
 
 class ServerClient:
@@ -95,8 +99,13 @@ class ServerClient:
         return self._info().get("ragged", {})
 
     def metrics(self) -> str:
-        """The answer of /metrics. Raises ServerLost."""
-        return self._send("GET", "/metrics/", INFO_S).text
+        """The answer of /metrics, which fails now and then while the server's processes write it. Raises ServerLost."""
+        for _ in range(ATTEMPTS):
+            answer = self._send("GET", "/metrics/", INFO_S)
+            if answer.status_code == 200:
+                return answer.text
+            time.sleep(RETRY_S)
+        raise ServerLost(f"/metrics answers {answer.status_code}")
 
     def start_up_line(self) -> str:
         """The plugin's start-up line; empty on the token pool. Raises ServerLost."""

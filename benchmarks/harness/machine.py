@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -24,6 +25,13 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in ("sglang", "sgl-ragged", "torch")},
     }
+
+
+def model_settings(model: str) -> dict[str, str | None]:
+    """A model's folder, and sixteen hexadecimal digits of its config.json; None where there is none."""
+    config = Path(model) / "config.json"
+    digest = hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None
+    return {"model": Path(model).resolve().name, "model_config": digest}
 
 
 def _version(package: str) -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from rich.console import Console
+
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.files import write_whole
+from benchmarks.harness.rows import Rows
 
 
 class ResultFile(ABC):
@@ -82,6 +85,14 @@ class ResultFile(ABC):
     def text(self) -> str:
         document = {"settings": self.settings, "about": self.about, **self.entries()}
         return json.dumps(document, indent=1) + "\n"
+
+    def show(self, tables: Sequence[Rows], console: Console, *, as_json: bool) -> None:
+        """Print the tables to the console, or what the file holds to standard output."""
+        if as_json:
+            print(self.text(), end="")
+        else:
+            for rows in tables:
+                rows.show(console)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], *, recorded_only: bool = False) -> str:

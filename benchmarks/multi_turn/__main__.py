@@ -1,323 +1,52 @@
-"""Conversations of many clients, on several KV pools with the same KV bytes.
+"""Conversations on several KV pools with the same KV bytes: of many clients, or such as pause and come back.
 
     python -m benchmarks.multi_turn --shape chat --pools token,ragged@0.3 --clients 12 --rounds 8 \\
         --request-length 320 --output-length 16 --request-rate inf --kv-bytes 96MiB
+    python -m benchmarks.multi_turn --shape return --model models/random-51m --pools token/64,ragged@0.5,ragged@0.3
 
-Every point is a pool, a number of clients and a repetition, on a server of its own with nothing cached; the pools take
-turns. Finished points are kept in --output, and the same command continues where it was stopped.
-benchmarks/multi_turn/README.md says what is measured. Lengths are in tokens; options of SGLang's own multi-turn
-benchmark have its defaults.
+What is finished is kept in --output, and the same command continues where it was stopped. The shape `return` has
+options of its own: --shape return --help. benchmarks/multi_turn/README.md says what is measured. Lengths are in tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import datetime
-import hashlib
-import json
-import math
-import shlex
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from benchmarks.demo import MODEL
-from benchmarks.harness import machine
-from benchmarks.harness.client import ServerClient
-from benchmarks.harness.command import command, provenance
-from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
-from benchmarks.harness.pools import Connected, Pool, Servers, Started
-from benchmarks.multi_turn import driver, tables
-from benchmarks.multi_turn.plots import draw
-from benchmarks.multi_turn.point import Key, Point
-from benchmarks.multi_turn.schedule import Schedule
-from benchmarks.multi_turn.shapes import SHAPES, longest, working_set
-from benchmarks.multi_turn.store import Store
-from benchmarks.multi_turn.summary import cells
-from benchmarks.multi_turn.verdict import Targets, reason_to_reject
-from benchmarks.multi_turn.writers import writer_for
-from benchmarks.returning import __main__ as returning
-from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.sizing import parse_bytes
+from benchmarks.harness.command import command
+from benchmarks.harness.options import chosen, new_parser
+from benchmarks.multi_turn import many_clients
+from benchmarks.multi_turn.returning import shape as returning
+from benchmarks.multi_turn.shapes import SHAPES
 
-RESULTS = Path(__file__).parents[1] / "results"
-SAME_BYTES = 0.1
-"""Pools may differ by this share of their bytes: the ragged one is a whole number of slabs."""
+MEASURED_BY = {**dict.fromkeys(SHAPES, many_clients), "return": returning}
+"""Of shapes: modules with DEFAULTS of the options that they share, `add_options` of their own, and `run`."""
 
-RETURN = "return"
-"""The shape that `benchmarks.returning` measures: one request at a time, by the tier that a conversation is on."""
-
-LONG_ANSWER = 256
-"""Tokens of an answer from which times are shown along it."""
-
-NOT_SETTINGS = ("output", "json")
-"""Options that change no figure."""
+DEFAULT = "chat"
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.multi_turn",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    traffic = made.add_argument_group("traffic")
-    traffic.add_argument(
-        "--shape",
-        choices=(*SHAPES, RETURN),
-        default="chat",
-        help="return is a benchmark with options of its own: --shape return --help [chat]",
-    )
-    traffic.add_argument("--clients", "--num-clients", type=int, nargs="+", default=[256], help="one or more [256]")
-    traffic.add_argument("--rounds", "--num-rounds", type=int, default=5, help="requests of each client [5]")
-    traffic.add_argument("--request-length", type=int, default=512, help="of each new message (chat: mean) [512]")
-    traffic.add_argument("--output-length", type=int, default=64, help="of each answer, exactly [64]")
-    traffic.add_argument("--max-parallel", type=int, default=128, help="requests in flight at most [128]")
-    traffic.add_argument("--request-rate", type=float, default=1.0, help="mean per second, or inf [1.0]")
-    traffic.add_argument("--shared-length", type=int, default=2048, help="documents, agents: shared text [2048]")
-    traffic.add_argument(
-        "--group", type=int, default=4, help="clients of one document, or of one forked conversation [4]"
-    )
-    traffic.add_argument("--seed", type=int, default=1, help="[1]")
-    servers = made.add_argument_group("servers")
-    servers.add_argument("--model", default=str(MODEL), help="[the recall model]")
-    servers.add_argument("--pools", default="token,ragged@0.5,ragged@0.3", help="[token,ragged@0.5,ragged@0.3]")
-    servers.add_argument("--kv-bytes", default="96MiB", help="KV budget of every pool [96MiB]")
-    servers.add_argument("--server-args", default="", metavar="TEXT", help="further flags of all servers")
-    servers.add_argument("--ragged-args", default="", metavar="TEXT", help="further flags of the ragged ones")
-    servers.add_argument(
-        "--url",
-        action="append",
-        default=[],
-        metavar="POOL=URL",
-        help="a server that runs already; once for each pool, instead of --pools",
-    )
-    points = made.add_argument_group("points")
-    points.add_argument("--repeats", type=int, default=2, help="runs of each point, pools taking turns [2]")
-    points.add_argument(
-        "--min-load", type=float, default=0.8, help="reject points below this share of the asked load [0.8]"
-    )
-    points.add_argument(
-        "--min-hit-rate", type=float, default=0.0, help="reject points below, cached / reusable tokens [0: none]"
-    )
-    points.add_argument("--poll-every", type=float, default=1.0, metavar="S", help="seconds between polls [1]")
-    points.add_argument("--output", type=Path, help="folder [benchmarks/results/multi-turn-SHAPE]")
-    points.add_argument("--json", action="store_true", help="print the figures as JSON instead of tables")
+def parser(shape: str = DEFAULT) -> argparse.ArgumentParser:
+    """Options of a shape."""
+    own = MEASURED_BY[shape]
+    made = new_parser("multi_turn", __doc__)
+    made.add_argument("--shape", choices=tuple(MEASURED_BY), default=DEFAULT, help=f"[{DEFAULT}]")
+    made.add_argument("--model", default=str(MODEL), help="[the recall model]")
+    made.add_argument("--pools", help="the first is what others are held against [%(default)s]")
+    made.add_argument("--kv-bytes", help="KV budget of every pool [%(default)s]")
+    made.add_argument("--seed", type=int, help="[%(default)s]")
+    made.add_argument("--output", type=Path, help="folder, of return a JSON file [benchmarks/results/...]")
+    made.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
+    own.add_options(made)
+    made.set_defaults(**own.DEFAULTS)
     return made
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raises SettingsError for numbers out of range."""
-    for name in ("rounds", "request_length", "output_length", "max_parallel", "shared_length", "group", "repeats"):
-        if getattr(options, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
-    try:
-        parse_bytes(options.kv_bytes)
-    except RaggedConfigError as error:
-        raise SettingsError(f"--kv-bytes: {error}") from None
-    if min(options.clients) < 1 or len(set(options.clients)) < len(options.clients):
-        raise SettingsError("--clients must be different numbers of at least 1")
-    if not options.request_rate > 0 or not options.poll_every > 0:
-        raise SettingsError("--request-rate and --poll-every must be greater than 0")
-    if options.seed < 0 or not 0 <= options.min_load <= 1 or not 0 <= options.min_hit_rate <= 1:
-        raise SettingsError("--seed must not be negative; --min-load and --min-hit-rate are shares from 0 to 1")
-
-
-def pools_of(options: argparse.Namespace) -> tuple[list[Pool], dict[Pool, str]]:
-    """The pools in their order, and the addresses of servers that run already."""
-    urls = {}
-    for text in options.url:
-        name, found, url = text.partition("=")
-        if not found or not url.startswith("http"):
-            raise SettingsError(f"--url {text!r}: write POOL=http://HOST:PORT")
-        urls[Pool.parse(name)] = url
-    pools = list(urls) or [Pool.parse(name) for name in options.pools.split(",")]
-    if len(set(pools)) < len(pools):
-        raise SettingsError("each pool can be measured once only")
-    return pools, urls
-
-
-def settings_of(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Any]:
-    """What all points of a folder share."""
-    settings = {name: value for name, value in vars(options).items() if name not in NOT_SETTINGS}
-    settings["pools"] = [pool.name for pool in pools]
-    settings["url"] = bool(options.url)
-    # Infinity has no JSON form.
-    settings["request_rate"] = str(options.request_rate)
-    config = Path(options.model) / "config.json"
-    settings["model"] = Path(options.model).name
-    settings["model_config"] = hashlib.sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else None
-    return settings | {"machine": machine.describe()}
-
-
-class Benchmark:
-    """The points of one command, and what they are measured with."""
-
-    def __init__(self, options: argparse.Namespace, schedule: Schedule, store: Store) -> None:
-        self.options, self.schedule, self.store = options, schedule, store
-
-    def remaining(self) -> list[tuple[Pool, Key]]:
-        known = {point.key for point in self.store.points}
-        return [(pool, key) for pool, key in self.schedule.keys if key not in known]
-
-    def run_all(self, servers: Servers, progress: Progress) -> None:
-        """Measure what is missing. Raises ServerLost, with where the finished points are, when a server goes away."""
-        remaining = self.remaining()
-        task = progress.add_task(
-            "points", total=len(self.schedule.keys), completed=len(self.schedule.keys) - len(remaining)
-        )
-        for pool, key in remaining:
-            own = progress.add_task(f"{key}: server", total=len(self.schedule.requests[key.clients]))
-            log = self.store.folder / f"{key.pool}-{key.clients}-{key.repeat + 1}.log"
-            running = min(self.options.max_parallel, key.clients)
-            try:
-                with servers.client(pool, running, log) as client:
-                    point = self._measure(client, key, progress, own)
-                    self.check_bytes(point)
-                    self.store.add(point)
-            except ServerLost as error:
-                finished = f"{len(self.store.points)} of {len(self.schedule.keys)} points are finished"
-                where = f"; its log is {log}" if log.is_file() else ""
-                raise ServerLost(
-                    f"the server of {key} is gone ({error}): {finished} and kept in {self.store.folder}, the same "
-                    f"command continues from there{where}"
-                ) from None
-            except ServerFailed as error:
-                raise SettingsError(f"the server of {key} did not start, its log is {log}: {error.reason}") from None
-            progress.remove_task(own)
-            progress.advance(task)
-
-    def _measure(self, client: ServerClient, key: Key, progress: Progress, task: TaskID) -> Point:
-        """One point. A request that is not served rejects it; a server that went away raises ServerLost."""
-        o, requests = self.options, self.schedule.requests[key.clients]
-        needed, limit = longest(requests, o.output_length), client.longest_prompt()
-        if needed > limit:
-            raise SettingsError(
-                f"the longest conversation may take {needed} tokens, but {key.pool} takes prompts of {limit} at most: "
-                "more --kv-bytes, fewer --rounds or shorter messages"
-            )
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        traffic = driver.Traffic(o.output_length, o.max_parallel, o.request_rate, o.seed)
-        warm_up = driver.Traffic(min(4, o.output_length), o.max_parallel, math.inf, o.seed)
-        try:
-            progress.update(task, description=f"{key}: warm-up")
-            driver.run(client.url, o.model, self.schedule.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
-            client.flush()
-            progress.update(task, description=str(key))
-            run = driver.run(
-                client.url,
-                o.model,
-                requests,
-                traffic,
-                poll_every_s=o.poll_every,
-                on_answer=lambda: progress.advance(task),
-            )
-        except PointFailed as error:
-            client.check_alive()
-            return Point(key, str(error), date, 0, 0, client.start_up_line(), 0.0, 0.0, (), ())
-        targets = Targets(
-            requests=len(requests),
-            # A shape may have fewer requests than clients and rounds: branches share what is before the fork.
-            parallel=min(o.max_parallel, len(requests) / o.rounds),
-            request_rate=o.request_rate,
-            min_load=o.min_load,
-            min_hit_rate=o.min_hit_rate,
-        )
-        return Point(
-            key=key,
-            rejected=reason_to_reject(run, targets),
-            date=date,
-            virtual_tokens=run.pool.tokens,
-            kv_bytes=run.pool.kv_bytes,
-            start_up=client.start_up_line(),
-            rate_share=round(run.rate_share, 4),
-            duration_s=round(run.duration_s, 4),
-            answers=run.answers,
-            samples=run.samples,
-        )
-
-    def check_bytes(self, point: Point) -> None:
-        """Raises SettingsError when the pools do not have the same bytes."""
-        for other in self.store.points:
-            low, high = sorted((point.kv_bytes, other.kv_bytes))
-            if low and high > low * (1 + SAME_BYTES):
-                raise SettingsError(
-                    f"{point.key.pool} has {point.kv_bytes} bytes of KV and {other.key.pool} {other.kv_bytes}: pools "
-                    "are compared at the same bytes; give servers the same --kv-bytes"
-                )
-
-
-def figures_json(benchmark: Benchmark) -> str:
-    """Manifest and figures over the runs; what each point holds stays in the folder."""
-    totals = [
-        {
-            "pool": cell.pool,
-            "clients": cell.clients,
-            "runs": len(cell.points),
-            "rejected": cell.rejected,
-            # Where nothing was to be measured a figure has no value: null, since NaN is no JSON.
-            "figures": {
-                name: None if math.isnan(middle.median) else dataclasses.asdict(middle)
-                for name, middle in cell.totals().items()
-            },
-            "itl_by_part_ms": [None if math.isnan(part.median) else part.median for part in cell.itl_by_part()],
-        }
-        for cell in cells(benchmark.store.points)
-    ]
-    document = {"manifest": benchmark.store.manifest, "folder": str(benchmark.store.folder), "totals": totals}
-    return json.dumps(document, indent=2)
-
-
 def main() -> None:
-    shape = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    shape.add_argument("--shape")
-    chosen, others = shape.parse_known_args()
-    if chosen.shape == RETURN:
-        returning.main(others)
-        return
-    options = parser().parse_args()
+    shape = chosen("--shape", DEFAULT)
+    options = parser(shape if shape in MEASURED_BY else DEFAULT).parse_args()
     with command("multi_turn"):
-        run(options)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Measure what the folder lacks, draw and print. Raises BenchmarkError."""
-    check(options)
-    pools, urls = pools_of(options)
-    console = Console(stderr=options.json)
-    folder = options.output or RESULTS / f"multi-turn-{options.shape}"
-    manifest = {"settings": settings_of(options, pools), **provenance("benchmarks.multi_turn")}
-    schedule = Schedule.of(options, pools, writer_for(options.model))
-    benchmark = Benchmark(options, schedule, Store.open(folder, manifest))
-    for count, requests in schedule.requests.items():
-        console.print(
-            f"{options.shape}, {count} clients: {len(requests)} requests, longest {longest(requests, 0)} tokens, "
-            f"working set {working_set(requests, options.output_length)} tokens",
-            highlight=False,
-        )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    if benchmark.remaining():
-        started = Started(
-            options.model, options.kv_bytes, shlex.split(options.server_args), shlex.split(options.ragged_args)
-        )
-        with Connected(urls) if urls else started as servers, Progress(*columns, console=console) as progress:
-            benchmark.run_all(servers, progress)
-    draw(benchmark.store.points, folder)
-    benchmark.store.write_csv()
-    if options.json:
-        print(figures_json(benchmark))
-        return
-    tables.totals(benchmark.store.points).show(console)
-    for count in options.clients:
-        if (table := tables.by_round(benchmark.store.points, count)).rows:
-            table.show(console)
-    if options.output_length >= LONG_ANSWER:
-        tables.by_part(benchmark.store.points).show(console)
-    for line in tables.rejections(benchmark.store.points):
-        console.print(f"rejected: {line}", style="red", highlight=False)
-    console.print(f"points, CSV and plots: {folder}", highlight=False)
+        MEASURED_BY[options.shape].run(options)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness.pools import Pool
 from benchmarks.multi_turn.measures import Figures
 from benchmarks.multi_turn.point import Point
-from benchmarks.multi_turn.summary import Cell, RunSpread, cells
+from benchmarks.multi_turn.summary import Cell, MedianRange, cells
 
 PLOTS = {
     "ttft": "Time to first token by round: median of the requests of a round (line) and 95th percentile (dashes); "
@@ -116,7 +116,7 @@ def _line(
     _points(axis, [(number + 1, middle) for number, middle in cell.by_round(value).items()], colour, label, **style)
 
 
-def _points(axis: Any, row: list[tuple[int, RunSpread]], colour: str, label: str | None, **style: Any) -> None:
+def _points(axis: Any, row: list[tuple[int, MedianRange]], colour: str, label: str | None, **style: Any) -> None:
     """A line of medians with bars from the least to the greatest run."""
     if not row:
         return

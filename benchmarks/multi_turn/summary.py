@@ -12,15 +12,15 @@ from benchmarks.multi_turn.point import Point
 
 
 @dataclass(frozen=True)
-class RunSpread:
-    """Median, least and greatest of the runs; NaN where no run has a value."""
+class MedianRange:
+    """Median, least and greatest, mostly of runs; NaN where none has a value."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> RunSpread:
+    def of(cls, values: Sequence[float]) -> MedianRange:
         known = [value for value in values if not math.isnan(value)]
         if not known:
             return cls(*[float("nan")] * 3)
@@ -36,25 +36,25 @@ class Cell:
     points: tuple[Point, ...]
     rejected: tuple[str, ...]
 
-    def total(self, value: Callable[[Figures], float]) -> RunSpread:
+    def total(self, value: Callable[[Figures], float]) -> MedianRange:
         """A figure of the whole run, over the runs."""
-        return RunSpread.of([value(figures(point.answers, point.samples)) for point in self.points])
+        return MedianRange.of([value(figures(point.answers, point.samples)) for point in self.points])
 
-    def by_round(self, value: Callable[[Figures], float]) -> dict[int, RunSpread]:
+    def by_round(self, value: Callable[[Figures], float]) -> dict[int, MedianRange]:
         """A figure of each round, over the runs."""
         each = [rounds(point) for point in self.points]
         numbers = sorted({number for one in each for number in one})
-        return {n: RunSpread.of([value(one[n]) for one in each if n in one]) for n in numbers}
+        return {n: MedianRange.of([value(one[n]) for one in each if n in one]) for n in numbers}
 
-    def totals(self) -> dict[str, RunSpread]:
+    def totals(self) -> dict[str, MedianRange]:
         """All figures of the whole run by name, over the runs."""
         each = [flat(figures(point.answers, point.samples)) for point in self.points]
-        return {name: RunSpread.of([one[name] for one in each]) for name in (each[0] if each else ())}
+        return {name: MedianRange.of([one[name] for one in each]) for name in (each[0] if each else ())}
 
-    def itl_by_part(self) -> list[RunSpread]:
+    def itl_by_part(self) -> list[MedianRange]:
         """Median milliseconds between tokens in each part of the answers, over the runs."""
         each = [itl_by_part(point.answers) for point in self.points]
-        return [RunSpread.of(part) for part in zip(*each, strict=True)]
+        return [MedianRange.of(part) for part in zip(*each, strict=True)]
 
     @property
     def virtual_tokens(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.harness.rows import Rows
 from benchmarks.multi_turn.measures import PARTS, Figures
 from benchmarks.multi_turn.point import Point
-from benchmarks.multi_turn.summary import Cell, RunSpread, cells
+from benchmarks.multi_turn.summary import Cell, MedianRange, cells
 
 
 def totals(points: Sequence[Point]) -> Rows:
@@ -95,7 +95,7 @@ def by_part(points: Sequence[Point]) -> Rows:
 
 
 def _round(cell: Cell, number: int) -> tuple[str, ...]:
-    nothing = RunSpread.of([])
+    nothing = MedianRange.of([])
     return (
         _number(cell.by_round(lambda f: f.ttft_ms.p50).get(number, nothing)),
         _number(cell.by_round(lambda f: f.ttft_ms.p95).get(number, nothing)),
@@ -110,9 +110,9 @@ def rejections(points: Sequence[Point]) -> list[str]:
     return [f"{point.key}: {point.rejected}" for point in points if point.rejected is not None]
 
 
-def _number(middle: RunSpread, digits: int = 0) -> str:
+def _number(middle: MedianRange, digits: int = 0) -> str:
     return "" if middle.median != middle.median else f"{middle.median:,.{digits}f}"
 
 
-def _share(middle: RunSpread) -> str:
+def _share(middle: MedianRange) -> str:
     return "" if middle.median != middle.median else f"{middle.median:.0%}"

@@ -1,12 +1,22 @@
-"""Which points are rejected: those whose traffic did not reach its targets."""
+"""Which points are rejected: those whose traffic did not reach its targets; and which pools are not compared."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.multi_turn.driver import Run
 from benchmarks.multi_turn.measures import figures, in_flight
+
+SAME_BYTES = 0.1
+"""Pools may differ by this share of their bytes: the ragged one is a whole number of slabs."""
+
+
+def have_same_bytes(sizes: Iterable[int]) -> bool:
+    """Whether pools may stand beside each other; 0 is not known, and left out."""
+    known = [size for size in sizes if size]
+    return not known or max(known) <= min(known) * (1 + SAME_BYTES)
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,11 @@ class Difference:
     kl: torch.Tensor
     agrees: torch.Tensor
 
+    def means(self) -> dict[str, float]:
+        """kl, agrees and delta_nll, which is nll more than reference_nll: means over the positions."""
+        found = {"kl": self.kl, "delta_nll": self.nll - self.reference_nll, "agrees": self.agrees}
+        return {name: float(values.mean()) for name, values in found.items()}
+
 
 def compare(head: torch.Tensor, reference: torch.Tensor, found: torch.Tensor, ids: torch.Tensor) -> Difference:
     """Compare two runs over the same tokens.

@@ -1,18 +1,49 @@
-"""Hidden states and answers from a server."""
+"""What is asked of a server: hidden states of texts, and facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import PointFailed
 from benchmarks.quality.facts import Interview, is_right
+from benchmarks.quality.tasks import Tasks
 from benchmarks.quality.texts import Text
 
 ANSWER_TOKENS = 6
+
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class Answers(Generic[Read]):
+    """texts: what was read of every text. right: for each interview, which of its questions were answered rightly, in
+    the order in which their facts stand in the context."""
+
+    texts: list[Read]
+    right: list[list[bool]]
+    start_up: str
+
+
+def ask(
+    client: ServerClient,
+    tasks: Tasks,
+    tokenizer: Any,
+    read: Callable[[ServerClient, Text], Read],
+    advance: Callable[[], None],
+) -> Answers[Read]:
+    """All tasks, one after the other; `read` gives what is kept of a text. Raises ServerLost and PointFailed."""
+    texts = []
+    for text in tasks.texts:
+        # Of cached tokens nothing is returned, and texts may begin with the same token.
+        client.flush()
+        texts.append(read(client, text))
+        advance()
+    return Answers(texts, recall(client, tokenizer, tasks.interviews, advance), client.start_up_line())
 
 
 def hidden_states(client: ServerClient, text: Text) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from benchmarks.harness.rows import Rows
 from benchmarks.quality.configuration import Configuration
@@ -13,7 +13,7 @@ from benchmarks.quality.facts import KINDS
 from benchmarks.quality.store import Results
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
+def mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean, and its standard error (nan for a single value)."""
     return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else np.nan
 
@@ -51,12 +51,6 @@ def known(result: dict[str, Any], kind: str) -> str:
     """Right answers and how many were asked, empty where nothing was."""
     answers = [one for interview in result["right"][kind] for one in interview]
     return f"{sum(answers)} of {len(answers)}" if answers else ""
-
-
-def show(results: Results, console: Console) -> None:
-    """Print the tables."""
-    for rows in tables(results):
-        rows.show(console)
 
 
 def tables(results: Results) -> list[Rows]:

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import step_speed
-from benchmarks.accuracy.store import Results
-from benchmarks.accuracy.tables import tables
+from benchmarks.accuracy import tables as accuracy
+from benchmarks.accuracy.store import Results as Accuracy
+from benchmarks.harness.result_file import ResultFile
 from benchmarks.harness.rows import Rows
-from benchmarks.history import results as histories
+from benchmarks.multi_turn.returning import tables as returning
+from benchmarks.multi_turn.returning.results import Results as Returns
 from benchmarks.quality import table as quality
+from benchmarks.quality.history import results as history
+from benchmarks.quality.retrieval import results as retrieval
 from benchmarks.quality.store import Results as Quality
-from benchmarks.retrieval import results as retrieval
-from benchmarks.returning import tables as returning
-from benchmarks.returning.results import Results as Returns
-from benchmarks.returning.visit import TIGHT
-from benchmarks.storm import results as storms
+from benchmarks.storm import results as storm
 from benchmarks.tier_codecs.results import Result, table
 
 
@@ -37,6 +37,15 @@ class Kind:
     text: str
     command: str
     tables: Callable[[Path, Any], list[Rows]]
+
+
+def _of(file: type[ResultFile], tables: Callable[[Any], list[Rows]]) -> Callable[[Path, Any], list[Rows]]:
+    """Tables of a benchmark's own files, with the names of these in their titles."""
+
+    def read(path: Path, data: Any) -> list[Rows]:
+        return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in tables(file.from_json(path, data))]
+
+    return read
 
 
 def _demo(path: Path, data: Any) -> list[Rows]:
@@ -66,21 +75,6 @@ def _step_speed(path: Path, data: Any) -> list[Rows]:
     return [step_speed.table(data, title)]
 
 
-def _accuracy(path: Path, data: Any) -> list[Rows]:
-    """Scores by scorer, budgets and ratio, by task where there are several, and cached shares where they are known."""
-    results = Results.from_json(path, data)
-    made = tables(results.settings, results.cells)
-    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
-
-
-def _returning(path: Path, data: Any) -> list[Rows]:
-    found = Returns.from_json(path, data)
-    made = [returning.by_tier(found), returning.restored_above_device(found)]
-    if any(one.cell == TIGHT for one in found.visits):
-        made.append(returning.tight(found))
-    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
-
-
 def _cta_map(path: Path, data: Any) -> list[Rows]:
     names = ("ctas_median", "waves_median", "filled_median", "imbalance_median", "makespan_median", "makespan_worst")
     rows = [
@@ -93,34 +87,6 @@ def _cta_map(path: Path, data: Any) -> list[Rows]:
 
 def _tier_codecs(path: Path, data: Any) -> list[Rows]:
     rows = table([Result(**one) for one in data["results"]])
-    return [replace(rows, title=f"{path.stem}: {rows.title}")]
-
-
-def _storm(path: Path, data: Any) -> list[Rows]:
-    found = storms.Results.from_json(path, data)
-    made = [storms.table(found), *([storms.refusal_table(found)] if found.refused else [])]
-    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in made]
-
-
-def _quality(path: Path, data: Any) -> list[Rows]:
-    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in quality.tables(Quality.from_json(path, data))]
-
-
-def _history(path: Path, data: Any) -> list[Rows]:
-    """`behind the bound`: behind the longest one that a pool of the file has."""
-    found = histories.Results.from_json(path, data)
-    rows = histories.table(found, max(map(_bound, found.pools)))
-    return [replace(rows, title=f"{path.stem}: {rows.title}")]
-
-
-def _bound(pool: str) -> int:
-    """Tokens of --ragged-history in a pool's name, such as ragged@1+history=1536; 0 without."""
-    options = dict(option.partition("=")[::2] for option in pool.split("+")[1:])
-    return int(options.get("history", 0))
-
-
-def _retrieval(path: Path, data: Any) -> list[Rows]:
-    rows = retrieval.table(retrieval.Results.from_json(path, data))
     return [replace(rows, title=f"{path.stem}: {rows.title}")]
 
 
@@ -167,7 +133,7 @@ KINDS = (
         "continuations and facts known. Slabs are wide and unfitted where a configuration does not say otherwise. "
         "docs/evaluation.md says what is measured, docs/fitting.md and docs/evaluation.md what it shows.",
         "python -m benchmarks.quality",
-        _quality,
+        _of(Quality, quality.tables),
     ),
     Kind(
         ("demo*.json",),
@@ -182,9 +148,9 @@ KINDS = (
         "Conversations that come back, by tier",
         "Time to first token of a conversation that paused: still on the device, evicted to the host, after a restart, "
         "and with no tier below the device; all pools with the same bytes on device and host. "
-        "benchmarks/returning/README.md has more.",
+        "benchmarks/multi_turn/returning/README.md has more.",
         "python -m benchmarks.multi_turn --shape return",
-        _returning,
+        _of(Returns, returning.all_of),
     ),
     Kind(
         ("accuracy*.json",),
@@ -192,7 +158,7 @@ KINDS = (
         "Mean score of answers to questions about long texts that are in the cache, with 95 % intervals; suites and "
         "metrics are in benchmarks/accuracy/README.md. * means that a server found nothing in its cache.",
         "python -m benchmarks.accuracy",
-        _accuracy,
+        _of(Accuracy, lambda found: accuracy.tables(found.settings, found.cells)),
     ),
     Kind(
         ("tier-codecs*.json",),
@@ -208,7 +174,7 @@ KINDS = (
         "Many clients on too small a pool, with requests that are left, aborted and retracted; what was answered is "
         "compared with a quiet server's. benchmarks/storm/README.md.",
         "python -m benchmarks.storm --pairs",
-        _storm,
+        _of(storm.Results, storm.tables),
     ),
     Kind(
         ("cta-map*.json",),
@@ -223,21 +189,21 @@ KINDS = (
         "The same measurements with other formats, fitted and unfitted, by other budgets, of Gemma 3 270M and of long "
         "texts: docs/slab-formats.md, docs/fitting.md, docs/calibration.md.",
         "python -m benchmarks.quality",
-        _quality,
+        _of(Quality, quality.tables),
     ),
     Kind(
         ("history*.json",),
         "What a bound on histories costs",
         "At ratio 1, so that the bound alone shows: docs/bounded-history.md.",
-        "python -m benchmarks.history",
-        _history,
+        "python -m benchmarks.quality --axis history",
+        _of(history.Results, history.tables),
     ),
     Kind(
         ("retrieval*.json",),
         "What retrieval brings back",
-        "Decoded texts with and without overlays: docs/retrieval.md, benchmarks/retrieval/README.md.",
-        "python -m benchmarks.retrieval",
-        _retrieval,
+        "Decoded texts with and without overlays: docs/retrieval.md, benchmarks/quality/retrieval/README.md.",
+        "python -m benchmarks.quality --axis retrieval",
+        _of(retrieval.Results, retrieval.tables),
     ),
     Kind(
         ("krul*.json",),

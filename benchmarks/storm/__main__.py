@@ -19,18 +19,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import BenchmarkError, ServerFailed, SettingsError
 from benchmarks.harness.machine import describe
+from benchmarks.harness.options import check_counts, new_parser
 from benchmarks.harness.server_pool import ServerPool
+from benchmarks.harness.sweep import bars
 from benchmarks.storm.features import FEATURES, HIDING, chosen, server_settings
 from benchmarks.storm.material import Material
 from benchmarks.storm.one_storm import Limits, Outcome, run_storm
 from benchmarks.storm.pairs import Pair, cover, narrow, shown
 from benchmarks.storm.refusals import OWN, refusals, refuses_in_one_line
-from benchmarks.storm.results import Results, key, refusal_table, table
+from benchmarks.storm.results import Results, key, tables
 
 DEFAULT = ("gate", "tier", "mixed-chunk", "lpm")
 MOST_FEATURES = 10
@@ -38,12 +39,7 @@ MOST_FEATURES = 10
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.storm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = new_parser("storm", __doc__)
     made.add_argument("--features", nargs="+", default=list(DEFAULT), metavar="NAME", help=f"[{' '.join(DEFAULT)}]")
     made.add_argument("--pairs", action="store_true", help="storms that hold every pair of features between them")
     made.add_argument(
@@ -96,8 +92,7 @@ def ask_refusals(servers: ServerPool, material: Material) -> dict[Pair, str]:
 
 def run(options: argparse.Namespace) -> None:
     """Run the storms that the output file lacks, and print. Raises BenchmarkError, where one was not survived, too."""
-    if min(options.requests, options.seconds, options.compared) < 1:
-        raise SettingsError("--requests, --seconds and --compared must be at least 1")
+    check_counts(options, "requests", "seconds", "compared")
     chosen(options.features)
     limits = Limits(options.requests, options.seconds, options.compared, options.seed)
     results = Results.open(
@@ -106,11 +101,10 @@ def run(options: argparse.Namespace) -> None:
         provenance("benchmarks.storm"),
     )
     console = Console(stderr=options.json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         tempfile.TemporaryDirectory(prefix="storm-") as folder,
         ServerPool() as servers,
-        Progress(*columns, console=console) as progress,
+        bars(console) as progress,
     ):
         material = Material(Path(folder))
 
@@ -153,12 +147,7 @@ def run(options: argparse.Namespace) -> None:
                 fewest = narrow(names, lambda fewer: bool(names_of(fewer)) and bool(one(names_of(fewer)).problems))
                 outcome.problems.append(f"fails with {key(fewest)} alone")
                 results.write()
-    if options.json:
-        print(results.text(), end="")
-    else:
-        table(results).show(console)
-        if results.refused:
-            refusal_table(results).show(console)
+    results.show(tables(results), console, as_json=options.json)
     console.print(f"results: {options.output}", highlight=False, soft_wrap=True)
     if results.failed:
         worst = results.failed[0]

@@ -55,6 +55,11 @@ class Results(ResultFile):
         }
 
 
+def tables(results: Results) -> list[Rows]:
+    """Storms, and what was refused where that was asked."""
+    return [table(results), *([refusal_table(results)] if results.refused else [])]
+
+
 def table(results: Results) -> Rows:
     """One row for each storm."""
     columns = (

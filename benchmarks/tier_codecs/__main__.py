@@ -19,22 +19,21 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from benchmarks.harness.command import command, provenance
-from benchmarks.harness.errors import ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.machine import describe
 from benchmarks.harness.pools import Pool, Started
+from benchmarks.harness.sweep import bars, naming
 from benchmarks.quality.head import load_head
+from benchmarks.quality.sweep import CALIBRATION_S
 from benchmarks.tier_codecs.asking import Answers, go_on_restored, read_contexts
 from benchmarks.tier_codecs.results import Result, count_right, differences, document, draw, table
 from benchmarks.tier_codecs.suites import SUITES, Talk, from_recall, from_texts, pool_tokens
 from sgl_ragged.host_tier.tier_plan import CODEC_NAMES
-
-CALIBRATION_S = 3600.0
-"""A server that calibrates its model first takes minutes to start."""
 
 HOST_TOKENS = 40
 """Tokens of the host per token of the device's pool: nothing is to leave the host."""
@@ -68,12 +67,11 @@ def run(options: argparse.Namespace) -> list[Result]:
     common = ["--enable-return-hidden-states", "--max-total-tokens", str(pool_tokens(talks, options.segment))]
     ragged = ["--ragged-segment", str(options.segment), "--enable-hierarchical-cache"]
     ragged += ["--hicache-ratio", str(HOST_TOKENS), *(["--ragged-scorer", options.scorer] if options.scorer else [])]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     codecs = (CODEC_NAMES[0], *options.codec)
     wanted = list(itertools.product(options.budgets, options.ratio))
     with (
         Started(options.model, options.kv_bytes, common, ragged) as servers,
-        Progress(*columns, console=Console(stderr=True)) as progress,
+        bars(Console(stderr=True)) as progress,
     ):
         bar = progress.add_task("servers", total=len(wanted) * len(codecs))
         for budgets, ratio in wanted:
@@ -123,16 +121,11 @@ def _asked(
     def advance() -> None:
         progress.advance(own)
 
-    try:
-        with servers.client(pool, 2, log, flags, ready_within_s=CALIBRATION_S) as client:
-            exact = flags[-1] == CODEC_NAMES[0]
-            on_device = read_contexts(client.url, talks, options.segment, ask=exact, advance=advance)
-            restored = go_on_restored(client.url, talks, options.segment, advance)
-            info = client.ragged()
-    except ServerLost as error:
-        raise ServerLost(f"the server with {name} is gone ({error}); its log is {log}") from None
-    except ServerFailed as error:
-        raise SettingsError(f"the server with {name} did not start, its log is {log}: {error.reason}") from None
+    with naming(name, log), servers.client(pool, 2, log, flags, ready_within_s=CALIBRATION_S) as client:
+        exact = flags[-1] == CODEC_NAMES[0]
+        on_device = read_contexts(client.url, talks, options.segment, ask=exact, advance=advance)
+        restored = go_on_restored(client.url, talks, options.segment, advance)
+        info = client.ragged()
     progress.remove_task(own)
     log.unlink(missing_ok=True)
     return on_device, restored, info

@@ -7,18 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 
+from benchmarks.harness.plots import drawn
 from benchmarks.harness.rows import Rows
 from benchmarks.quality.head import compare
 from benchmarks.quality.table import mean_and_error
 from benchmarks.tier_codecs.asking import Answers
 from benchmarks.tier_codecs.suites import Talk, is_right, kinds
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,13 @@ def differences(
     head: torch.Tensor, talks: Sequence[Talk], reference: Answers, found: Answers
 ) -> dict[str, list[float]]:
     """kl, delta_nll and agrees of every continuation."""
-    rows: dict[str, list[float]] = {"kl": [], "delta_nll": [], "agrees": []}
     read = [talk for talk in talks if talk.continuation]
-    for talk, want, have in zip(read, reference.states, found.states, strict=True):
-        one = compare(head, want, have, torch.tensor(talk.continuation))
-        rows["kl"].append(round(float(one.kl.mean()), 7))
-        rows["delta_nll"].append(round(float((one.nll - one.reference_nll).mean()), 7))
-        rows["agrees"].append(round(float(one.agrees.mean()), 6))
-    return rows
+    rows = [
+        compare(head, want, have, torch.tensor(talk.continuation)).means()
+        for talk, want, have in zip(read, reference.states, found.states, strict=True)
+    ]
+    digits = {"kl": 7, "delta_nll": 7, "agrees": 6}
+    return {name: [round(one[name], count) for one in rows] for name, count in digits.items()}
 
 
 def table(results: Sequence[Result]) -> Rows:
@@ -115,31 +111,32 @@ LEAST = 1e-5
 
 def draw(results: Sequence[Result], path: Path) -> None:
     """KL by bytes per token, one line for each kind of budgets and ratio; none at all is drawn as LEAST."""
-    figure, axes = plt.subplots(figsize=(7, 4.6), constrained_layout=True)
     markers = {"exact": "o", "fp8": "s", "shared": "^"}
-    for budgets, ratio in dict.fromkeys((one.budgets, one.ratio) for one in results):
-        own = sorted(
-            (one for one in results if (one.budgets, one.ratio) == (budgets, ratio)), key=lambda one: one.row_bytes
-        )
-        (line,) = axes.plot(
-            [one.bytes_per_token for one in own],
-            [max(np.mean(one.kl), LEAST) for one in own],
-            linewidth=0.7,
-            label=f"{budgets}, ratio {ratio:g}",
-        )
-        for one in own:
-            axes.plot(
-                one.bytes_per_token, max(np.mean(one.kl), LEAST), markers.get(one.codec, "x"), color=line.get_color()
+    with drawn(path, (7, 4.6)) as axes:
+        for budgets, ratio in dict.fromkeys((one.budgets, one.ratio) for one in results):
+            own = sorted(
+                (one for one in results if (one.budgets, one.ratio) == (budgets, ratio)), key=lambda one: one.row_bytes
             )
-    for codec in dict.fromkeys(one.codec for one in results):
-        axes.plot([], [], markers.get(codec, "x"), color="grey", label=codec)
-    axes.set(
-        yscale="log",
-        xlim=(0, None),
-        xlabel="bytes per token in the host tier",
-        ylabel=f"KL after restoring, nats (0 at {LEAST:g})",
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+            (line,) = axes.plot(
+                [one.bytes_per_token for one in own],
+                [max(np.mean(one.kl), LEAST) for one in own],
+                linewidth=0.7,
+                label=f"{budgets}, ratio {ratio:g}",
+            )
+            for one in own:
+                axes.plot(
+                    one.bytes_per_token,
+                    max(np.mean(one.kl), LEAST),
+                    markers.get(one.codec, "x"),
+                    color=line.get_color(),
+                )
+        for codec in dict.fromkeys(one.codec for one in results):
+            axes.plot([], [], markers.get(codec, "x"), color="grey", label=codec)
+        axes.set(
+            yscale="log",
+            xlim=(0, None),
+            xlabel="bytes per token in the host tier",
+            ylabel=f"KL after restoring, nats (0 at {LEAST:g})",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

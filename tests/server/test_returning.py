@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from benchmarks.returning.results import Results
-from benchmarks.returning.stages import TIERS_STAGE
-from benchmarks.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT
+from benchmarks.multi_turn.returning.results import Results
+from benchmarks.multi_turn.returning.stages import TIERS_STAGE
+from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT
 
 pytestmark = pytest.mark.server
 

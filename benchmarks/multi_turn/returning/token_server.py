@@ -2,9 +2,8 @@
 
 SGLang 0.5.23 does not start it there: its host pool pins memory through CUDA, and its copies between host and device
 are CUDA kernels. Both are replaced here, memory by plain memory and the copies of `--hicache-io-backend direct` by
-torch's; radix tree, controller, layouts, eviction, write and prefetch policies and storage are SGLang's. Run it as
-`python -m benchmarks.returning.token_server` in the place of `sglang.launch_server`, in a fork of the servers: what is
-replaced has to reach the workers.
+torch's; radix tree, controller, layouts, eviction, write and prefetch policies and storage are SGLang's. It stands in
+the place of `sglang.launch_server`, in a fork of the servers process: what is replaced has to reach the workers.
 """
 
 from __future__ import annotations

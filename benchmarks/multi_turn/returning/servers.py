@@ -9,26 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.client import ServerClient
-from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
+from benchmarks.harness.errors import PointFailed, ServerFailed, SettingsError
 from benchmarks.harness.pools import Started
 from benchmarks.multi_turn.gauges import pool_size
 from benchmarks.multi_turn.gauges import read as read_gauges
-from benchmarks.returning.results import Held
-from benchmarks.returning.sizes import RUNNING, PoolPages
-from benchmarks.returning.variants import Variant
-
-SAME_BYTES = 0.1
-"""Servers may differ by this share of their bytes: a ragged pool is a whole number of slabs."""
+from benchmarks.multi_turn.returning.results import Held
+from benchmarks.multi_turn.returning.sizes import RUNNING, PoolPages
+from benchmarks.multi_turn.returning.variants import Variant
+from benchmarks.multi_turn.verdict import have_same_bytes
 
 WRITTEN_WITHIN_S = 120
 """Until storage has what a host wrote through to it."""
-
-ATTEMPTS, RETRY_S = 20, 0.3
-"""Of reading /metrics, which fails now and then while the server's processes write them."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ def take_stock(client: ServerClient, stage: str, place: Place) -> Held:
     """What a server has, and what it has restored. Raises ServerLost, SettingsError."""
     # Gauges and counters are brought up to date by the next batch.
     client.generate([10, 11, 12], 1, ignore_eos=True)
-    text = _metrics(client)
+    text = client.metrics()
     size = pool_size(read_gauges(text))
     host_tokens, restored = 0, {}
     for family in text_string_to_metric_families(text):
@@ -88,23 +82,11 @@ def take_stock(client: ServerClient, stage: str, place: Place) -> Held:
     )
 
 
-def _metrics(client: ServerClient) -> str:
-    for _ in range(ATTEMPTS):
-        try:
-            answer = httpx.get(f"{client.url}/metrics", timeout=60)
-        except httpx.TransportError as error:
-            raise ServerLost(f"{type(error).__name__} on /metrics") from None
-        if answer.status_code == 200:
-            return answer.text
-        time.sleep(RETRY_S)
-    raise ServerLost(f"/metrics answers {answer.status_code}")
-
-
 def check_bytes(servers: Sequence[Held]) -> None:
     """Raises SettingsError where servers of a stage do not have the same bytes on the device, or on the host."""
     for name in ("device_bytes", "host_bytes"):
         sizes = {one.variant: getattr(one, name) for one in servers if getattr(one, name)}
-        if sizes and max(sizes.values()) > min(sizes.values()) * (1 + SAME_BYTES):
+        if not have_same_bytes(sizes.values()):
             said = ", ".join(f"{variant} {size}" for variant, size in sizes.items())
             raise SettingsError(
                 f"servers are compared at the same bytes, but their {name.replace('_', ' ')} are {said}"

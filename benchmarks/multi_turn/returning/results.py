@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.result_file import ResultFile
-from benchmarks.returning.visit import Visit
+from benchmarks.multi_turn.returning.visit import Visit
 
 
 @dataclass(frozen=True)
@@ -29,26 +28,10 @@ class Held:
     restored: dict[str, int]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median, least and greatest of `count` values; of none, all are None."""
-
-    count: int
-    median: float | None
-    low: float | None
-    high: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        if not values:
-            return cls(0, None, None, None)
-        return cls(len(values), statistics.median(values), min(values), max(values))
-
-
 class Results(ResultFile):
     """The file, and what it holds."""
 
-    benchmark = "benchmarks.returning"
+    benchmark = "benchmarks.multi_turn --shape return"
 
     def __init__(self, path: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
         super().__init__(path, settings, about)
@@ -86,8 +69,8 @@ class Results(ResultFile):
         """Visits that count: those that were found where the cell says."""
         return [one for one in self.visits if (one.variant, one.cell) == (variant, cell) and one.in_place]
 
-    def ttft_s(self, variant: str, cell: str) -> Spread:
-        return Spread.of([one.ttft_s for one in self.of(variant, cell)])
+    def ttft_s(self, variant: str, cell: str) -> list[float]:
+        return [one.ttft_s for one in self.of(variant, cell)]
 
     def strays(self) -> list[Visit]:
         """Visits that do not count."""

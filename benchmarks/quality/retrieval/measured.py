@@ -119,16 +119,12 @@ def measure(
     Raises ServerLost and PointFailed.
     """
     states = states_of(client, texts, prompt)
-    rows: dict[str, list[float]] = {"kl": [], "delta_nll": [], "agrees": []}
-    for text, want, have in zip(texts, reference or states, states, strict=True):
-        # `compare` takes the states of a token and the one that follows it.
-        found = compare(head, want, have, torch.tensor(text.ids[prompt - 1 : -1]))
-        for name, values in (
-            ("kl", found.kl),
-            ("delta_nll", found.nll - found.reference_nll),
-            ("agrees", found.agrees),
-        ):
-            rows[name].append(round(float(values.mean()), 6))
+    # `compare` takes the states of a token and the one that follows it.
+    found = [
+        compare(head, want, have, torch.tensor(text.ids[prompt - 1 : -1])).means()
+        for text, want, have in zip(texts, reference or states, states, strict=True)
+    ]
+    rows = {name: [round(one[name], 6) for one in found] for name in ("kl", "delta_nll", "agrees")}
     asked = counts(client.metrics())
     tokens = len(texts) * (len(texts[0].ids) - prompt)
     made: dict[str, Any] = rows | {name.split("_")[1]: count for name, count in asked.items()}

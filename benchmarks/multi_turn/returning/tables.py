@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 from benchmarks.harness.rows import Rows
-from benchmarks.returning.results import Results, Spread
-from benchmarks.returning.visit import DEVICE, HOST, RECOMPUTED, TIERS, TIGHT
+from benchmarks.multi_turn.returning.results import Results
+from benchmarks.multi_turn.returning.visit import DEVICE, HOST, RECOMPUTED, TIERS, TIGHT
+from benchmarks.multi_turn.summary import MedianRange
+
+
+def all_of(results: Results) -> list[Rows]:
+    """All tables for which there are results."""
+    made = [by_tier(results), restored_above_device(results)]
+    return made + ([tight(results)] if any(one.cell == TIGHT for one in results.visits) else [])
 
 
 def by_tier(results: Results) -> Rows:
@@ -18,11 +28,9 @@ def by_tier(results: Results) -> Rows:
         own_cell = results.of(variant, RECOMPUTED)
         recomputed = results.ttft_s(variant if own_cell else variant.partition("/")[0], RECOMPUTED)
         for tier in TIERS:
-            own = results.ttft_s(variant, tier)
-            if own.count:
-                values = (_ms(own.median), _ms(own.low), _ms(own.high))
-                ratios = (ratio(own, recomputed), ratio(own, results.ttft_s(base, tier)))
-                rows.append((variant, tier, str(own.count), *values, *ratios))
+            if own := results.ttft_s(variant, tier):
+                ratios = (_ratio(own, recomputed), _ratio(own, results.ttft_s(base, tier)))
+                rows.append((variant, tier, str(len(own)), *_ms(own), *ratios))
     return Rows("TTFT of a return, by the tier that the conversation is on", columns, tuple(rows))
 
 
@@ -34,10 +42,9 @@ def tight(results: Results) -> Rows:
     rows = []
     for variant in variants:
         own = results.ttft_s(variant, TIGHT)
-        values = (_ms(own.median), _ms(own.low), _ms(own.high), ratio(own, results.ttft_s(variants[0], TIGHT)))
-        rows.append(
-            (variant, f"{tokens[variant]:,}", str(own.count), f"{results.hit_rate(variant, TIGHT):.0%}", *values)
-        )
+        hits = f"{results.hit_rate(variant, TIGHT):.0%}"
+        values = (*_ms(own), _ratio(own, results.ttft_s(variants[0], TIGHT)))
+        rows.append((variant, f"{tokens[variant]:,}", str(len(own)), hits, *values))
     return Rows("A smaller host, every conversation once more", columns, tuple(rows))
 
 
@@ -46,8 +53,8 @@ def restored_above_device(results: Results) -> Rows:
     rows = []
     for variant in results.variants():
         pairs = zip(results.of(variant, HOST), results.of(variant, DEVICE), strict=False)
-        added = Spread.of([host.ttft_s - device.ttft_s for host, device in pairs])
-        rows.append((variant, str(added.count), _ms(added.median), _ms(added.low), _ms(added.high)))
+        added = [host.ttft_s - device.ttft_s for host, device in pairs]
+        rows.append((variant, str(len(added)), *_ms(added)))
     columns = ("pool", "returns", "host - device, ms", "least", "greatest")
     return Rows("What the way back from the host adds", columns, tuple(rows))
 
@@ -61,10 +68,12 @@ def strays(results: Results) -> list[str]:
     ]
 
 
-def ratio(own: Spread, other: Spread) -> str:
+def _ratio(own: Sequence[float], other: Sequence[float]) -> str:
     """Of the medians; empty where there is none."""
-    return f"{own.median / other.median:.2f}" if own.median is not None and other.median else ""
+    return f"{statistics.median(own) / statistics.median(other):.2f}" if own and other else ""
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1000 * seconds:,.0f}"
+def _ms(seconds: Sequence[float]) -> tuple[str, ...]:
+    """Median, least and greatest in milliseconds; empty where there is none."""
+    found = MedianRange.of(seconds)
+    return tuple(f"{1000 * one:,.0f}" if seconds else "" for one in (found.median, found.low, found.high))

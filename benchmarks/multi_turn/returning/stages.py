@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ import numpy as np
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.pools import Started
-from benchmarks.returning.results import Held
-from benchmarks.returning.servers import (
+from benchmarks.multi_turn.returning.results import Held
+from benchmarks.multi_turn.returning.servers import (
     Place,
     check_bytes,
     drop_page_cache,
@@ -19,9 +20,9 @@ from benchmarks.returning.servers import (
     take_stock,
     wait_until_written,
 )
-from benchmarks.returning.sizes import Heads, PoolPages, held
-from benchmarks.returning.variants import Variant
-from benchmarks.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT, Visit, visit
+from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, held
+from benchmarks.multi_turn.returning.variants import Variant
+from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT, Visit, visit
 from sgl_ragged.host_tier.restore_schedule import AUTO
 
 TOKENS = (10, 300)
@@ -40,6 +41,11 @@ class Traffic:
     message: int
     returns: int
     seed: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Traffic:
+        lengths = options.prompt_length, options.output_length, options.message_length
+        return cls(options.conversations, *lengths, options.returns, options.seed)
 
     def first(self, number: int) -> list[int]:
         return self._tokens(self.prompt, 0, number)

@@ -10,10 +10,10 @@ from pathlib import Path
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER
 from benchmarks.harness.pools import Pool
-from benchmarks.returning import token_server
+from benchmarks.multi_turn.returning import token_server
 from sgl_ragged.host_tier.restore_schedule import AUTO, MODES
 
-TOKEN_SERVER = (sys.executable, "-m", "benchmarks.returning.token_server")
+TOKEN_SERVER = (sys.executable, "-m", "benchmarks.multi_turn.returning.token_server")
 
 COMMON = ("--skip-tokenizer-init", "--sleep-on-idle")
 """Of all servers: prompts are token ids, and servers that wait for their turn leave the cores to the others."""

@@ -1,11 +1,8 @@
-"""What fetching back costs and brings, while a real model decodes real texts.
-
-    python -m benchmarks.retrieval --model models/smollm2-135m --profile gate.safetensors
+"""What fetching back costs and brings, while texts are decoded.
 
 The first part of each text is the prompt; the rest is decoded as it stands, whatever the model would say, so that all
 pools decode the same. SGLang's token pool comes first; then the servers of each ratio, with retrieval and without, run
-together, and their decode steps are timed in turns. Writes JSON and a plot, prints a
-table. docs/retrieval.md says more.
+together, and their decode steps are timed in turns. docs/retrieval.md says more.
 """
 
 from __future__ import annotations
@@ -19,43 +16,42 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.harness.command import command, provenance
-from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
-from benchmarks.harness.pool_results import TOKEN
+from benchmarks.harness.command import provenance
+from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.options import check_counts
 from benchmarks.harness.pools import Pool, Started
+from benchmarks.harness.sweep import bars, naming
 from benchmarks.quality.head import load_head
+from benchmarks.quality.pool_results import TOKEN
+from benchmarks.quality.retrieval.measured import Measured, measure, states_of, step_times_ms
+from benchmarks.quality.retrieval.results import Results, draw, key, tables
+from benchmarks.quality.sweep import finish
 from benchmarks.quality.texts import Text, pieces
-from benchmarks.retrieval.measured import Measured, measure, states_of, step_times_ms
-from benchmarks.retrieval.results import Results, draw, key, table
 
 RATIOS, OVERLAYS = (0.1, 0.15, 0.2, 0.3), (128,)
 ITEM_BYTES = 4
 """Of an element of the cache: servers on CPUs compute in float32."""
 
+COMMON = (
+    *("--enable-return-hidden-states", "--enable-custom-logit-processor", "--disable-overlap-schedule"),
+    # Servers that wait for their turn would take a core each.
+    "--sleep-on-idle",
+)
+"""Flags of all servers."""
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.retrieval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("--model", required=True, help="folder of a Hugging Face model")
-    made.add_argument("--profile", type=Path, required=True, help="of this model, with roles of heads")
-    made.add_argument("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"{RATIOS}")
-    made.add_argument("--overlay", type=int, nargs="+", default=list(OVERLAYS), help=f"tokens {OVERLAYS}")
-    made.add_argument("--segment", type=int, default=256, help="tokens [256]")
-    made.add_argument("--prompt", type=int, default=1536, help="tokens [1536]")
-    made.add_argument("--decoded", type=int, default=256, help="tokens behind the prompt [256]")
-    made.add_argument("--reservoir", default="1GiB", help="host memory for what is dropped [1GiB]")
-    made.add_argument("--kv-bytes", default="768MiB")
-    made.add_argument("--ragged-args", default="", metavar="TEXT", help="further flags of the servers with retrieval")
-    made.add_argument("--output", type=Path, default=Path("retrieval.json"))
-    made.add_argument("--json", action="store_true", help="print the results as JSON")
-    return made
+DEFAULTS = {"segment": 256, "kv_bytes": "768MiB", "output": Path("retrieval.json")}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", type=Path, required=True, help="of this model, with roles of heads")
+    parser.add_argument("--ratio", type=float, nargs="+", default=list(RATIOS), help=f"{RATIOS}")
+    parser.add_argument("--overlay", type=int, nargs="+", default=list(OVERLAYS), help=f"tokens {OVERLAYS}")
+    parser.add_argument("--prompt", type=int, default=1536, help="tokens [1536]")
+    parser.add_argument("--decoded", type=int, default=256, help="tokens behind the prompt [256]")
+    parser.add_argument("--reservoir", default="1GiB", help="host memory for what is dropped [1GiB]")
+    parser.add_argument("--ragged-args", default="", metavar="TEXT", help="further flags of the servers with retrieval")
 
 
 def groups_of(options: argparse.Namespace) -> list[dict[str, Pool]]:
@@ -106,8 +102,7 @@ def row_bytes(model: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
-    if min(options.segment, options.prompt, options.decoded, *options.overlay) < 1:
-        raise SettingsError("--segment, --prompt, --decoded and --overlay must be at least 1")
+    check_counts(options, "segment", "prompt", "decoded", "overlay")
     if not options.profile.is_file():
         raise SettingsError(f"--profile {options.profile}: no such file; make one with python -m calib run")
     texts = pieces(AutoTokenizer.from_pretrained(options.model), options.prompt + options.decoded)
@@ -119,20 +114,14 @@ def run(options: argparse.Namespace) -> None:
         "texts": len(texts),
         "row_bytes": row_bytes(options.model),
     }
-    results = Results.open(options.output, settings, provenance("benchmarks.retrieval"))
-    groups = [group for group in groups_of(options) if not set(group) <= results.known]
-    console = Console(stderr=options.json)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    common = ["--enable-return-hidden-states", "--enable-custom-logit-processor", "--disable-overlap-schedule"]
-    # Servers that wait for their turn would take a core each.
-    common += ["--sleep-on-idle"]
+    results = Results.open(options.output, settings, provenance("benchmarks.quality"))
     ragged = ["--ragged-profile", str(options.profile), "--ragged-segment", str(options.segment)]
     log = options.output.with_suffix(".log")
     logs = log.with_stem(f"{log.stem}-*")
-    if groups:
+    if groups := [group for group in groups_of(options) if not set(group) <= results.known]:
         with (
-            Started(options.model, options.kv_bytes, common, ragged) as servers,
-            Progress(*columns, console=console) as progress,
+            Started(options.model, options.kv_bytes, COMMON, ragged) as servers,
+            bars(Console(stderr=options.json)) as progress,
         ):
             task, reference = progress.add_task("servers", total=sum(map(len, groups))), None
             if TOKEN in results.known:
@@ -140,32 +129,12 @@ def run(options: argparse.Namespace) -> None:
                     reference = states_of(client, texts, options.prompt)
             for group in groups:
                 progress.update(task, description=", ".join(group))
-                try:
+                with naming(", ".join(group), logs):
                     found, states = _measure_group(servers, group, texts, options.prompt, head, reference, log)
-                except ServerLost as error:
-                    raise ServerLost(f"a server of {', '.join(group)} is gone ({error}); the logs are {logs}") from None
-                except (PointFailed, ServerFailed) as error:
-                    reason = error.reason if isinstance(error, ServerFailed) else error
-                    raise SettingsError(f"{', '.join(group)}: {reason}; the logs are {logs}") from None
                 reference = reference or states
                 results.pools |= found
                 results.write()
                 progress.advance(task, len(group))
             for written in (log, *log.parent.glob(logs.name)):
                 written.unlink(missing_ok=True)
-    draw(results, options.output.with_suffix(".png"))
-    if options.json:
-        print(results.text(), end="")
-    else:
-        table(results).show(console)
-    console.print(f"results and plot: {options.output.with_suffix('')}.*", highlight=False, soft_wrap=True)
-
-
-def main() -> None:
-    options = parser().parse_args()
-    with command("retrieval"):
-        run(options)
-
-
-if __name__ == "__main__":
-    main()
+    finish(options, results, draw, tables)

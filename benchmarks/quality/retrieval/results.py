@@ -6,15 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.pool_results import TOKEN, PoolResults
+from benchmarks.harness.plots import drawn
 from benchmarks.harness.rows import Rows
-from benchmarks.retrieval.measured import Measured
+from benchmarks.quality.pool_results import TOKEN, PoolResults
+from benchmarks.quality.retrieval.measured import Measured
+from benchmarks.quality.table import mean_and_error
 
 
 class Results(PoolResults[Measured]):
     """`pools`: what was measured, by ratio and overlay as `key` writes them."""
 
-    benchmark, kind = "benchmarks.retrieval", Measured
+    benchmark, kind = "benchmarks.quality --axis retrieval", Measured
 
     def fetched_bytes_per_token(self, name: str) -> float:
         """Of each request's decoded tokens, what its prompt's last tokens asked for among it."""
@@ -27,7 +29,7 @@ def key(ratio: float, overlay: int) -> str:
     return f"{ratio:g}" if overlay == 0 else f"{ratio:g} + {overlay}"
 
 
-def table(results: Results) -> Rows:
+def tables(results: Results) -> list[Rows]:
     """One row for each pool; a pool with overlays is compared with that of its ratio without."""
     columns = (
         "ratio + overlay", "KL", "of that without", "delta NLL", "same top token", "device bytes",
@@ -35,16 +37,14 @@ def table(results: Results) -> Rows:
     )  # fmt: skip
     rows = []
     for name, found in results.pools.items():
-        kl = np.array(found.kl)
         ratio, _, overlay = name.partition(" + ")
         plain = results.pools.get(ratio) if overlay else None
-        error = kl.std(ddof=1) / len(kl) ** 0.5 if len(kl) > 1 else float("nan")
         share = "1" if name == TOKEN else f"{float(ratio) + int(overlay or 0) / results.settings['prompt']:.3f}"
         rows.append(
             (
                 name,
-                f"{kl.mean():.4f} ± {error:.4f}",
-                f"{kl.mean() / np.mean(plain.kl):.2f}" if plain else "",
+                "{:.4f} ± {:.4f}".format(*mean_and_error(found.kl)),
+                f"{np.mean(found.kl) / np.mean(plain.kl):.2f}" if plain else "",
                 f"{np.mean(found.delta_nll):.4f}",
                 f"{np.mean(found.agrees):.3f}",
                 share,
@@ -55,16 +55,11 @@ def table(results: Results) -> Rows:
             )
         )
     title = "decoded texts against the token pool; device bytes: of the prompt's, with overlays as if all heads had one"
-    return Rows(title, columns, tuple(rows))
+    return [Rows(title, columns, tuple(rows))]
 
 
 def draw(results: Results, path: Path) -> None:
     """KL over device bytes, with and without overlays."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     lines: dict[int, list[tuple[float, float]]] = {}
     for name, found in results.pools.items():
         if name != TOKEN:
@@ -73,13 +68,13 @@ def draw(results: Results, path: Path) -> None:
             lines.setdefault(most, []).append(
                 (float(ratio) + most / results.settings["prompt"], float(np.mean(found.kl)))
             )
-    figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for most, points in lines.items():
-        axis.plot(*zip(*sorted(points), strict=True), marker="o", label=f"overlays of {most}" if most else "without")
-    axis.set(
-        title="decoding a text", xlabel="device bytes / full bytes of the prompt", ylabel="KL, nats", ylim=(0, None)
-    )
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    with drawn(path, (7, 4.2)) as axis:
+        for most, points in lines.items():
+            axis.plot(
+                *zip(*sorted(points), strict=True), marker="o", label=f"overlays of {most}" if most else "without"
+            )
+        axis.set(
+            title="decoding a text", xlabel="device bytes / full bytes of the prompt", ylabel="KL, nats", ylim=(0, None)
+        )
+        axis.grid(alpha=0.3)
+        axis.legend()

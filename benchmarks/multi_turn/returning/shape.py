@@ -1,88 +1,66 @@
 """Conversations that pause and come back: time to first token by the tier that they are on.
 
-    python -m benchmarks.multi_turn --shape return --model models/random-51m --pools token/64,ragged@0.5,ragged@0.3
-
 A first turn of --prompt-length tokens; then other conversations, until it has been evicted; then one more message, of
 which the time to first token is taken, one request at a time. Tiers: device (it was not evicted), host
 (--enable-hierarchical-cache), disk (the server was restarted), recomputed (no tier below the device). All servers have
 the same bytes on the device and on the host, are up at once and take turns. Returns that were not found where they
-should be are listed and do not count. benchmarks/returning/README.md says more. Lengths are in tokens.
+should be are listed and do not count. Of --pools, token/64 has pages of 64 tokens, and ragged@0.3/recompute is served
+with --ragged-restore recompute. benchmarks/multi_turn/returning/README.md says more.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.demo import MODEL
-from benchmarks.harness import machine
-from benchmarks.harness.command import command, provenance
+from benchmarks.harness.command import provenance
 from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.options import check_counts, recorded
 from benchmarks.harness.pools import Started
-from benchmarks.returning import tables
-from benchmarks.returning.plots import draw
-from benchmarks.returning.results import Results
-from benchmarks.returning.sizes import Heads, PoolPages, needed_to_evict
-from benchmarks.returning.stages import TIERS_STAGE, TIGHT_STAGE, Stages, Traffic
-from benchmarks.returning.variants import COMMON, Variant
+from benchmarks.harness.sweep import bars
+from benchmarks.multi_turn.returning import tables
+from benchmarks.multi_turn.returning.plots import draw
+from benchmarks.multi_turn.returning.results import Results
+from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, needed_to_evict
+from benchmarks.multi_turn.returning.stages import TIERS_STAGE, TIGHT_STAGE, Stages, Traffic
+from benchmarks.multi_turn.returning.variants import COMMON, Variant
 from sgl_ragged.host_tier.restore_schedule import AUTO
 from sgl_ragged.mem_pool.sizing import parse_bytes
 
-RESULTS = Path(__file__).parents[1] / "results"
-
-NOT_SETTINGS = ("output", "json")
-"""Options that change no figure."""
+DEFAULTS = {
+    "pools": "token/64,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute",
+    "kv_bytes": "72MiB",
+    "seed": 0,
+    "output": Path(__file__).parents[2] / "results" / "return.json",
+}
 
 LENGTHS = ("prompt_length", "output_length", "message_length", "returns", "conversations", "segment")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.multi_turn --shape return",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    made.add_argument("--model", default=str(MODEL), help="[the recall model]")
-    made.add_argument(
-        "--pools",
-        default="token/64,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute",
-        help="the first is what others are held against; token/64: pages of 64 tokens; ragged@RATIO/recompute: "
-        "--ragged-restore recompute "
-        "[token/64,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute]",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    made = parser.add_argument_group("--shape return", __doc__)
     made.add_argument("--prompt-length", type=int, default=3200, help="of a first message [3200]")
     made.add_argument("--output-length", type=int, default=16, help="of its answer, exactly [16]")
     made.add_argument("--message-length", type=int, default=32, help="of the message that comes back [32]")
     made.add_argument("--conversations", type=int, default=6, help="that take turns [6]")
     made.add_argument("--returns", type=int, default=5, help="of each cell; from disk once a conversation at most [5]")
     made.add_argument("--segment", type=int, default=256, help="and pages of the token pool [256]")
-    made.add_argument("--kv-bytes", default="72MiB", help="of every device pool [72MiB]")
     made.add_argument("--host-bytes", default="320MiB", help="of a host for all conversations [320MiB]")
     made.add_argument(
         "--tight-host-bytes", default="160MiB", help="of a host that is too small for the first pool [160MiB]"
     )
     made.add_argument("--no-disk", action="store_true", help="leave out storage and restarts")
     made.add_argument("--no-tight", action="store_true", help="leave that one out")
-    made.add_argument("--seed", type=int, default=0, help="[0]")
-    made.add_argument("--output", type=Path, default=RESULTS / "return.json", help="JSON file; the plot is beside it")
-    made.add_argument("--json", action="store_true", help="print what the file holds instead of tables")
-    return made
 
 
 def check(options: argparse.Namespace, variants: Sequence[Variant], heads: Heads, traffic: Traffic) -> None:
     """Raises SettingsError for numbers out of range, and where conversations would not be where they should be."""
-    for name in LENGTHS:
-        if getattr(options, name) < 1:
-            raise SettingsError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
+    check_counts(options, *LENGTHS)
     if len(set(variants)) < len(variants) or variants[0].restore != AUTO:
         raise SettingsError("each pool can be measured once, and the first one is without a way to restore")
     for variant in variants:
@@ -108,22 +86,6 @@ def check(options: argparse.Namespace, variants: Sequence[Variant], heads: Heads
             raise SettingsError(f"--host-bytes {options.host_bytes} do not hold all conversations of {variant}")
 
 
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What all stages of a file share."""
-    settings = {name: value for name, value in vars(options).items() if name not in NOT_SETTINGS}
-    config = Path(options.model) / "config.json"
-    settings["model"] = Path(options.model).name
-    settings["model_config"] = hashlib.sha256(config.read_bytes()).hexdigest()[:16]
-    return settings | {"machine": machine.describe()}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """`arguments`: of the command line, less the shape."""
-    options = parser().parse_args(arguments)
-    with command("multi_turn"):
-        run(options)
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure the stages that the file lacks, draw and print. Raises BenchmarkError."""
     import torch
@@ -131,25 +93,17 @@ def run(options: argparse.Namespace) -> None:
     on_cpu = not torch.accelerator.is_available()
     variants = [Variant.parse(text, options.segment) for text in options.pools.split(",")]
     heads = Heads.of(options.model, itemsize=4 if on_cpu else 2)
-    traffic = Traffic(
-        conversations=options.conversations,
-        prompt=options.prompt_length,
-        answer=options.output_length,
-        message=options.message_length,
-        returns=options.returns,
-        seed=options.seed,
-    )
+    traffic = Traffic.of(options)
     kv_bytes = parse_bytes(options.kv_bytes)
     check(options, variants, heads, traffic)
     console = Console(stderr=options.json)
-    results = Results.open(options.output, settings_of(options), provenance("benchmarks.multi_turn"))
+    results = Results.open(options.output, recorded(options), provenance("benchmarks.multi_turn"))
     wanted = [TIERS_STAGE] + ([] if options.no_tight else [TIGHT_STAGE])
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     if missing := [stage for stage in wanted if stage not in results.stages]:
         with (
             tempfile.TemporaryDirectory() as folder,
             Started(options.model, options.kv_bytes, COMMON, ()) as started,
-            Progress(*columns, console=console) as progress,
+            bars(console) as progress,
         ):
             bar = progress.add_task("servers start")
 
@@ -177,17 +131,7 @@ def run(options: argparse.Namespace) -> None:
                 results.add(stage, *found)
                 results.write()
     draw(results, options.output.with_suffix(".png"))
-    if options.json:
-        print(results.text(), end="")
-        return
-    tables.by_tier(results).show(console)
-    tables.restored_above_device(results).show(console)
-    if TIGHT_STAGE in results.stages:
-        tables.tight(results).show(console)
+    results.show(tables.all_of(results), console, as_json=options.json)
     for line in tables.strays(results):
         console.print(f"does not count: {line}", style="red", highlight=False)
     console.print(f"{options.output}", highlight=False)
-
-
-if __name__ == "__main__":
-    main()
