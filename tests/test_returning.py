@@ -126,7 +126,9 @@ def test_variants_say_what_they_are():
     variants = [Variant.parse(text, 256) for text in texts]
     assert [str(one) for one in variants] == texts
     assert [one.page for one in variants] == [256, 64, 256, 256]
-    assert [one.flags[-1] for one in variants] == ["256", "64", "auto", "recompute"]
+    assert [one.flags[-1] for one in variants] == ["256", "64", "256", "256"]
+    # A server without a tier below the device refuses what is said about restoring.
+    assert [one.tier_flags(2.0, None, on_cpu=False)[-1] for one in variants[2:]] == ["auto", "recompute"]
 
 
 def test_texts_are_the_same_from_the_same_seed_and_messages_differ():

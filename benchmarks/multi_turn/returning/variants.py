@@ -50,13 +50,15 @@ class Variant:
         """What the server needs beside the pool's own flags."""
         if self.pool.ratio is None:
             return ["--page-size", str(self.page)]
-        return ["--ragged-segment", str(self.page), "--ragged-restore", self.restore]
+        return ["--ragged-segment", str(self.page)]
 
     def tier_flags(self, host_ratio: float, storage: Path | None, *, on_cpu: bool) -> list[str]:
         """A host tier of `host_ratio` times the device's tokens, and storage in a folder."""
         flags = ["--enable-hierarchical-cache", "--hicache-ratio", repr(host_ratio)]
         flags += ["--hicache-write-policy", "write_through"]
-        if self.pool.ratio is None and on_cpu:
+        if self.pool.ratio is not None:
+            flags += ["--ragged-restore", self.restore]
+        elif on_cpu:
             flags += token_server.FLAGS
         if storage is not None:
             flags += ["--hicache-storage-backend", "file", "--file-storage-path", str(storage)]
