@@ -29,31 +29,31 @@ class Rows:
         for number, part in enumerate(self.parts(console.width)):
             fits = 1 + sum(map(self._widest, part)) <= console.width
             table = Table(title=self.title if number == 0 else f"{self.title} (continued)")
-            for place in part:
-                width = self._widest(place) if fits else self._narrowest(place)
-                table.add_column(self.columns[place], justify="right" if place else "left", width=width - BORDERS)
+            for column in part:
+                width = self._widest(column) if fits else self._narrowest(column)
+                table.add_column(self.columns[column], justify="right" if column else "left", width=width - BORDERS)
             for row in self.rows:
-                table.add_row(*(row[place] for place in part))
+                table.add_row(*(row[column] for column in part))
             console.print(table)
 
     def parts(self, width: int) -> list[list[int]]:
         """Places of the columns of each table of at most `width` characters, heads broken between words."""
         made = [[0]]
-        for place in range(1, len(self.columns)):
-            if 1 + sum(map(self._narrowest, [*made[-1], place])) > width and len(made[-1]) > 1:
+        for column in range(1, len(self.columns)):
+            if 1 + sum(map(self._narrowest, [*made[-1], column])) > width and len(made[-1]) > 1:
                 made.append([0])
-            made[-1].append(place)
+            made[-1].append(column)
         return made
 
-    def _narrowest(self, place: int) -> int:
-        words = self.columns[place].split()
-        return BORDERS + max(len(text) for text in (*words, *self._cells(place)))
+    def _narrowest(self, column: int) -> int:
+        words = self.columns[column].split()
+        return BORDERS + max(len(text) for text in (*words, *self._cells(column)))
 
-    def _widest(self, place: int) -> int:
-        return BORDERS + max(len(text) for text in (self.columns[place], *self._cells(place)))
+    def _widest(self, column: int) -> int:
+        return BORDERS + max(len(text) for text in (self.columns[column], *self._cells(column)))
 
-    def _cells(self, place: int) -> list[str]:
-        return [row[place] for row in self.rows]
+    def _cells(self, column: int) -> list[str]:
+        return [row[column] for row in self.rows]
 
     def markdown(self) -> str:
         """Without the title; ends with a line break."""

@@ -112,7 +112,7 @@ def history_bound(tokens: int | None, score: str, segment: int) -> HistoryBound 
 class BoundedHistory:
     """The segments that one request sees, numbered from 0.
 
-    sealed: how many have been sealed. in_view: numbers, ascending. left: those that have left. returned: those of them
+    sealed: how many have been sealed. in_view: indices, ascending. left: those that have left. returned: those of them
     whose pages the request has given back.
     """
 
@@ -128,12 +128,13 @@ class BoundedHistory:
         """Segments whose scores `advance(sealed)` may look at, and that nobody has told yet."""
         if self.bound.by_age or sealed <= self.bound.limit:
             return []
-        numbers = [*self.in_view, *range(self.sealed, sealed)]
-        return [number for number in numbers if 0 < number < sealed - self.bound.latest and number not in self._scores]
+        segment_indices = [*self.in_view, *range(self.sealed, sealed)]
+        old = sealed - self.bound.latest
+        return [index for index in segment_indices if 0 < index < old and index not in self._scores]
 
-    def learn(self, numbers: Sequence[int], scores: Sequence[float]) -> None:
+    def learn(self, segment_indices: Sequence[int], scores: Sequence[float]) -> None:
         """Scores of segments. Changes the state."""
-        self._scores.update(zip(numbers, scores, strict=True))
+        self._scores.update(zip(segment_indices, scores, strict=True))
 
     def advance(self, sealed: int) -> None:
         """Seal segments until there are `sealed`; one leaves for each that is too many. Changes the state.

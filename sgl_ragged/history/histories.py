@@ -28,7 +28,7 @@ class _Arriving:
     """Scores on their way to the host; complete once `sent` has happened (None where they are)."""
 
     history: BoundedHistory
-    numbers: list[int]
+    segment_indices: list[int]
     scores: torch.Tensor
     sent: torch.cuda.Event | None
 
@@ -104,15 +104,15 @@ class Histories:
             self._changed.add(row)
         return history
 
-    def seen(self, rows: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Seen | None:
+    def seen(self, req_pool_indices: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Seen | None:
         """Segments that queries of chunks see; None if all of them see everything. Advances the requests' histories.
 
         Args:
-            rows: of the requests. prefixes, lengths: tokens before each chunk and in it; a chunk has at most
-                `bound.latest` segments, unless segments leave by age.
+            req_pool_indices: rows of the requests. prefixes, lengths: tokens before each chunk and in it; a chunk has
+                at most `bound.latest` segments, unless segments leave by age.
         """
         found: dict[tuple[int, int], tuple[int, ...]] = {}
-        for request, (row, prefix, length) in enumerate(zip(rows, prefixes, lengths, strict=True)):
+        for request, (row, prefix, length) in enumerate(zip(req_pool_indices, prefixes, lengths, strict=True)):
             for number in range(prefix // self._segment, -(-(prefix + length) // self._segment)):
                 history = self.advance(row, number)
                 if history is not None and history.left:
@@ -126,31 +126,32 @@ class Histories:
         """
         if not self._changed:
             return
-        rows = sorted(self._changed)
+        req_pool_indices = sorted(self._changed)
         self._changed = set()
         lines = []
-        for row in rows:
+        for row in req_pool_indices:
             history = self._histories.get(row)
             line = self._all.clone()
             if history is not None:
                 line[: len(history.in_view)] = torch.tensor(history.in_view, dtype=torch.int32)
                 self._ask(row, history)
             lines.append(line)
-        self.table[_sent(torch.tensor(rows), self.table.device)] = _sent(torch.stack(lines), self.table.device)
+        changed = _sent(torch.tensor(req_pool_indices), self.table.device)
+        self.table[changed] = _sent(torch.stack(lines), self.table.device)
 
     def _ask(self, row: int, history: BoundedHistory) -> None:
-        numbers = history.unscored(history.sealed + 1)
-        if not numbers:
+        segment_indices = history.unscored(history.sealed + 1)
+        if not segment_indices:
             return
-        scores = self._gather(row, numbers)
+        scores = self._gather(row, segment_indices)
         if scores.is_cuda:
             host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
             host.copy_(scores, non_blocking=True)
             sent = torch.cuda.Event()
             sent.record()
-            self._arriving.append(_Arriving(history, numbers, host, sent))
+            self._arriving.append(_Arriving(history, segment_indices, host, sent))
         else:
-            history.learn(numbers, scores.tolist())
+            history.learn(segment_indices, scores.tolist())
 
     def _know(self, row: int, history: BoundedHistory, sealed: int) -> None:
         """Make sure that the history can advance: take what has arrived, and wait for what has not been asked for."""
@@ -158,18 +159,18 @@ class Histories:
         for one in arriving:
             if one.sent is not None:
                 one.sent.synchronize()
-            one.history.learn(one.numbers, one.scores.tolist())
-        numbers = history.unscored(sealed)
-        if numbers:
+            one.history.learn(one.segment_indices, one.scores.tolist())
+        segment_indices = history.unscored(sealed)
+        if segment_indices:
             if self.table.is_cuda:
                 # They may have been sealed on another stream.
                 torch.cuda.synchronize(self.table.device)
-            history.learn(numbers, self._gather(row, numbers).tolist())
+            history.learn(segment_indices, self._gather(row, segment_indices).tolist())
 
-    def _gather(self, row: int, numbers: list[int]) -> torch.Tensor:
-        """float32 [numbers]: scores of these segments of a row's request, the same on all ranks."""
+    def _gather(self, row: int, segment_indices: list[int]) -> torch.Tensor:
+        """float32 [segments]: scores of these segments of a row's request, the same on all ranks."""
         assert self.scores is not None
-        on_device = _sent(torch.tensor(numbers), self.table.device)
+        on_device = _sent(torch.tensor(segment_indices), self.table.device)
         slots = self._slots.slots(row, on_device)
         return self._over_ranks(self.scores.of(slots.long()))
 

@@ -56,8 +56,8 @@ def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, co
     found: list[tuple[int, int]] = []
     taken: set[int] = set()
     # Rounded: layers that are equally far apart shall be so on every machine.
-    for place in np.lexsort((pairs[:, 1], pairs[:, 0], apart[pairs[:, 0], pairs[:, 1]].round(9), late)):
-        first, second = (int(layer) for layer in pairs[place])
+    for index in np.lexsort((pairs[:, 1], pairs[:, 0], apart[pairs[:, 0], pairs[:, 1]].round(9), late)):
+        first, second = (int(layer) for layer in pairs[index])
         if len(found) == count:
             break
         if first not in taken and second not in taken:

@@ -40,7 +40,7 @@ class Restorer:
         self.pool = pool
         self._host = host
         self.meter = meter
-        self._rows: dict[int, int] = {}
+        self._host_pages: dict[int, int] = {}
         self.on_cpu = torch.device(pool.device).type == "cpu"
         self.prefill = Stopwatch(Rate(), self.on_cpu)
 
@@ -71,48 +71,49 @@ class Restorer:
 
     def mark(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> None:
         """Segments, as SGLang's indices of their tokens, that are not going to be loaded. Waits for the device."""
-        slots, rows = (self._host.pages_of(indices).tolist() for indices in (device_indices, host_indices))
-        self._rows.update(zip(slots, rows, strict=True))
+        slots, host_pages = (self._host.pages_of(indices).tolist() for indices in (device_indices, host_indices))
+        self._host_pages.update(zip(slots, host_pages, strict=True))
 
     def run(self, worker: Any, batch: Any) -> None:
         """Before the forward pass of a batch (SGLang's TpModelWorker, ScheduleBatch): compute what it lacks."""
-        if not self._rows:
+        if not self._host_pages:
             return
         if batch.forward_mode.is_extend():
             for index in range(len(batch.reqs)):
                 self._compute_prefix(worker, batch, index)
-        if self._rows:
-            slots, rows = torch.tensor(list(self._rows)), torch.tensor(list(self._rows.values()))
+        if self._host_pages:
+            slots, host_pages = torch.tensor(list(self._host_pages)), torch.tensor(list(self._host_pages.values()))
             for layer in range(self.pool.layer_num):
-                self._host.restore(self.pool, slots, rows, layer)
-            self._rows.clear()
+                self._host.restore(self.pool, slots, host_pages, layer)
+            self._host_pages.clear()
 
     def _compute_prefix(self, worker: Any, batch: Any, index: int) -> None:
         """Compute the marked segments that the prefix of a request consists of, in order."""
         runner, segment = worker.model_runner, self.pool.page_size
-        row = int(batch.req_pool_indices_cpu[index])
+        req_pool_index = int(batch.req_pool_indices_cpu[index])
         table = SegmentTable(runner.req_to_token_pool.req_to_token, segment)
-        slots = table.row_slots(row, -(-batch.prefix_lens[index] // segment)).tolist()
+        slots = table.row_slots(req_pool_index, -(-batch.prefix_lens[index] // segment)).tolist()
         histories = self.pool.attached.get("history")
-        history = None if histories is None else histories.get(row)
+        history = None if histories is None else histories.get(req_pool_index)
         # Pages that a bounded request has given back are another's by now, and still stand in its row of the table.
         gone: set[int] = set() if history is None else history.returned
         chunk = get_schedule().chunked_prefill_size
         at_once = chunk if chunk is not None and chunk > 0 else DEFAULT_CHUNK
-        for first, end in marked_runs([slot in self._rows and number not in gone for number, slot in enumerate(slots)]):
+        marked = [slot in self._host_pages and number not in gone for number, slot in enumerate(slots)]
+        for first, end in marked_runs(marked):
             # Segments before these may be on their way from the host; where there are none, nothing is waited for.
             worker.set_hicache_consumer(batch.hicache_consumer_index if first else WAITS_FOR_NOTHING)
             for start in range(first * segment, end * segment, at_once):
                 runner.forward(alone(runner, batch, index, start, min(start + at_once, end * segment)))
             for slot in slots[first:end]:
-                del self._rows[slot]
+                del self._host_pages[slot]
             self.meter.count(RECOMPUTED, (end - first) * segment)
 
 
 def marked_runs(marked: list[bool]) -> list[tuple[int, int]]:
-    """First place of each run of True, and the one behind its last."""
+    """First index of each run of True, and the one behind its last."""
     padded = [False, *marked, False]
-    edges = [place for place in range(len(padded) - 1) if padded[place] != padded[place + 1]]
+    edges = [index for index in range(len(padded) - 1) if padded[index] != padded[index + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -128,8 +129,8 @@ def alone(runner: Any, batch: Any, index: int, start: int, end: int) -> ForwardB
     part.prefix_lens, part.extend_lens, part.extend_num_tokens = [start], [end - start], end - start
     part.seq_lens_cpu, part.seq_lens_sum = torch.tensor([end], dtype=torch.int64), end
     part.seq_lens = part.orig_seq_lens = part.seq_lens_cpu.to(device, non_blocking=True)
-    row = int(part.req_pool_indices_cpu[0])
-    part.out_cache_loc = runner.req_to_token_pool.req_to_token[row, start:end].long()
+    req_pool_index = int(part.req_pool_indices_cpu[0])
+    part.out_cache_loc = runner.req_to_token_pool.req_to_token[req_pool_index, start:end].long()
     part.return_logprob, part.top_logprobs_nums, part.token_ids_logprobs = False, None, None
     part.extend_logprob_start_lens, part.extend_input_logprob_token_ids = [end - start], None
     part.is_prefill_only, part.spec_info, part.sampling_info, part.has_grammar = True, None, None, False

@@ -11,7 +11,7 @@ from sgl_ragged.mem_pool.kv_dtype import movable
 class Overlays:
     """One overlay for every row of SGLang's request table and satellite head, in memory that stays where it is.
 
-    `rows`: [num_rows, satellites, most, 2 * head_dim], keys then values as the cache holds them. `counts`: int32
+    `kv_rows`: [num_rows, satellites, most, 2 * head_dim], keys then values as the cache holds them. `counts`: int32
     [num_rows, satellites], how many of them count; row 0, SGLang's padding row, has none.
     """
 
@@ -19,26 +19,26 @@ class Overlays:
         self, num_rows: int, satellites: int, most: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         # Zeros: what a mask hides must be finite.
-        self.rows = torch.zeros((num_rows, satellites, most, 2 * head_dim), dtype=dtype, device=device)
+        self.kv_rows = torch.zeros((num_rows, satellites, most, 2 * head_dim), dtype=dtype, device=device)
         self.counts = torch.zeros((num_rows, satellites), dtype=torch.int32, device=device)
 
-    def of(self, rows: torch.Tensor, satellites: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and counts of some satellites for a batch, int64 [batch] rows of the table; copies."""
-        fetched = movable(self.rows)[:, satellites].index_select(0, rows).view(self.rows.dtype)
-        return fetched, self.counts[:, satellites].index_select(0, rows)
+    def of(self, req_pool_indices: torch.Tensor, satellites: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and counts of some satellites for a batch, int64 [batch]; copies."""
+        fetched = movable(self.kv_rows)[:, satellites].index_select(0, req_pool_indices).view(self.kv_rows.dtype)
+        return fetched, self.counts[:, satellites].index_select(0, req_pool_indices)
 
     @property
     def most(self) -> int:
-        return self.rows.shape[2]
+        return self.kv_rows.shape[2]
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + self.counts.nbytes
+        return self.kv_rows.nbytes + self.counts.nbytes
 
-    def install(self, row: int, satellites: torch.Tensor | slice, rows: torch.Tensor, counts: torch.Tensor) -> None:
+    def install(self, row: int, satellites: torch.Tensor | slice, kv_rows: torch.Tensor, counts: torch.Tensor) -> None:
         """Replace the overlays of some satellites of a row; tensors on the host, as `Reservoir.gather` gives them."""
-        device = self.rows.device
-        movable(self.rows)[row, satellites] = movable(rows).to(device, non_blocking=True)
+        device = self.kv_rows.device
+        movable(self.kv_rows)[row, satellites] = movable(kv_rows).to(device, non_blocking=True)
         self.counts[row, satellites] = counts.to(device, non_blocking=True)
 
     def clear(self, row: int) -> None:
@@ -47,21 +47,21 @@ class Overlays:
 
 
 def attend_overlay(
-    queries: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, scale: float
+    queries: torch.Tensor, kv_rows: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to overlays alone, in float32.
 
     Args:
         queries: [batch, heads, queries, head_dim].
-        rows: [batch, heads, most, 2 * head_dim]. counts: integers [batch, heads], how many of them count.
+        kv_rows: [batch, heads, most, 2 * head_dim]. counts: integers [batch, heads], how many of them count.
         scale: what products of queries and keys are multiplied by.
 
     Returns:
         Outputs like `queries`, 0 where nothing counts, and their log-sum-exps [batch, heads, queries].
     """
-    keys, values = rows.float().chunk(2, dim=-1)
+    keys, values = kv_rows.float().chunk(2, dim=-1)
     logits = queries.float() @ keys.transpose(2, 3) * scale
-    beyond = torch.arange(rows.shape[2], device=rows.device) >= counts[:, :, None]
+    beyond = torch.arange(kv_rows.shape[2], device=kv_rows.device) >= counts[:, :, None]
     logits = logits.masked_fill(beyond[:, :, None], -torch.inf)
     lse = logits.logsumexp(dim=-1)
     weights = (logits - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()

@@ -18,13 +18,13 @@ Share = Callable[[int, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class PivotTopK:
-    """Tokens that a pivot names, best first: int64 [tokens] slots of their segments and places in these, on the host.
+    """Tokens that a pivot names, best first: int64 [tokens] slots of their segments and offsets in these, on the host.
 
     base: int64 [k], the numbers of its top tokens. tops: int64 [queries, k], those of each query.
     """
 
     slots: torch.Tensor
-    places: torch.Tensor
+    offsets: torch.Tensor
     base: torch.Tensor
     tops: torch.Tensor
 
@@ -63,12 +63,12 @@ class Pivots:
         length = len(slots) * segment
         sizes = [min(CANDIDATES * self.overlay, length), *[min(self.overlay, length)] * (1 + steps)]
         if self.roles.pivots[number][1] == ELSEWHERE:
-            numbers = torch.empty(sum(sizes), dtype=torch.int64, device=slots.device)
+            tokens = torch.empty(sum(sizes), dtype=torch.int64, device=slots.device)
         else:
-            numbers = self._attended(number, queries, sums, slots, first)
+            tokens = self._attended(number, queries, sums, slots, first)
         if self._share is not None:
-            self._share(number, numbers)
-        named, base, *tops = numbers.split(sizes)
+            self._share(number, tokens)
+        named, base, *tops = tokens.split(sizes)
         found = slots[named // segment], named % segment, base, torch.stack(tops)
         if not slots.is_cuda:
             return PivotTopK(*found)

@@ -14,7 +14,7 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval.settings import entry_rows
 
 NOWHERE = -1
-"""In the place of a row's number: the head kept the token."""
+"""In the place of a row's index: the head kept the token."""
 
 
 class Reservoir:
@@ -44,7 +44,8 @@ class Reservoir:
         pinned = store.slabs.is_cuda
         shape = (self.capacity, self._rows, 2 * layout.head_dim)
         self._data = torch.empty(shape, dtype=store.slabs.dtype, pin_memory=pinned)
-        self._numbers = torch.empty((self.capacity, len(counts), layout.segment), dtype=torch.int16, pin_memory=pinned)
+        shape = (self.capacity, len(counts), layout.segment)
+        self._row_indices = torch.empty(shape, dtype=torch.int16, pin_memory=pinned)
         self._entries: OrderedDict[int, int] = OrderedDict()
         """Entry by slot, the one that was used longest ago first."""
         self._free = list(range(self.capacity))[::-1]
@@ -60,7 +61,7 @@ class Reservoir:
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes + self._numbers.nbytes
+        return self._data.nbytes + self._row_indices.nbytes
 
     @property
     def bytes_in_use(self) -> int:
@@ -98,13 +99,13 @@ class Reservoir:
         return found
 
     def gather(
-        self, satellites: torch.Tensor, entries: torch.Tensor, places: torch.Tensor, most: int
+        self, satellites: torch.Tensor, entries: torch.Tensor, offsets: torch.Tensor, most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each satellite's candidates the first `most` that it dropped. Waits for copies to the host.
 
         Args:
             satellites: int64, their numbers.
-            entries, places: int64 [satellites, candidates], entry and place in its segment of each; entry NOWHERE for
+            entries, offsets: int64 [satellites, candidates], entry and offset in its segment of each; entry NOWHERE for
                 candidates that are not there.
 
         Returns:
@@ -117,12 +118,12 @@ class Reservoir:
         if self._copied is not None:
             self._copied.synchronize()
         own = satellites[:, None]
-        numbers = self._numbers[entries.clamp_min(0), own, places].long()
-        dropped = (numbers != NOWHERE) & (entries != NOWHERE)
+        row_indices = self._row_indices[entries.clamp_min(0), own, offsets].long()
+        dropped = (row_indices != NOWHERE) & (entries != NOWHERE)
         # Those that were dropped first, in the order of the candidates.
         order = (~dropped).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         counts = dropped.sum(dim=1).clamp_max(most)
-        rows = (entries * self._rows + self._first_row[own] + numbers).gather(1, order)
+        rows = (entries * self._rows + self._first_row[own] + row_indices).gather(1, order)
         rows = rows.masked_fill(torch.arange(order.shape[1]) >= counts[:, None], 0)
         found = movable(self._data).view(-1, 2 * self.layout.head_dim)[rows.flatten()].view(*rows.shape, -1)
         if rows.shape[1] < most:
@@ -173,14 +174,14 @@ class Reservoir:
             satellite = self.first[layer] + index
             count = layout.segment - int(layout.totals[layer][head])
             dropped = order[:, head, :count]
-            numbers = torch.full((len(present), layout.segment), NOWHERE, dtype=torch.int16, device=order.device)
+            row_indices = torch.full((len(present), layout.segment), NOWHERE, dtype=torch.int16, device=order.device)
             ranks = torch.arange(count, dtype=torch.int16, device=order.device).expand_as(dropped)
-            numbers.scatter_(1, dropped, ranks)
+            row_indices.scatter_(1, dropped, ranks)
             picked = dropped[..., None].expand(-1, -1, layout.head_dim)
             both = torch.cat([part[:, head].gather(1, picked) for part in (keys, values)], dim=-1)
             first = int(self._first_row[satellite])
             self._to_host(movable(self._data)[:, first : first + count], host, both)
-            self._to_host(self._numbers[:, satellite], host, numbers)
+            self._to_host(self._row_indices[:, satellite], host, row_indices)
 
     def _to_host(self, target: torch.Tensor, entries: torch.Tensor, source: torch.Tensor) -> None:
         self.bytes_written += source.nbytes

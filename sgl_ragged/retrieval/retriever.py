@@ -150,11 +150,11 @@ class Retriever:
         """
         return self._seen_from.get(row)
 
-    def describe_extend(self, rows: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> None:
+    def describe_extend(self, req_pool_indices: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> None:
         """Before the layers of a batch of chunks: which of its tokens end their prompts."""
         self._windows, at = [], 0
         segment = self.store.layout.segment
-        for row, prefix, length in zip(rows, prefixes, lengths, strict=True):
+        for row, prefix, length in zip(req_pool_indices, prefixes, lengths, strict=True):
             end = prefix + length
             start = max(end - ASKING_TOKENS, prefix)
             at += length
@@ -197,8 +197,8 @@ class Retriever:
             return
         heads, own = self._heads[layer], queries[window.tokens]
         asking = own[:, heads].permute(1, 0, 2, 3).flatten(1, 2)[None]
-        rows, counts = (part[window.row, satellites][None] for part in (self.overlays.rows, self.overlays.counts))
-        attended_to, sums = attend_overlay(asking, rows, counts, self.store.logit_scale(layer))
+        kv_rows, counts = (part[window.row, satellites][None] for part in (self.overlays.kv_rows, self.overlays.counts))
+        attended_to, sums = attend_overlay(asking, kv_rows, counts, self.store.logit_scale(layer))
         shape = (len(heads), own.shape[0], own.shape[2])
         attended_to = attended_to[0].unflatten(1, shape[1:]).transpose(0, 1)
         sums = sums[0].unflatten(1, shape[1:]).transpose(0, 1)
@@ -206,9 +206,9 @@ class Retriever:
         seen = output[window.tokens], lse[window.tokens]
         add_overlay(*seen, heads, attended_to, sums, self.store.value_scale(layer))
 
-    def describe_decode(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def describe_decode(self, req_pool_indices: Sequence[int], lengths: Sequence[int]) -> None:
         """Before the layers of a decode step: use what was asked for, and ask. Lengths count the new token."""
-        for row, length in zip(rows, lengths, strict=True):
+        for row, length in zip(req_pool_indices, lengths, strict=True):
             position, asked = length - 1, self._asked.get(row)
             if asked is not None and position >= asked.position + DELAY:
                 self._use(row, self._asked.pop(row), position)
@@ -217,25 +217,25 @@ class Retriever:
                 self._ask(row, position)
 
     def after_decode(
-        self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
-        positions: torch.Tensor,
+        self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
+        req_pool_indices: torch.Tensor, positions: torch.Tensor,
     ) -> None:  # fmt: skip
         """After a layer's attention in a decode step: keep pivots' queries, add the overlays. In place.
 
         Works on the device alone, in memory that stays where it is. Arguments as in `after_extend`, one token each.
 
         Args:
-            rows, positions: int64 [batch], rows of the requests and positions of the tokens; padding has row 0.
+            req_pool_indices, positions: int64 [batch], rows of the requests and positions of the tokens; padding has 0.
         """
-        places = positions % self.settings.interval
+        offsets = positions % self.settings.interval
         for number, head in self.pivots.own(layer):
-            self._queries[rows, number, places] = queries[:, head].to(self._queries.dtype)
-            self._sums[rows, number, places] = lse[:, head]
+            self._queries[req_pool_indices, number, offsets] = queries[:, head].to(self._queries.dtype)
+            self._sums[req_pool_indices, number, offsets] = lse[:, head]
         heads = self._heads[layer]
         if not len(heads):
             return
         satellites = slice(self._first[layer], self._first[layer + 1])
-        fetched, counts = self.overlays.of(rows, satellites)
+        fetched, counts = self.overlays.of(req_pool_indices, satellites)
         attended_to, sums = attend_overlay(queries[:, heads], fetched, counts, self.store.logit_scale(layer))
         add_overlay(output, lse, heads, attended_to, sums, self.store.value_scale(layer))
 
@@ -288,11 +288,11 @@ class Retriever:
         pivots = [int(self._pivot_of[one]) for one in satellites.tolist()]
         length = max(len(one) for one in entries.values())
         where = torch.full((len(pivots), length), NOWHERE, dtype=torch.int64)
-        places = torch.zeros((len(pivots), length), dtype=torch.int64)
+        offsets = torch.zeros((len(pivots), length), dtype=torch.int64)
         for line, pivot in enumerate(pivots):
             where[line, : len(entries[pivot])] = entries[pivot]
-            places[line, : len(entries[pivot])] = named[pivot].places
-        rows, counts = self.reservoir.gather(satellites, where, places, self.overlays.most)
-        self.overlays.install(row, satellites, rows, counts)
+            offsets[line, : len(entries[pivot])] = named[pivot].offsets
+        kv_rows, counts = self.reservoir.gather(satellites, where, offsets, self.overlays.most)
+        self.overlays.install(row, satellites, kv_rows, counts)
         self.counts.rows += int(counts.sum())
         return bool(counts.any())

@@ -64,7 +64,7 @@ def make_retriever(settings: RetrievalPlan, worker: Worker) -> Retriever:
         return Retriever(store, settings.asked, roles, entries, worker.req_to_token)
     group = get_parallel().attn_tp_group
 
-    def share(pivot: int, numbers: torch.Tensor) -> None:
-        group.broadcast(numbers, src=owners[pivot])
+    def share(pivot: int, tokens: torch.Tensor) -> None:
+        group.broadcast(tokens, src=owners[pivot])
 
     return Retriever(store, settings.asked, roles, entries, worker.req_to_token, share)

@@ -16,15 +16,14 @@ class Watching:
 
     def describe(self, batch: ForwardBatch) -> None:
         # The batch itself says rows on the device alone, and what SGLang makes of it to replay a graph no names.
-        rows = self._retriever.running
+        req_pool_indices = self._retriever.running
         if batch.forward_mode.is_decode():
-            self._retriever.describe_decode(rows, batch.seq_lens_cpu[: len(rows)].tolist())
+            self._retriever.describe_decode(req_pool_indices, batch.seq_lens_cpu[: len(req_pool_indices)].tolist())
             return
         # A padded batch has more prefixes and lengths than requests.
-        prefixes, lengths = (
-            list(of_all)[: len(rows)] for of_all in (batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu)
-        )
-        self._retriever.describe_extend(rows, prefixes, lengths)
+        of_all = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        prefixes, lengths = (list(one)[: len(req_pool_indices)] for one in of_all)
+        self._retriever.describe_extend(req_pool_indices, prefixes, lengths)
 
     def needed(self, layer: int) -> bool:
         return self._retriever.involves(layer)
@@ -33,8 +32,8 @@ class Watching:
         self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         if batch.forward_mode.is_decode():
-            rows, positions = batch.req_pool_indices.long(), batch.seq_lens.long() - 1
-            self._retriever.after_decode(layer, queries, output, lse, rows, positions)
+            req_pool_indices, positions = batch.req_pool_indices.long(), batch.seq_lens.long() - 1
+            self._retriever.after_decode(layer, queries, output, lse, req_pool_indices, positions)
         else:
             self._retriever.after_extend(layer, queries, output, lse)
         return output
