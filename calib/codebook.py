@@ -34,12 +34,17 @@ def choose_queries(length: int, segment: int, count: int) -> list[int]:
 
 
 def recorded_queries(
-    queries: torch.Tensor, logits: torch.Tensor, values: torch.Tensor, segment: int, places: Sequence[int], rope: Rope
+    queries: torch.Tensor,
+    logits: torch.Tensor,
+    values: torch.Tensor,
+    segment: int,
+    positions: Sequence[int],
+    rope: Rope,
 ) -> dict[str, torch.Tensor]:
     """Tensors of the codebook for some queries of one layer, by name; Q of them.
 
     Args:
-        queries: [Q, heads, q_per_kv, d] after RoPE, at the positions `places`.
+        queries: [Q, heads, q_per_kv, d] after RoPE, of the tokens at `positions`.
         logits: float32 [heads, q_per_kv, Q, tokens] of all tokens before them and their own, -inf behind it.
         values: float32 [heads, tokens, d].
 
@@ -47,7 +52,7 @@ def recorded_queries(
         QUERIES: float16 [heads, q_per_kv, Q, d] before RoPE, dimensions in the order of `rope`. MASSES, OUTPUTS:
         float32 [heads, 2, q_per_kv, Q] and float16 [heads, 2, q_per_kv, Q, d], as in `sgl_ragged.profiles.codebook`.
     """
-    turned_back = [before_rope(one[None], place, rope)[0] for one, place in zip(queries, places, strict=True)]
+    turned_back = [before_rope(one[None], position, rope)[0] for one, position in zip(queries, positions, strict=True)]
     behind = logits.clone()
     behind[..., :segment] = -torch.inf
     both = torch.stack([logits, behind], dim=1)

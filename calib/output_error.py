@@ -38,7 +38,7 @@ def kept_counts(segment: int) -> tuple[int, ...]:
     return tuple(UNIT * unit for unit in sorted(units))
 
 
-def query_places(length: int, segment: int) -> torch.Tensor | None:
+def query_positions(length: int, segment: int) -> torch.Tensor | None:
     """int64: tokens behind the first segment of a sample whose queries are answered; None if there are none."""
     return torch.arange(segment, length, max(1, (length - segment) // QUERIES)) if length > segment else None
 
@@ -47,7 +47,7 @@ def left_over(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    places: torch.Tensor,
+    positions: torch.Tensor,
     ranked: torch.Tensor,
     references: References | None,
     behind: Callable[[torch.Tensor], tuple[Added, torch.Tensor]],
@@ -57,17 +57,17 @@ def left_over(
     One head at a time keeps that many tokens of every finished segment; queries see all of their own segment.
 
     Args:
-        queries: float32 [Q, heads, q_per_kv, d] after RoPE, times the scale; of the tokens at `places`, int64 [Q].
+        queries: float32 [Q, heads, q_per_kv, d] after RoPE, times the scale; of the tokens at `positions`, int64 [Q].
         keys, values: float32 [heads, tokens, d].
         ranked: int64 [segments, heads, S], `rank_positions` of the finished segments.
         references: by which what is kept is fitted, or None.
         behind: as `ResidualStream.behind`.
     """
     segments, heads, segment = ranked.shape
-    count, per_head, finished = len(places), queries.shape[2], segments * segment
+    count, per_head, finished = len(positions), queries.shape[2], segments * segment
     tokens = torch.arange(keys.shape[1], device=keys.device)
-    past = tokens < (places[:, None] // segment * segment)
-    own = ~past & (tokens <= places[:, None])
+    past = tokens < (positions[:, None] // segment * segment)
+    own = ~past & (tokens <= positions[:, None])
     logits = torch.einsum("qhgd,htd->hgqt", queries, keys)
     weights = logits.masked_fill(~(past | own), -torch.inf).softmax(dim=-1)
     outputs = torch.einsum("hgqt,htd->qhgd", weights, values)
@@ -77,13 +77,13 @@ def left_over(
     whole_keys, whole_values = (
         x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1) for x in (keys, values)
     )
-    numbers = torch.arange(segments, device=keys.device)
+    segment_indices = torch.arange(segments, device=keys.device)
     found = torch.empty(heads, len(kept_counts(segment)), device=keys.device)
-    for place, kept_count in enumerate(kept_counts(segment)):
+    for column, kept_count in enumerate(kept_counts(segment)):
         kept = ranks < kept_count
         new = whole_keys, whole_values
         if references is not None:
-            fitted = corrections(whole_keys, whole_values, kept, numbers, references, lambda rows, *_: rows)
+            fitted = corrections(whole_keys, whole_values, kept, segment_indices, references, lambda rows, *_: rows)
             index = fitted.places[..., None].expand_as(fitted.keys)
             new = whole_keys.scatter(2, index, fitted.keys), whole_values.scatter(2, index, fitted.values)
         left = pad(kept.transpose(0, 1).flatten(1), (0, keys.shape[1] - finished))
@@ -94,7 +94,7 @@ def left_over(
             answer = shares @ torch.cat([kept_values, values[head]])
             change = torch.zeros(count, heads, per_head, keys.shape[2], device=keys.device)
             change[:, head] = answer.transpose(0, 1) - outputs[:, head]
-            found[head, place] = (added(change.flatten(1)).square().sum(dim=-1) / squares).mean()
+            found[head, column] = (added(change.flatten(1)).square().sum(dim=-1) / squares).mean()
     return found
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.attended import ANSWERING, ATTENDED_WINDOW, STARTS, TOKENS, TOP, WEIGHTS, most_attended
 from calib.codebook import join_queries, recorded_queries
-from calib.output_error import left_over, query_places
+from calib.output_error import left_over, query_positions
 from calib.query_moments import Rope, before_rope, rope_of
 from calib.residual_stream import ResidualStream
 from sgl_ragged.attention.view import ExtendView
@@ -111,10 +111,10 @@ class Recorder:
                 raise
         asked = Path(self.folder) / ASKED_SCORES
 
-        def places(length: int) -> torch.Tensor | None:
-            return query_places(length, store.layout.segment) if asked.is_file() else None
+        def positions(length: int) -> torch.Tensor | None:
+            return query_positions(length, store.layout.segment) if asked.is_file() else None
 
-        self._state.stream = ResidualStream.of(model, places)
+        self._state.stream = ResidualStream.of(model, positions)
 
     def extend(
         self,
@@ -258,8 +258,8 @@ class _Sequence:
     ) -> None:
         """Record output errors of a layer's heads in the first chunk, none where the model's parts are not known."""
         assert self.asked is not None, "they are asked for"
-        places = query_places(length, self.segment)
-        if places is None or self.stream is None or not self.stream.known:
+        positions = query_positions(length, self.segment)
+        if positions is None or self.stream is None or not self.stream.known:
             return
         device, scale = keys.device, store.scales[layer]
         scores = self.asked[SCORES][: length // self.segment, layer].to(device)
@@ -267,10 +267,10 @@ class _Sequence:
         keys, values = (x[:length].transpose(0, 1).float() for x in (keys, values))
         self.errors.append(
             left_over(
-                queries[places].float() * scale,
+                queries[positions].float() * scale,
                 keys,
                 values,
-                places.to(device),
+                positions.to(device),
                 rank_positions(scores, torch.arange(len(scores), device=device) == 0),
                 References.of(book, scale) if book else None,
                 self.stream.behind,
@@ -299,7 +299,7 @@ class _Sequence:
         if finished == 0:
             return
         tokens = slice(0, finished * self.segment)
-        numbers = torch.arange(finished, device=keys.device) + prefix // self.segment
+        segment_indices = torch.arange(finished, device=keys.device) + prefix // self.segment
 
         def segments(x: torch.Tensor) -> torch.Tensor:
             # [tokens, heads, ..] -> [segments, heads, S, ..]
@@ -312,7 +312,9 @@ class _Sequence:
             gates = (
                 segments(scorer_inputs)[..., 0] if scorer.reads_hidden_states and scorer_inputs is not None else None
             )
-            data = SegmentData(segments(keys), segments(values), asked, gates, store.scales[layer], statistics, numbers)
+            data = SegmentData(
+                segments(keys), segments(values), asked, gates, store.scales[layer], statistics, segment_indices
+            )
             self.scores[name][layer].append(scorer.score(data))
 
     def _add_attention(

@@ -13,7 +13,7 @@ from calib.query_moments import attends_to_everything
 OUTPUT_PROJECTION = "RowParallelLinear"
 """SGLang's class of the linear layer behind attention."""
 
-Places = Callable[[int], torch.Tensor | None]
+Positions = Callable[[int], torch.Tensor | None]
 """Of how many tokens pass, int64 those to look at, or None for none of them."""
 
 
@@ -21,11 +21,11 @@ class ResidualStream:
     """Sees what is normed before each layer's attention: the stream. Layers with windows are not looked at.
 
     Args:
-        places: asked in every forward pass.
+        positions: asked in every forward pass.
     """
 
-    def __init__(self, places: Places) -> None:
-        self._places = places
+    def __init__(self, positions: Positions) -> None:
+        self._positions = positions
         self._stream: torch.Tensor | None = None
         # Whose stream that is, and whose attention runs, with the projection behind it.
         self._normed: torch.nn.Module | None = None
@@ -33,10 +33,10 @@ class ResidualStream:
         self._projection: Any = None
 
     @classmethod
-    def of(cls, model: torch.nn.Module, places: Places) -> ResidualStream | None:
+    def of(cls, model: torch.nn.Module, positions: Positions) -> ResidualStream | None:
         """With hooks on the model's layers; None if it is not built of layers, norms and projections as SGLang's are,
         or if its heads are on several ranks."""
-        made, modules = cls(places), dict(model.named_modules())
+        made, modules = cls(positions), dict(model.named_modules())
         for name, attention in modules.items():
             if not attends_to_everything(attention):
                 continue
@@ -66,10 +66,10 @@ class ResidualStream:
     def _norming(self, layer: torch.nn.Module) -> Callable[..., None]:
         def norms(_: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
             both = [x for x in (*args, kwargs.get("residual")) if isinstance(x, torch.Tensor)][:2]
-            places = self._places(len(both[0])) if both else None
-            if places is not None:
+            positions = self._positions(len(both[0])) if both else None
+            if positions is not None:
                 # What has not been added yet is given beside it; the norm may change both in place.
-                self._stream = sum((x[places].float() for x in both), torch.zeros(()))
+                self._stream = sum((x[positions].float() for x in both), torch.zeros(()))
                 self._normed = layer
 
         return norms
@@ -83,7 +83,7 @@ class ResidualStream:
         """Change of the stream of the layer that runs by a change of attention's outputs, and the stream's square.
 
         Args:
-            outputs: float32 [Q, heads * d], what attention gives at the places that are looked at.
+            outputs: float32 [Q, heads * d], what attention gives at the positions that are looked at.
 
         Returns:
             From changes, like `outputs`, to what they add, float32 [Q, hidden size]; and float32 [Q], of the stream

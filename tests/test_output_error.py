@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.output_error import error_curves, kept_counts, left_over, query_places, weighed
+from calib.output_error import error_curves, kept_counts, left_over, query_positions, weighed
 from calib.residual_stream import ResidualStream
 from sgl_ragged.fitting.references import References
 from sgl_ragged.scorers import rank_positions
@@ -27,13 +27,13 @@ def content() -> tuple[torch.Tensor, ...]:
 
 def found(references: References | None = None) -> torch.Tensor:
     queries, keys, values, scores, projection, stream = content()
-    places = query_places(LENGTH, SEGMENT)
+    positions = query_positions(LENGTH, SEGMENT)
 
     def behind(outputs: torch.Tensor):
-        return lambda change: change @ projection, (stream[places] + outputs @ projection).square().sum(dim=1)
+        return lambda change: change @ projection, (stream[positions] + outputs @ projection).square().sum(dim=1)
 
     ranked = rank_positions(scores, torch.arange(SEGMENTS) == 0)
-    return left_over(queries[places], keys, values, places, ranked, references, behind)
+    return left_over(queries[positions], keys, values, positions, ranked, references, behind)
 
 
 def test_errors_are_what_the_definition_says():
@@ -139,23 +139,23 @@ class Layer(torch.nn.Module):
 @torch.no_grad()
 def test_the_stream_is_what_layers_add_to(sandwich):
     torch.manual_seed(1)
-    looks, places = [], torch.tensor([4, 1, 7])
+    looks, positions = [], torch.tensor([4, 1, 7])
 
     def look(outputs: torch.Tensor) -> None:
         assert stream.known
-        apply, squares = stream.behind(outputs[places])
+        apply, squares = stream.behind(outputs[positions])
         change = 1e-3 * torch.randn(3, WIDTH)
-        looks.append((outputs[places], squares, change, apply(change)))
+        looks.append((outputs[positions], squares, change, apply(change)))
 
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([Layer(look, sandwich=sandwich) for _ in range(2)])
-    stream = ResidualStream.of(model, lambda length: places if length > 3 else None)
+    stream = ResidualStream.of(model, lambda length: positions if length > 3 else None)
     hidden = torch.randn(9, WIDTH)
     for layer in model.layers:
         after = layer(hidden, torch.randn(9, WIDTH))
         own, squares, change, found = looks.pop()
         bias = 0.0 if sandwich else layer.self_attn.o_proj.bias
-        torch.testing.assert_close(squares, (after[places] - bias).square().sum(dim=1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(squares, (after[positions] - bias).square().sum(dim=1), rtol=1e-4, atol=1e-4)
         wanted = layer.added(own + change) - layer.added(own)
         if sandwich:
             # The size of what is normed changes, too: along itself a change does nothing.

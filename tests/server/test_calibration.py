@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from calib.codebook import PER_QUERY_HEAD
-from calib.output_error import error_curves, left_over, query_places, weighed
+from calib.output_error import error_curves, left_over, query_positions, weighed
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, QUERIES, ROPE
@@ -151,19 +151,19 @@ def output_errors(model: Path, samples: list[dict], work: Path, profile: Profile
         ids = sample["input_ids"][:LONGEST]
         states = made(torch.tensor([ids]), output_hidden_states=True).hidden_states
         scores = load_file(work / f"sample-{number:05d}.safetensors")["keydiff.scores"]
-        places = query_places(len(ids), SEGMENT)
+        positions = query_positions(len(ids), SEGMENT)
         of_layers = []
         for layer, (queries, keys, values) in enumerate(seen):
-            weight, stream = made.model.layers[layer].self_attn.o_proj.weight, states[layer][0, places]
+            weight, stream = made.model.layers[layer].self_attn.o_proj.weight, states[layer][0, positions]
 
             def behind(outputs, weight=weight, stream=stream):
                 return lambda change: change @ weight.T, (stream + outputs @ weight.T).square().sum(dim=1)
 
             book = {name: torch.from_numpy(profile.statistics[name][layer].copy()) for name in (*CODEBOOK, *ROPE)}
             ranked = rank_positions(scores[:, layer], torch.arange(len(scores)) == 0)
-            own = queries.transpose(0, 1).unflatten(1, (len(keys), -1))[places]
+            own = queries.transpose(0, 1).unflatten(1, (len(keys), -1))[positions]
             references = References.of(book, keys.shape[-1] ** -0.5)
-            of_layers.append(left_over(own, keys, values, places, ranked, references, behind))
+            of_layers.append(left_over(own, keys, values, positions, ranked, references, behind))
         found.append(torch.stack(of_layers))
     return torch.stack(found).mean(dim=0).numpy()
 
