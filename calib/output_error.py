@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
-from sgl_ragged.fitting.attention_matching import corrections
+from sgl_ragged.fitting.attention_matching import Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.budgets import UNIT
 
@@ -73,25 +72,24 @@ def left_over(
     outputs = torch.einsum("hgqt,htd->qhgd", weights, values)
     added, squares = behind(outputs.flatten(1))
     del weights
-    ranks = ranked.argsort(dim=-1)
-    whole_keys, whole_values = (
-        x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1) for x in (keys, values)
-    )
+    index = ranked[..., None].expand(*ranked.shape, keys.shape[2])
+    whole = [x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1).gather(2, index) for x in (keys, values)]
     numbers = torch.arange(segments, device=keys.device)
     found = torch.empty(heads, len(kept_counts(segment)), device=keys.device)
     for place, kept_count in enumerate(kept_counts(segment)):
-        kept = ranks < kept_count
-        new = whole_keys, whole_values
+        new = whole
         if references is not None:
-            fitted = corrections(whole_keys, whole_values, kept, numbers, references, lambda rows, *_: rows)
-            index = fitted.places[..., None].expand_as(fitted.keys)
-            new = whole_keys.scatter(2, index, fitted.keys), whole_values.scatter(2, index, fitted.values)
-        left = pad(kept.transpose(0, 1).flatten(1), (0, keys.shape[1] - finished))
+            kept = Kept.of([kept_count] * heads, keys.device)
+            fitted = corrections(*whole, kept, numbers, references, lambda rows, *_: rows)
+            corrected = fitted.ranks[..., None].expand_as(fitted.keys)
+            new = [x.scatter(2, corrected, own) for x, own in zip(whole, (fitted.keys, fitted.values), strict=True)]
+        # Of what is kept of every segment.
+        kept_keys, kept_values = (x[:, :, :kept_count].transpose(0, 1).flatten(1, 2) for x in new)
+        before = numbers.repeat_interleave(kept_count) < places[:, None] // segment
         for head in range(heads):
-            kept_keys, kept_values = (pad(x[:, head].flatten(0, 1), (0, 0, 0, keys.shape[1] - finished)) for x in new)
-            behind = (queries[:, head].transpose(0, 1) @ kept_keys.T).masked_fill(~(past & left[head]), -torch.inf)
+            behind = (queries[:, head].transpose(0, 1) @ kept_keys[head].T).masked_fill(~before, -torch.inf)
             shares = torch.cat([behind, logits[head].masked_fill(~own, -torch.inf)], dim=-1).softmax(dim=-1)
-            answer = shares @ torch.cat([kept_values, values[head]])
+            answer = shares @ torch.cat([kept_values[head], values[head]])
             change = torch.zeros(count, heads, per_head, keys.shape[2], device=keys.device)
             change[:, head] = answer.transpose(0, 1) - outputs[:, head]
             found[head, place] = (added(change.flatten(1)).square().sum(dim=-1) / squares).mean()
