@@ -73,16 +73,18 @@ def left_over(
     added, squares = behind(outputs.flatten(1))
     del weights
     index = ranked[..., None].expand(*ranked.shape, keys.shape[2])
-    whole = [x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1).gather(2, index) for x in (keys, values)]
+    whole_keys, whole_values = (
+        x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1).gather(2, index) for x in (keys, values)
+    )
     numbers = torch.arange(segments, device=keys.device)
     found = torch.empty(heads, len(kept_counts(segment)), device=keys.device)
     for place, kept_count in enumerate(kept_counts(segment)):
-        new = whole
+        new = whole_keys, whole_values
         if references is not None:
             kept = Kept.of([kept_count] * heads, keys.device)
-            fitted = corrections(*whole, kept, numbers, references, lambda rows, *_: rows)
+            fitted = corrections(whole_keys, whole_values, kept, numbers, references, lambda rows, *_: rows)
             corrected = fitted.ranks[..., None].expand_as(fitted.keys)
-            new = [x.scatter(2, corrected, own) for x, own in zip(whole, (fitted.keys, fitted.values), strict=True)]
+            new = whole_keys.scatter(2, corrected, fitted.keys), whole_values.scatter(2, corrected, fitted.values)
         # Of what is kept of every segment.
         kept_keys, kept_values = (x[:, :, :kept_count].transpose(0, 1).flatten(1, 2) for x in new)
         before = numbers.repeat_interleave(kept_count) < places[:, None] // segment

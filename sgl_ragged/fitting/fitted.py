@@ -127,11 +127,12 @@ def fit_segments(
     count, heads, length = every[0].shape[:3]
     firsts = torch.arange(0, count * heads * length, length, device=order.device).view(count, heads)
     ranked = firsts[:, fit.heads, None] + order.index_select(1, fit.heads)
+    flat = ranked.flatten()
     keys, values = (
-        store.from_cache(layer, part, x.flatten(0, 2).index_select(0, ranked.flatten()).view(store.dtype))
+        store.from_cache(layer, part, x.flatten(0, 2).index_select(0, flat).view(store.dtype)).view(*ranked.shape, -1)
         for part, x in enumerate(every)
     )
-    found = corrections(*(x.view(*ranked.shape, -1) for x in (keys, values)), fit.kept, numbers, fit.references, stored)
+    found = corrections(keys, values, fit.kept, numbers, fit.references, stored)
     corrected = ranked.gather(2, found.ranks).flatten()
     for x, new in zip(every, store.to_cache(layer, found.keys, found.values), strict=True):
         x.flatten(0, 2).index_copy_(0, corrected, movable(new).flatten(0, 2))
