@@ -18,7 +18,7 @@ from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from tests import fit_oracle
 from tests.quantised_oracle import restored_keys
 
-SEGMENT, DIM, HEADS, QUERIES_PER_HEAD = 64, 16, 2, 128
+SEGMENT, DIM, HEADS, QUERIES_PER_HEAD = 64, 16, 2, 126
 FREQUENCIES = 10000.0 ** -(np.arange(DIM // 2) / (DIM // 2))
 SCALE = DIM**-0.5
 

@@ -136,7 +136,7 @@ def _correct(
     if valid is not None:
         mine = mine * valid
     before = mine.sum(dim=2, keepdim=True).add_(unchanged)
-    weights = _weights(mine / whole, 1 - unchanged / whole)
+    weights = _weights(mine / whole, 1 - unchanged / whole, MASS_RIDGE * references.count)
     longer = torch.addcmul(own_keys, weights.log(), bias)
 
     # Stored keys may lie beyond all true logits.
@@ -147,7 +147,7 @@ def _correct(
     changed /= now
     gap = torch.addcmul(true, others, now.reciprocal(), value=-1)
     gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), changed.flatten(0, 1), alpha=-1)
-    ridge, wanted = VALUE_RIDGE * queries.shape[3], gap @ changed.transpose(2, 3)
+    ridge, wanted = VALUE_RIDGE * references.count, gap @ changed.transpose(2, 3)
     gram = changed @ changed.transpose(2, 3)
     gram.diagonal(dim1=2, dim2=3).add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(gram)
@@ -198,11 +198,11 @@ def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: Kept) -> torch
     return shares.argsort(dim=-1, descending=True, stable=True)[..., :MOST_CORRECTED]
 
 
-def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _weights(shares: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.Tensor:
     """Weights of kept tokens with which their shares of attention give what the segment had.
 
-    Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + MASS_RIDGE m |w - 1|^2, by projected
-    Nesterov steps on variables scaled by the diagonal.
+    Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + ridge |w - 1|^2, by projected Nesterov
+    steps on variables scaled by the diagonal.
 
     Args:
         shares: [..., kept, m]; wanted: [..., 1, m].
@@ -210,7 +210,6 @@ def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., kept, 1].
     """
-    ridge = MASS_RIDGE * shares.shape[-1]
     gram = shares @ shares.transpose(-1, -2)
     linear = (shares @ wanted.transpose(-1, -2))[..., 0] + ridge
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
