@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sgl_ragged.fitting.attention_matching import Kept, corrections
+from sgl_ragged.fitting.attention_matching import MOST_KEPT, Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.budgets import UNIT
 
@@ -80,7 +80,7 @@ def left_over(
     found = torch.empty(heads, len(kept_counts(segment)), device=keys.device)
     for place, kept_count in enumerate(kept_counts(segment)):
         new = whole_keys, whole_values
-        if references is not None:
+        if references is not None and kept_count <= MOST_KEPT * segment:
             kept = Kept.of([kept_count] * heads, keys.device)
             fitted = corrections(whole_keys, whole_values, kept, numbers, references, lambda rows, *_: rows)
             corrected = fitted.ranks[..., None].expand_as(fitted.keys)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST, MOST = 0.05, 20.0
-MASS_RIDGE, VALUE_RIDGE, BIAS_RIDGE = 3e-6, 1e-5, 1e-3
+MASS_RIDGE, VALUE_RIDGE, BIAS_RIDGE = 1e-6, 1e-5, 1e-3
 STEPS = 8
 
 

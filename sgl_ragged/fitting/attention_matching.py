@@ -21,7 +21,7 @@ from sgl_ragged.fitting.references import References
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 """What one kept token may count."""
 
-MASS_RIDGE, VALUE_RIDGE = 3e-6, 1e-5
+MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
 """Per query, in squared shares of attention: how much weights and values hold on to 1 and to what they were."""
 
 STEPS = 8
@@ -29,6 +29,9 @@ STEPS = 8
 
 MOST_CORRECTED = 64
 """Of the tokens that a head keeps, how many are corrected: those that the codebook attends to most."""
+
+MOST_KEPT = 3 / 4
+"""Of a segment: heads that keep more have little to stand for, and are left as they are."""
 
 MOST_GROWTH = 4.0
 """Fitted values are at most this many times as large as the largest kept one, or the head keeps its own."""

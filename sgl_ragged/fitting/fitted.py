@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ragged.fitting.attention_matching import Kept, corrections
+from sgl_ragged.fitting.attention_matching import MOST_KEPT, Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import SlabLayout
@@ -20,7 +20,7 @@ from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The heads of a layer that are fitted: those that do not keep everything.
+    """The heads of a layer that are fitted: those that keep MOST_KEPT of their segments, or less.
 
     heads: int64 [fitted heads]. kept: what they keep on all ranks. references: of these heads.
     """
@@ -38,7 +38,7 @@ class LayerFit:
             (head, band.total)
             for band in layout.bands[layer]
             for head in band.heads
-            if band.kept > 0 and band.total < layout.segment and not (band.partial and layout.form.centred)
+            if band.kept > 0 and band.total <= MOST_KEPT * layout.segment and not (band.partial and layout.form.centred)
         ]
         heads = torch.tensor([head for head, _ in fitted], dtype=torch.int64, device=device)
         return cls(heads, Kept.of([total for _, total in fitted], device), references.heads(heads))
