@@ -105,6 +105,7 @@ def test_keys_and_values_are_what_the_definition_says(monkeypatch, form, kept, c
                 SCALE,
                 stored,
                 corrected,
+                fit_oracle.COARSE_RIDGE if form is K4V4 else fit_oracle.VALUE_RIDGE,
             )
             corrected_heads += not np.allclose(expected[1], values[segment, head, places[segment, head]])
             for found, wanted in zip(fitted, expected, strict=True):

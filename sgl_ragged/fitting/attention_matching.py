@@ -24,6 +24,9 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
 """Per query, in squared shares of attention: how much weights and values hold on to 1 and to what they were."""
 
+COARSE_RIDGE = 3e-5
+"""VALUE_RIDGE where keys have four bits: the format of the fewest bytes, in which few tokens stand for many."""
+
 STEPS = 8
 """Of the projected gradient: what is left of the mass is left to the values; more made outputs no better."""
 
@@ -45,18 +48,19 @@ class Kept:
     """How many tokens of a segment heads keep: the first, by `rank_positions`.
 
     totals: int64 [heads, 1]. most: the largest of them. own: bool [heads, most, 1], which of the first `most` each
-    keeps; None where all heads keep as many.
+    keeps; None where all heads keep as many. ridge: how much values hold on to what they were, per query.
     """
 
     totals: torch.Tensor
     most: int
     own: torch.Tensor | None
+    ridge: float
 
     @classmethod
-    def of(cls, totals: Sequence[int], device: torch.device | str) -> Kept:
+    def of(cls, totals: Sequence[int], device: torch.device | str, ridge: float = VALUE_RIDGE) -> Kept:
         counts, most = torch.tensor(totals, dtype=torch.int64, device=device)[:, None], max(totals, default=0)
         own = torch.arange(most, device=device) < counts
-        return cls(counts, most, None if len(set(totals)) == 1 else own[..., None])
+        return cls(counts, most, None if len(set(totals)) == 1 else own[..., None], ridge)
 
 
 Stored = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
@@ -150,7 +154,7 @@ def _correct(
     changed /= now
     gap = torch.addcmul(true, others, now.reciprocal(), value=-1)
     gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), changed.flatten(0, 1), alpha=-1)
-    ridge, wanted = VALUE_RIDGE * references.count, gap @ changed.transpose(2, 3)
+    ridge, wanted = kept.ridge * references.count, gap @ changed.transpose(2, 3)
     gram = changed @ changed.transpose(2, 3)
     gram.diagonal(dim1=2, dim2=3).add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(gram)

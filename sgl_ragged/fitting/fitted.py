@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ragged.fitting.attention_matching import MOST_KEPT, Kept, corrections
+from sgl_ragged.fitting.attention_matching import COARSE_RIDGE, MOST_KEPT, VALUE_RIDGE, Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import SlabLayout
@@ -41,7 +41,8 @@ class LayerFit:
             if band.kept > 0 and band.total <= MOST_KEPT * layout.segment and not (band.partial and layout.form.centred)
         ]
         heads = torch.tensor([head for head, _ in fitted], dtype=torch.int64, device=device)
-        return cls(heads, Kept.of([total for _, total in fitted], device), references.heads(heads))
+        ridge = COARSE_RIDGE if layout.form.key_bits == 4 else VALUE_RIDGE
+        return cls(heads, Kept.of([total for _, total in fitted], device, ridge), references.heads(heads))
 
     def stored(
         self, rows: torch.Tensor, places: torch.Tensor | None, keys: torch.Tensor, form: SlabFormat
