@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
-from sgl_ragged.fitting.attention_matching import corrections
+from sgl_ragged.fitting.attention_matching import MOST_KEPT, Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.budgets import UNIT
 
@@ -73,25 +72,26 @@ def left_over(
     outputs = torch.einsum("hgqt,htd->qhgd", weights, values)
     added, squares = behind(outputs.flatten(1))
     del weights
-    ranks = ranked.argsort(dim=-1)
+    index = ranked[..., None].expand(*ranked.shape, keys.shape[2])
     whole_keys, whole_values = (
-        x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1) for x in (keys, values)
+        x[:, :finished].unflatten(1, (segments, segment)).transpose(0, 1).gather(2, index) for x in (keys, values)
     )
     segment_indices = torch.arange(segments, device=keys.device)
     found = torch.empty(heads, len(kept_counts(segment)), device=keys.device)
     for column, kept_count in enumerate(kept_counts(segment)):
-        kept = ranks < kept_count
         new = whole_keys, whole_values
-        if references is not None:
+        if references is not None and kept_count <= MOST_KEPT * segment:
+            kept = Kept.of([kept_count] * heads, keys.device)
             fitted = corrections(whole_keys, whole_values, kept, segment_indices, references, lambda rows, *_: rows)
-            index = fitted.places[..., None].expand_as(fitted.keys)
-            new = whole_keys.scatter(2, index, fitted.keys), whole_values.scatter(2, index, fitted.values)
-        left = pad(kept.transpose(0, 1).flatten(1), (0, keys.shape[1] - finished))
+            corrected = fitted.ranks[..., None].expand_as(fitted.keys)
+            new = whole_keys.scatter(2, corrected, fitted.keys), whole_values.scatter(2, corrected, fitted.values)
+        # Of what is kept of every segment.
+        kept_keys, kept_values = (x[:, :, :kept_count].transpose(0, 1).flatten(1, 2) for x in new)
+        before = segment_indices.repeat_interleave(kept_count) < positions[:, None] // segment
         for head in range(heads):
-            kept_keys, kept_values = (pad(x[:, head].flatten(0, 1), (0, 0, 0, keys.shape[1] - finished)) for x in new)
-            behind = (queries[:, head].transpose(0, 1) @ kept_keys.T).masked_fill(~(past & left[head]), -torch.inf)
+            behind = (queries[:, head].transpose(0, 1) @ kept_keys[head].T).masked_fill(~before, -torch.inf)
             shares = torch.cat([behind, logits[head].masked_fill(~own, -torch.inf)], dim=-1).softmax(dim=-1)
-            answer = shares @ torch.cat([kept_values, values[head]])
+            answer = shares @ torch.cat([kept_values[head], values[head]])
             change = torch.zeros(count, heads, per_head, keys.shape[2], device=keys.device)
             change[:, head] = answer.transpose(0, 1) - outputs[:, head]
             found[head, column] = (added(change.flatten(1)).square().sum(dim=-1) / squares).mean()

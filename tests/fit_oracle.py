@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST, MOST = 0.05, 20.0
-MASS_RIDGE, VALUE_RIDGE, BIAS_RIDGE = 3e-6, 1e-5, 1e-3
+MASS_RIDGE, VALUE_RIDGE, COARSE_RIDGE, BIAS_RIDGE = 1e-6, 1e-5, 3e-5, 1e-3
 STEPS = 8
 
 
@@ -55,10 +55,12 @@ def fitted(
     scale: float,
     stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     corrected: int = 64,
+    value_ridge: float = VALUE_RIDGE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys, before they are stored, and values of what is kept of a segment [S, d], its number counted from 0.
 
     corrected: how many of them are, at most: those with the largest shares of the queries' attention.
+    value_ridge: COARSE_RIDGE where keys have four bits.
     """
     end = (number + 1) * len(keys) - 1
     queries = turned(book.queries * scale, end, book.frequencies)
@@ -85,7 +87,7 @@ def fitted(
 
     shares, now = outputs(in_slabs, values[kept])
     shares = shares[:, own]
-    normal = shares.T @ shares + VALUE_RIDGE * len(queries) * np.eye(len(own))
+    normal = shares.T @ shares + value_ridge * len(queries) * np.eye(len(own))
     moved = values[kept].copy()
     moved[own] += np.linalg.solve(normal, shares.T @ (true - now))
     before = ((outputs(keys[kept], values[kept])[1] - true) ** 2).sum()

@@ -18,7 +18,7 @@ from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from tests import fit_oracle
 from tests.quantised_oracle import restored_keys
 
-SEGMENT, DIM, HEADS, QUERIES_PER_HEAD = 64, 16, 2, 128
+SEGMENT, DIM, HEADS, QUERIES_PER_HEAD = 64, 16, 2, 126
 FREQUENCIES = 10000.0 ** -(np.arange(DIM // 2) / (DIM // 2))
 SCALE = DIM**-0.5
 
@@ -46,8 +46,10 @@ def matched(keys, values, places, numbers, references, form=None):
     def stored(rows, *asked):
         return rows if form is None else fit.stored(rows, *asked, form)
 
-    found = corrections(keys, values, kept, numbers, references, stored)
-    index = found.places[..., None].expand_as(found.keys)
+    order = kept.int().argsort(dim=-1, descending=True, stable=True)
+    ranked = (x.gather(2, order[..., None].expand_as(x)) for x in (keys, values))
+    found = corrections(*ranked, fit.kept, numbers, references, stored)
+    index = order.gather(2, found.ranks)[..., None].expand_as(found.keys)
     own = places[..., None].expand(*places.shape, DIM)
     pairs = (keys, found.keys), (values, found.values)
     every = [x.scatter(2, index, new) for x, new in pairs]
@@ -85,10 +87,15 @@ def test_keys_and_values_are_what_the_definition_says(monkeypatch, form, kept, c
     statistics = codebook()
     references = References.of(statistics, SCALE)
     fitted = matched(keys, values, places, numbers, references, form)
-    corrected_heads = 0
-    in_numpy = (lambda x: x) if form is None else (lambda x: restored_keys(torch.from_numpy(x), form.name).numpy())
+    corrected_heads, close = 0, []
     for segment, number in enumerate(numbers.tolist()):
         for head in range(HEADS):
+
+            def stored(x, own=fitted[0][segment, head]):
+                """Codes of the keys as found: where these differ in their last bits, codes may be neighbours."""
+                own = own if np.allclose(x, own, atol=2e-4) else torch.from_numpy(x)
+                return x if form is None else restored_keys(own, form.name).numpy()
+
             expected = fit_oracle.fitted(
                 keys[segment, head].double().numpy(),
                 values[segment, head].double().numpy(),
@@ -96,14 +103,15 @@ def test_keys_and_values_are_what_the_definition_says(monkeypatch, form, kept, c
                 number,
                 book(statistics, head),
                 SCALE,
-                in_numpy,
+                stored,
                 corrected,
+                fit_oracle.COARSE_RIDGE if form is K4V4 else fit_oracle.VALUE_RIDGE,
             )
             corrected_heads += not np.allclose(expected[1], values[segment, head, places[segment, head]])
             for found, wanted in zip(fitted, expected, strict=True):
-                # A key's code may move by one where float64 rounds another way, and the values follow.
-                close = np.isclose(found[segment, head].numpy(), wanted, atol=2e-4)
-                assert close.all() if form is None else close.mean() > 0.9
+                close.append(np.isclose(found[segment, head].numpy(), wanted, atol=2e-4))
+    # Means of keys that lie between two numbers of float16 are rounded either way, by the order of their sum.
+    assert np.all(close) if form is None or not form.centred else np.mean(close) > 0.9
     assert corrected_heads >= 3 * HEADS - 1, "one may have grown too much"
 
 

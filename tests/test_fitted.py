@@ -96,7 +96,8 @@ def error(made: SlabStore, layer: int, head: int) -> float:
 def test_what_is_stored_is_nearer_than_what_was_chosen(form):
     fitted, plain = (sealed(store(form, fitted=own), in_tails=False) for own in (True, False))
     for layer, head in ((0, 0), (0, 1), (1, 1)):
-        assert error(fitted, layer, head) < 0.7 * error(plain, layer, head)
+        # Of random segments, one in three may have grown too much and keep its own.
+        assert error(fitted, layer, head) < 0.8 * error(plain, layer, head)
 
 
 @pytest.mark.parametrize("form", ["k8v4", "k6v4", "k4v4"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from benchmarks import step_speed
 from benchmarks.harness.errors import ServerFailed
-from benchmarks.step_speed import Phases, Spoilt, summary
+from benchmarks.step_speed import Phases, Spoilt, cpu_clock, summary
 
 
 def test_ratios_are_of_the_same_round():
@@ -18,6 +19,15 @@ def test_ratios_are_of_the_same_round():
     assert (base["median_ms"], base["ratio"]) == (20.0, 1.0)
     # 2, 1.5 and 0.5: not the ratio of the medians, which is 1.
     assert (ragged["median_ms"], ragged["ratio"], ragged["low"], ragged["high"]) == (20.0, 1.5, 0.5, 2.0)
+
+
+def test_cpu_seconds_are_those_of_who_listens():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        clock = cpu_clock(f"http://127.0.0.1:{server.getsockname()[1]}")
+        before = clock()
+        while clock() == before:
+            sum(range(100_000))
+    assert clock() > before
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -23,6 +23,8 @@ class ServerClient:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
+        # Seconds, from which benchmarks take differences.
+        self.clock: Callable[[], float] = time.perf_counter
         # A connection for each request: servers close idle ones, now and then just when they are used again.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(base_url=self.url, limits=limits)

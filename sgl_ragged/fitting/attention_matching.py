@@ -5,7 +5,7 @@ output fits. Here per sealed segment and head, with queries of a codebook, the b
 both measured against all that a query attends to: so a segment that is one of many has little to answer for.
 
 Of a query with logits l over the segment: mass M = sum exp l, N = sum exp(l) v; R and o are mass and output of
-everything else that it saw when it was recorded; D = M + R.
+everything else that it saw when it was recorded; D = M + R. All masses here are in units of R.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from sgl_ragged.fitting.references import References
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 """What one kept token may count."""
 
-MASS_RIDGE, VALUE_RIDGE = 3e-6, 1e-5
+MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
 """Per query, in squared shares of attention: how much weights and values hold on to 1 and to what they were."""
+
+COARSE_RIDGE = 3e-5
+"""VALUE_RIDGE where keys have four bits: the format of the fewest bytes, in which few tokens stand for many."""
 
 STEPS = 8
 """Of the projected gradient: what is left of the mass is left to the values; more made outputs no better."""
@@ -30,26 +33,50 @@ STEPS = 8
 MOST_CORRECTED = 64
 """Of the tokens that a head keeps, how many are corrected: those that the codebook attends to most."""
 
+MOST_KEPT = 3 / 4
+"""Of a segment: heads that keep more have little to stand for, and are left as they are."""
+
 MOST_GROWTH = 4.0
 """Fitted values are at most this many times as large as the largest kept one, or the head keeps its own."""
 
 AT_ONCE_BYTES = 32 << 20
 """Of exponentials that are held at a time."""
 
-Stored = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""What rows of keys [segments, heads, n, d] will be once they are stored at places [segments, heads, n], among all keys
-[segments, heads, S, d], of which some are kept, bool [segments, heads, S]."""
+
+@dataclass(frozen=True)
+class Kept:
+    """How many tokens of a segment heads keep: the first, by `rank_positions`.
+
+    totals: int64 [heads, 1]. most: the largest of them. own: bool [heads, most, 1], which of the first `most` each
+    keeps; None where all heads keep as many. ridge: how much values hold on to what they were, per query.
+    """
+
+    totals: torch.Tensor
+    most: int
+    own: torch.Tensor | None
+    ridge: float
+
+    @classmethod
+    def of(cls, totals: Sequence[int], device: torch.device | str, ridge: float = VALUE_RIDGE) -> Kept:
+        counts, most = torch.tensor(totals, dtype=torch.int64, device=device)[:, None], max(totals, default=0)
+        own = torch.arange(most, device=device) < counts
+        return cls(counts, most, None if len(set(totals)) == 1 else own[..., None], ridge)
+
+
+Stored = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""What rows of keys [segments, heads, n, d] will be once they are stored, in place of those at ranks [segments, heads,
+n] of the keys [segments, heads, most, d] of which heads keep their own; ranks None: in place of all."""
 
 
 @dataclass(frozen=True)
 class Corrections:
     """Rows of segments to be replaced before they are stored.
 
-    places: int64 [segments, heads, n]. keys, values: float32 [segments, heads, n, d]; where nothing is to be corrected,
-    what was there.
+    ranks: int64 [segments, heads, n], which ones. keys, values: float32 [segments, heads, n, d]; where
+    nothing is to be corrected, what was there.
     """
 
-    places: torch.Tensor
+    ranks: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -62,7 +89,7 @@ class Corrections:
 def corrections(
     keys: torch.Tensor,
     values: torch.Tensor,
-    kept: torch.Tensor,
+    kept: Kept,
     numbers: torch.Tensor,
     references: References,
     stored: Stored,
@@ -73,69 +100,85 @@ def corrections(
     nothing is corrected.
 
     Args:
-        keys, values: [segments, heads, S, d], keys after RoPE.
-        kept: bool [segments, heads, S].
+        keys, values: [segments, heads, S, d], keys after RoPE, of all tokens in the order of `rank_positions`: so what
+            is kept is the first part of every product.
         numbers: integers [segments], the segments' numbers in their sequences.
         references: of these heads.
     """
     per_segment = 4 * references.queries.shape[0] * references.queries.shape[2] * keys.shape[2]
     at_once = max(1, AT_ONCE_BYTES // per_segment)
-    split = (x.split(at_once) for x in (keys, values, kept, numbers))
-    parts = [_correct(k, v, own, n, references, stored) for k, v, own, n in zip(*split, strict=True)]
+    split = (x.split(at_once) for x in (keys, values, numbers))
+    parts = [_correct(k, v, kept, n, references, stored) for k, v, n in zip(*split, strict=True)]
     return parts[0] if len(parts) == 1 else Corrections.of(parts)
 
 
 def _correct(
     keys: torch.Tensor,
     values: torch.Tensor,
-    kept: torch.Tensor,
+    kept: Kept,
     numbers: torch.Tensor,
     references: References,
     stored: Stored,
 ) -> Corrections:
-    keys, values, (length, dim) = keys.float(), values.float(), keys.shape[2:]
+    keys, values, length, most = keys.float(), values.float(), keys.shape[2], kept.most
     # The codebook's queries look back from each segment's last token.
-    queries, bias = references.seen_from((numbers + 1) * length - 1)
-    version = (numbers == 0).long()
-    rest = references.masses.index_select(1, version).transpose(0, 1)[:, :, None]
-    output = references.outputs.index_select(1, version).transpose(0, 1).float()
-    kept_values = values.masked_fill(~kept[..., None], 0.0)
-    logits = keys @ queries
-    most = torch.maximum(logits.amax(dim=2, keepdim=True), rest)
-    exps, others = logits.sub_(most).exp_(), (rest - most).exp_()
-    summed = torch.cat([values, kept_values, torch.ones_like(values[..., :1]), kept[..., None].float()], dim=-1)
-    true, plain, mass, before = (summed.transpose(2, 3) @ exps).split([dim, dim, 1, 1], dim=2)
-    whole, before = mass + others, before + others
+    queries, bias, rest, output = references.seen_from((numbers + 1) * length - 1, numbers == 0)
+    # In units of what else a query saw: where exponentials overflow, the head keeps its own.
+    exps = (keys @ queries).sub_(rest).exp_()
+    whole = exps.sum(dim=2, keepdim=True).add_(1.0)
+    true = _plus(output, values, exps).div_(whole)
 
-    places = _most_attended(exps, whole, kept, MOST_CORRECTED)
-    valid = kept.gather(2, places)[..., None]
-    mine = _rows(exps, places).mul_(valid)
-    unchanged = before - mine.sum(dim=2, keepdim=True)
-    weights = _weights(mine / whole, (whole - unchanged) / whole)
-    own_keys, own_values = _rows(keys, places), _rows(kept_values, places)
-    longer = torch.where(valid, own_keys + weights.log() * bias.transpose(2, 3), own_keys)
+    kept_keys, kept_values, kept_exps = (x[:, :, :most] for x in (keys, values, exps))
+    ranks, unchanged, others = None, 1.0, output
+    mine, own_keys, own_values, valid = kept_exps, kept_keys, kept_values, kept.own
+    if most > MOST_CORRECTED:
+        ranks = _most_attended(kept_exps, whole, kept)
+        mine, own_keys, own_values = (_rows(x, ranks) for x in (exps, keys, values))
+        own = torch.ones(most, 1, device=keys.device) if valid is None else valid.float()
+        own = own.expand(*keys.shape[:2], -1, -1)
+        valid = None if valid is None else own.gather(2, ranks[..., None]) > 0
+        own = own.scatter(2, ranks[..., None], 0.0)
+        unchanged = (own.transpose(2, 3) @ kept_exps).add_(1.0)
+        others = _plus(output, kept_values * own, kept_exps)
+    if valid is not None:
+        mine = mine * valid
+    before = mine.sum(dim=2, keepdim=True).add_(unchanged)
+    weights = _weights(mine / whole, 1 - unchanged / whole, MASS_RIDGE * references.count)
+    longer = torch.addcmul(own_keys, weights.log(), bias)
 
-    # Stored keys may lie beyond all true logits: so far that exponentials overflow, the head keeps its own.
-    changed = (stored(longer, places, keys, kept) @ queries).sub_(most).exp_().mul_(valid)
-    now = changed.sum(dim=2, keepdim=True) + unchanged
+    # Stored keys may lie beyond all true logits.
+    changed = (stored(longer, ranks, kept_keys) @ queries).sub_(rest).exp_()
+    if valid is not None:
+        changed.mul_(valid)
+    now = changed.sum(dim=2, keepdim=True).add_(unchanged)
     changed /= now
-    # What all that a query saw gives, and, times `before`, what is left if nothing is corrected.
-    true, plain = torch.addcmul(true, others, output).div_(whole), torch.addcmul(plain, others, output)
-    gap = torch.addcmul(true, plain, now.reciprocal(), value=-1)
-    gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), mine.div_(now).sub_(changed).flatten(0, 1))
-    ridge, wanted = VALUE_RIDGE * queries.shape[3], changed @ gap.transpose(2, 3)
+    gap = torch.addcmul(true, others, now.reciprocal(), value=-1)
+    gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), changed.flatten(0, 1), alpha=-1)
+    ridge, wanted = kept.ridge * references.count, gap @ changed.transpose(2, 3)
     gram = changed @ changed.transpose(2, 3)
     gram.diagonal(dim1=2, dim2=3).add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(gram)
-    moved = torch.cholesky_solve(wanted, factor)
+    # From the right: LAPACK is several times slower from the left, at these sizes.
+    moved = torch.linalg.solve_triangular(factor.transpose(2, 3), wanted, upper=True, left=False)
+    moved = torch.linalg.solve_triangular(factor, moved, upper=False, left=False)
 
     # Of squares of the gap, ridge regression leaves |gap|^2 - <moved, wanted> - ridge |moved|^2.
-    left = _squares(gap) - (moved * (wanted + ridge * moved)).sum(dim=(2, 3))
+    left = _squares(gap) - (moved * torch.add(wanted, moved, alpha=ridge)).sum(dim=(2, 3))
+    plain = _plus(others, own_values, mine)
     fits = (left < _squares(torch.addcmul(true, plain, before.reciprocal(), value=-1))) & (failed == 0)
-    fitted = own_values + moved
-    fits &= fitted.abs().amax(dim=(2, 3)) <= MOST_GROWTH * kept_values.abs().amax(dim=(2, 3))
-    fits = fits[..., None, None] & valid
-    return Corrections(places, torch.where(fits, longer, own_keys), torch.where(fits, fitted, _rows(values, places)))
+    fitted = own_values + moved.transpose(2, 3)
+    largest = kept_values if kept.own is None else kept_values * kept.own
+    fits &= fitted.abs().amax(dim=(2, 3)) <= MOST_GROWTH * largest.abs().amax(dim=(2, 3))
+    fits = fits[..., None, None] if valid is None else fits[..., None, None] & valid
+    if ranks is None:
+        ranks = torch.arange(most, device=keys.device).expand(*keys.shape[:2], -1)
+    return Corrections(ranks, torch.where(fits, longer, own_keys), torch.where(fits, fitted, own_values))
+
+
+def _plus(x: torch.Tensor, values: torch.Tensor, exps: torch.Tensor) -> torch.Tensor:
+    """x [.., d, m] plus what exponentials [.., n, m] of values [.., n, d] give."""
+    summed = torch.baddbmm(x.flatten(0, 1), values.transpose(2, 3).flatten(0, 1), exps.flatten(0, 1))
+    return summed.view(x.shape)
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
@@ -143,27 +186,30 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x, dim=(-2, -1)).square()
 
 
-def _rows(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Rows [segments, heads, n, c] of x [segments, heads, S, c] at places [segments, heads, n]: a copy."""
-    rows = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1) * x.shape[2] + places
-    return x.flatten(0, 2).index_select(0, rows.flatten()).view(*places.shape, x.shape[3])
+def _rows(x: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Rows [segments, heads, n, c] of x [segments, heads, S, c] at ranks [segments, heads, n]: a copy."""
+    firsts = torch.arange(0, x.shape[0] * x.shape[1] * x.shape[2], x.shape[2], device=x.device)
+    index = firsts.view(*x.shape[:2], 1) + ranks
+    return x.flatten(0, 2).index_select(0, index.flatten()).view(*ranks.shape, x.shape[3])
 
 
-def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: torch.Tensor, count: int) -> torch.Tensor:
-    """The kept tokens with the largest shares of attention, then any others: int64 [segments, heads, count].
+def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Of kept tokens, the MOST_CORRECTED with the largest shares of attention: int64 [segments, heads, MOST_CORRECTED].
 
     Args:
-        exps: [segments, heads, S, m]. whole: [segments, heads, 1, m], what they are shares of. kept: bool [.., S].
+        exps: [segments, heads, most, m]. whole: [segments, heads, 1, m], what they are shares of.
     """
-    shares = (whole.reciprocal() @ exps.transpose(2, 3))[..., 0, :].masked_fill(~kept, -1.0)
-    return shares.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    shares = (whole.reciprocal() @ exps.transpose(2, 3))[..., 0, :]
+    if kept.own is not None:
+        shares = shares.masked_fill(~kept.own[..., 0], -1.0)
+    return shares.argsort(dim=-1, descending=True, stable=True)[..., :MOST_CORRECTED]
 
 
-def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _weights(shares: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.Tensor:
     """Weights of kept tokens with which their shares of attention give what the segment had.
 
-    Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + MASS_RIDGE m |w - 1|^2, by projected
-    Nesterov steps on variables scaled by the diagonal.
+    Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + ridge |w - 1|^2, by projected Nesterov
+    steps on variables scaled by the diagonal.
 
     Args:
         shares: [..., kept, m]; wanted: [..., 1, m].
@@ -171,21 +217,20 @@ def _weights(shares: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., kept, 1].
     """
-    ridge = MASS_RIDGE * shares.shape[-1]
     gram = shares @ shares.transpose(-1, -2)
-    linear = shares @ wanted.transpose(-1, -2) + ridge
+    linear = (shares @ wanted.transpose(-1, -2))[..., 0] + ridge
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    scale = gram.diagonal(dim1=-2, dim2=-1)[..., None].sqrt()
-    gram /= scale * scale.transpose(-1, -2)
+    unit = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    gram /= unit[..., None] * unit[..., None, :]
     # No eigenvalue is larger than the largest sum of a row.
-    step = 1 / gram.sum(dim=-1, keepdim=True).amax(dim=-2, keepdim=True)
-    gram.mul_(-step).diagonal(dim1=-2, dim2=-1).add_(1.0)
-    gram, linear, unit = gram.flatten(0, -3), (linear / scale * step).flatten(0, -3), scale.flatten(0, -3)
-    low, high = LEAST_WEIGHT * unit, MOST_WEIGHT * unit
+    step = 1 / gram.sum(dim=-1).amax(dim=-1, keepdim=True)
+    gram.mul_(-step[..., None]).diagonal(dim1=-2, dim2=-1).add_(1.0)
+    linear, low, high = linear / unit * step, LEAST_WEIGHT * unit, MOST_WEIGHT * unit
     now, ahead, momentum = unit, unit, 1.0
     for _ in range(STEPS):
-        after = torch.clamp(torch.baddbmm(linear, gram, ahead), low, high)
+        # Products with vectors: one after the other in LAPACK, three times as slow.
+        after = (gram * ahead[..., None, :]).sum(dim=-1).add_(linear).clamp_(low, high)
         momentum, last = (1 + math.sqrt(1 + 4 * momentum**2)) / 2, momentum
         ahead = torch.lerp(now, after, 1 + (last - 1) / momentum)
         now = after
-    return (now / unit).view(scale.shape)
+    return (now / unit)[..., None]

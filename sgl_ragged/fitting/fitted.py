@@ -8,27 +8,25 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_ragged.fitting.attention_matching import corrections
+from sgl_ragged.fitting.attention_matching import COARSE_RIDGE, MOST_KEPT, VALUE_RIDGE, Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.quantise import stored_keys
-from sgl_ragged.mem_pool.slab_format import SlabFormat
+from sgl_ragged.mem_pool.quantise import largest_code, rotation_matrix
+from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import Rows, SlabStore
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """The heads of a layer that are fitted: those that do not keep everything.
+    """The heads of a layer that are fitted: those that keep MOST_KEPT of their segments, or less.
 
-    heads: int64 [fitted heads]. totals: int64 [fitted heads, 1], tokens of a segment that they keep on all ranks.
-    groups: places among `heads` of those that keep equally much, and how much. references: of these heads.
+    heads: int64 [fitted heads]. kept: what they keep on all ranks. references: of these heads.
     """
 
     heads: torch.Tensor
-    totals: torch.Tensor
-    groups: tuple[tuple[torch.Tensor, int], ...]
+    kept: Kept
     references: References
 
     @classmethod
@@ -40,38 +38,44 @@ class LayerFit:
             (head, band.total)
             for band in layout.bands[layer]
             for head in band.heads
-            if band.kept > 0 and band.total < layout.segment and not (band.partial and layout.form.centred)
+            if band.kept > 0 and band.total <= MOST_KEPT * layout.segment and not (band.partial and layout.form.centred)
         ]
         heads = torch.tensor([head for head, _ in fitted], dtype=torch.int64, device=device)
-        totals = [total for _, total in fitted]
-        groups = tuple(
-            (torch.tensor([n for n, own in enumerate(totals) if own == total], device=device), total)
-            for total in sorted(set(totals))
-        )
-        counts = torch.tensor(totals, dtype=torch.int64, device=device)[:, None]
-        return cls(heads, counts, groups, references.heads(heads))
-
-    def kept(self, order: torch.Tensor) -> torch.Tensor:
-        """bool [segments, fitted heads, S]: what they keep, by `rank_positions` of all heads."""
-        ranked = order.index_select(1, self.heads)
-        first = torch.arange(order.shape[-1], device=order.device) < self.totals
-        return torch.zeros_like(ranked, dtype=torch.bool).scatter_(2, ranked, first.expand_as(ranked))
+        ridge = COARSE_RIDGE if layout.form.key_bits == 4 else VALUE_RIDGE
+        return cls(heads, Kept.of([total for _, total in fitted], device, ridge), references.heads(heads))
 
     def stored(
-        self, rows: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor, form: SlabFormat
+        self, rows: torch.Tensor, places: torch.Tensor | None, keys: torch.Tensor, form: SlabFormat
     ) -> torch.Tensor:
         """Rows of keys as codes give them back; arguments as `attention_matching.Stored` has them."""
-        if not form.centred:
-            return stored_keys(rows, form)
-        # Moments are those of all that a head keeps.
-        index = places[..., None].expand_as(rows)
-        every = keys.float().scatter(2, index, rows)
-        for heads, total in self.groups:
-            own = kept[:, heads].int().argsort(dim=-1, descending=True, stable=True)[..., :total]
-            own = own[..., None].expand(*own.shape, keys.shape[-1])
-            of_heads = every[:, heads]
-            every[:, heads] = of_heads.scatter(2, own, stored_keys(of_heads.gather(2, own), form))
-        return every.gather(2, index)
+        moments = None
+        if form.centred:
+            # Moments are those of all that a head keeps.
+            every = rows if places is None else keys.scatter(2, places[..., None].expand_as(rows), rows)
+            moments = self._moments(every)
+        return nearly_stored(rows, form.key_bits, moments)
+
+    def _moments(self, keys: torch.Tensor) -> torch.Tensor:
+        """`row_moments` of keys [segments, heads, most, d], but for their last bits."""
+        own = None if self.kept.own is None else self.kept.own.float()
+        counts = self.kept.totals[..., None].float()
+        mean = ((keys if own is None else keys * own).sum(dim=2, keepdim=True) / counts).half().float()
+        distance = (keys - mean).square_()
+        spread = ((distance if own is None else distance.mul_(own)).sum(dim=2, keepdim=True) / counts).sqrt_().sqrt_()
+        return torch.stack([mean, spread.clamp_min_(LEAST_SCALE).half().float()])
+
+
+def nearly_stored(rows: torch.Tensor, bits: int, moments: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows [.., d] as codes of so many bits give them back; `stored_keys` in few operations, but for last bits.
+
+    Args:
+        moments: float32 [2 (mean, spread), .., 1, d], where the format's keys are centred.
+    """
+    matrix, most = rotation_matrix(rows.shape[-1], rows.device), largest_code(bits)
+    turned = (rows if moments is None else (rows - moments[0]).div_(moments[1])) @ matrix
+    scale = (turned.abs().amax(dim=-1, keepdim=True) / most).clamp_(LEAST_SCALE, MOST_SCALE).half().float()
+    back = turned.div_(scale).round_().clamp_(-most, most).mul_(scale) @ matrix
+    return back if moments is None else torch.addcmul(moments[0], back, moments[1])
 
 
 def layer_fits(layout: SlabLayout, statistics: list[Mapping[str, torch.Tensor]], scales: list[float]) -> list[LayerFit]:
@@ -115,15 +119,22 @@ def fit_segments(
     if not len(fit.heads):
         return rows
 
-    def stored(rows: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def stored(rows: torch.Tensor, places: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
         rounded = store.from_cache(layer, 0, store.to_cache(layer, rows, rows)[0]).float()
-        return fit.stored(rounded, places, keys, kept, form) if form.quantised else rounded
+        return fit.stored(rounded, places, keys, form) if form.quantised else rounded
 
-    of_heads = [x.index_select(1, fit.heads) for x in rows]
-    keys, values = (store.from_cache(layer, part, x.view(store.dtype)) for part, x in enumerate(of_heads))
-    found = corrections(keys, values, fit.kept(order), numbers, fit.references, stored)
-    index = found.places[..., None].expand_as(found.keys)
-    new = (movable(part) for part in store.to_cache(layer, found.keys, found.values))
-    corrected = (own.scatter(2, index, part) for own, part in zip(of_heads, new, strict=True))
-    keys, values = (x.index_copy(1, fit.heads, part) for x, part in zip(rows, corrected, strict=True))
-    return keys, values
+    # Copies, in which every token of every head has a number.
+    every = [x.clone(memory_format=torch.contiguous_format) for x in rows]
+    count, heads, length = every[0].shape[:3]
+    firsts = torch.arange(0, count * heads * length, length, device=order.device).view(count, heads)
+    ranked = firsts[:, fit.heads, None] + order.index_select(1, fit.heads)
+    flat = ranked.flatten()
+    keys, values = (
+        store.from_cache(layer, part, x.flatten(0, 2).index_select(0, flat).view(store.dtype)).view(*ranked.shape, -1)
+        for part, x in enumerate(every)
+    )
+    found = corrections(keys, values, fit.kept, numbers, fit.references, stored)
+    corrected = ranked.gather(2, found.ranks).flatten()
+    for x, new in zip(every, store.to_cache(layer, found.keys, found.values), strict=True):
+        x.flatten(0, 2).index_copy_(0, corrected, movable(new).flatten(0, 2))
+    return every[0], every[1]

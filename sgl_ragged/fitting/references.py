@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+
+ALIGNED = 16
+"""Queries on CPUs: multiples of as many, where products of matrices take a tenth less."""
 
 BIAS_RIDGE = 1e-3
 """Of the direction in which keys carry a bias, per query."""
@@ -15,70 +20,72 @@ BIAS_RIDGE = 1e-3
 
 @dataclass(frozen=True)
 class References:
-    """The codebook of one layer's heads on the device; H heads, m queries, d dimensions.
+    """The codebook of one layer's heads on the device; H heads, d dimensions in their places, m queries, of which
+    `count` are the codebook's: any others attend to nothing here, and want nothing.
 
-    queries: float16 [H, d, m], on CPUs the same numbers in float32, times what logits are scaled by, dimensions in
-    `order`. outputs: alike, [H, 2, d, m], dimensions in their places. masses: float32 [H, 2, m].
-    bias: float32 [H, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
-    longer by b u has logits larger by b. Dimensions in `order`.
-    frequencies: float64 [r / 2]. inverse: int64 [d], where dimensions come from that are not in `order`; or None where
-    they are in their places.
+    queries: float16 [H, d, m], on CPUs the same numbers in float32, times what logits are scaled by. across: alike,
+    what sines are multiplied by where RoPE turns them. outputs: alike, [2, H, d, m]. masses: float32 [2, H, 1, m].
+    bias: float32 [H, 1, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
+    longer by b u has logits larger by b. bias_across: as of queries.
+    frequencies: float64 [d], 0 where nothing is turned.
     """
 
     queries: torch.Tensor
+    across: torch.Tensor
     masses: torch.Tensor
     outputs: torch.Tensor
     bias: torch.Tensor
+    bias_across: torch.Tensor
     frequencies: torch.Tensor
-    inverse: torch.Tensor | None
+    count: int
 
     @classmethod
     def of(cls, statistics: Mapping[str, torch.Tensor], scale: float) -> References:
         """From one layer's statistics [H, ...]; `scale`: what attention multiplies logits by."""
         queries, outputs = (statistics[QUERIES].float() * scale).half(), statistics[OUTPUTS].half()
-        queries, outputs = (x.transpose(-1, -2).contiguous() for x in (queries, outputs))
         frequencies, order = statistics[ROPE[0]][0].double(), statistics[ROPE[1]][0].long()
-        moved = bool((order.cpu() != torch.arange(len(order))).any())
+        inverse, half = order.argsort(), len(frequencies)
+
+        def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """[H, n, d] with pairs in front, and what sines turn: [H, n, d], in their places."""
+            first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+            return x[..., inverse], torch.cat([-second, first, torch.zeros_like(rest)], dim=-1)[..., inverse]
+
+        bias, bias_across = both(_bias(queries.float())[:, None])
+        columns = [x.transpose(-1, -2) for x in (*both(queries), outputs.transpose(0, 1))]
+        masses, count = statistics[MASSES].float().transpose(0, 1)[:, :, None], queries.shape[1]
         if not queries.is_cuda:
             # There is room, and no kernel that multiplies them as they are.
-            queries, outputs = queries.float(), outputs.float()
-        return cls(
-            queries=queries,
-            masses=statistics[MASSES].float(),
-            outputs=outputs,
-            bias=_bias(queries.float()),
-            frequencies=frequencies,
-            inverse=order.argsort() if moved else None,
-        )
+            columns = [pad(x.float(), (0, -count % ALIGNED)) for x in columns]
+            masses = pad(masses, (0, -count % ALIGNED), value=math.inf)
+        queries, across, outputs = (x.contiguous() for x in columns)
+        every = torch.cat([frequencies, frequencies, frequencies.new_zeros(len(order) - 2 * half)])[inverse]
+        return cls(queries, across, masses.contiguous(), outputs, bias, bias_across, every, count)
 
-    def seen_from(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [segments, H, d, m] and bias [segments, H, d, 1] turned by RoPE to positions, integers [segments].
+    def seen_from(self, positions: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries [segments, H, d, m] and bias [segments, H, 1, d] turned by RoPE to positions, integers [segments];
+        masses [segments, H, 1, m] and outputs [segments, H, d, m] of all else that the queries saw.
 
-        float32, dimensions in their places.
+        float32. first: bool [segments], which are the first of their sequences.
         """
         # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
-        angles = positions[:, None, None, None].double() * self.frequencies[:, None]
-        cosines, sines = angles.cos().float(), angles.sin().float()
-        turned = (_turned(x.float(), cosines, sines) for x in (self.queries, self.bias[..., None]))
-        queries, bias = (x if self.inverse is None else x.index_select(2, self.inverse) for x in turned)
-        return queries, bias
+        angles = positions[:, None].double() * self.frequencies
+        cosines, sines = (x.float()[:, None, None] for x in (angles.cos(), angles.sin()))
+        bias = torch.addcmul(self.bias * cosines, self.bias_across, sines)
+        columns = cosines.transpose(2, 3), sines.transpose(2, 3)
+        queries = torch.addcmul(self.queries.float() * columns[0], self.across.float(), columns[1])
+        version = first.long()
+        masses, outputs = (x.index_select(0, version) for x in (self.masses, self.outputs))
+        return queries, bias, masses, outputs.float()
 
     def heads(self, heads: torch.Tensor) -> References:
         """Those of some heads, int64 [heads]."""
-        of_heads = {name: getattr(self, name)[heads] for name in ("queries", "masses", "outputs", "bias")}
-        return replace(self, **of_heads)
-
-
-def _turned(columns: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Columns [H, d, n], of which cosines and sines [segments, 1, r / 2, 1] turn the first r dimensions."""
-    half = cosines.shape[2]
-    first, second, rest = columns.split([half, half, columns.shape[1] - 2 * half], dim=1)
-    turned = [first * cosines - second * sines, second * cosines + first * sines]
-    return torch.cat([*turned, rest.expand(len(cosines), *rest.shape)], dim=2)
+        of_heads = {name: getattr(self, name)[heads] for name in ("queries", "across", "bias", "bias_across")}
+        return replace(self, **of_heads, masses=self.masses[:, heads], outputs=self.outputs[:, heads])
 
 
 def _bias(queries: torch.Tensor) -> torch.Tensor:
-    """Ridge regression of 1 on the queries [H, d, m]: [H, d]."""
-    dim, count = queries.shape[1:]
-    gram = queries @ queries.transpose(1, 2) + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
-    return torch.linalg.solve(gram, queries.sum(dim=2))
+    """Ridge regression of 1 on the queries [H, m, d]: [H, d]."""
+    count, dim = queries.shape[1:]
+    gram = queries.transpose(1, 2) @ queries + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
+    return torch.linalg.solve(gram, queries.sum(dim=1))

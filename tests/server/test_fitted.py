@@ -54,7 +54,7 @@ class FittedOracle(Oracle):
             if not len(kept):
                 continue
             pair = tokens.keys[own][kept], tokens.values[own][kept]
-            if len(kept) < SEGMENT:
+            if len(kept) <= 3 * SEGMENT // 4:
                 pair = fit_oracle.fitted(tokens.keys[own], tokens.values[own], kept, number, book, tokens.scale, stored)
             rows = torch.from_numpy(kept + own.start)
             keys[rows] = torch.from_numpy(stored(pair[0]))
