@@ -40,6 +40,8 @@ SEALED = (seal.gather_kernel, row_moments.row_moments_kernel)
 HEAD_DIMS, PADDED_DIMS = (64, 128, 256), (80, 96)
 """Powers of two, whose tiles are as wide as rows; others, whose tiles are those of the next power of two."""
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
+TOKENS = 76
+"""Of an open segment in a page: no power of two, and no divisor of the segment, as in general."""
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -112,16 +114,16 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
     query_dtype = "bf16" if dtype in FP8 or dtype in CODES else dtype
     query, itemsize = f"*{query_dtype}", ITEMSIZE[query_dtype]
     element, slabs = (query, "*u8") if dtype in CODES else (f"*{dtype}", f"*{dtype}")
-    common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "TAIL": SEGMENT, "HEAD_DIM": dim}
+    common: dict[str, Any] = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, **_pages(dtype), "HEAD_DIM": dim}
     form = CODES.get(dtype, slab_format.WIDE)
     common |= {"PARTIAL": False, "KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
     kernels = (
         (
             decode.decode_kernel,
-            tiles.decode_tile(dim, itemsize, centred=form.centred),
+            tiles.decode_tile(dim, itemsize, fp8=dtype in FP8, form=form),
             {"queries_ptr": query, "slabs_ptr": slabs, "tails_ptr": element, "slots_ptr": "*i32"}
             | {
-                "rows_ptr": "*i64",
+                "pages_ptr": "*i32",
                 "seen_ptr": "*i32",
                 "open_lengths_ptr": "*i32",
                 "ctas_ptr": "*i32",
@@ -139,7 +141,7 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
             extend.extend_kernel,
             tiles.extend_tile(dim, itemsize, architecture // 10, fp8=dtype in FP8, form=form),
             {"queries_ptr": query, "keys_ptr": element, "values_ptr": element, "slabs_ptr": slabs}
-            | {"tails_ptr": element, "slots_ptr": "*i32", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
+            | {"tails_ptr": element, "slots_ptr": "*i32", "pages_ptr": "*i32", "tiles_ptr": "*i32"}
             | {"ctas_ptr": "*i32", "kept_ptr": "*i32", "key_blocks_ptr": "*i64", "output_ptr": query}
             | {
                 "opens_ptr": "*i32",
@@ -160,7 +162,8 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         blocks["PRECISION"] = tile.precision
         if kernel is extend.extend_kernel:
             blocks |= {"DIVIDED": False, "LSE": False}
-        yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim)
+        options = {"maxnreg": tile.registers}
+        yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim, options=options)
         # Of heads divided among CTAs, one dtype stands for all: only what is done with the result differs.
         if kernel is extend.extend_kernel and dtype == "bf16":
             divided = common | blocks | {"DIVIDED": True}
@@ -181,7 +184,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         pointers[quantize_fp8.quantize_fp8_kernel] = ["stored_keys_ptr", "stored_values_ptr"]
     else:
         pointers |= {decode.combine_kernel: ["output_ptr"], extend.combine_tiles_kernel: ["output_ptr"]}
-    others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "rows_ptr": "*i64"}
+    others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
     others |= {"key_blocks_ptr": "*i64", "head_lse_ptr": "*fp32", "keys_ptr": "*bf16", "values_ptr": "*bf16"}
     # Constants of caches that hold keys and values as they are.
     plain = {} if is_fp8 else {"key_reciprocal": None, "value_reciprocal": None}
@@ -195,7 +198,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
                 types[name] = element
             elif not name.isupper() and name not in plain:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, "TAIL": SEGMENT, "HEAD_DIM": dim}
+        constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, **_pages(dtype), "HEAD_DIM": dim}
         constants |= {
             "SCORER": "keydiff",
             "BLOCK_T": seal.score_block(dim),
@@ -208,6 +211,15 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         warps = 1 if kernel is append.append_kernel else 4
         options = row_moments.OPTIONS if kernel is row_moments.row_moments_kernel else {}
         yield Build(kernel, types, constants, warps, dtype, dim, options=options)
+
+
+def _pages(dtype: str) -> dict[str, int]:
+    """Constants of open segments, whose keys and values take as many bytes as queries unless the cache is FP8."""
+    return {
+        "TOKENS": TOKENS,
+        "PAGES": -(-SEGMENT // TOKENS),
+        "UNIT": 16 // (1 if dtype in FP8 else ITEMSIZE.get(dtype, 2)),
+    }
 
 
 def compile_build(build: Build, architecture: int) -> Resources:
@@ -282,7 +294,8 @@ Another Triton gives other figures and may spill (`docs/kernels.md`, versions): 
 By `python -m benchmarks.kernel_resources --output benchmarks/results/kernel-resources.md`;
 `tests/test_compiled_kernels.py` guards it.
 
-Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens; a tile is query rows x key rows.
+Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens, open ones in pages of {TOKENS}; a
+tile is query rows x key rows.
 Decode and extend load keys and values 16 bytes at a time, asynchronously, with two copies in flight; decode over an
 FP8 cache loads some of them 8 bytes at a time. fp8e4nv is E4M3, which needs compute capability 8.9, and fp8e5 is E5M2;
 queries are bf16 there. int8, k8v4, k6v4 and k4v4 are slabs of codes (`docs/slab-formats.md`), tails and queries bf16.

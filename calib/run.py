@@ -329,8 +329,8 @@ def _kv_bytes(geometry: ModelGeometry, segment: int, samples: list[TokenizedSamp
     kept = uniform_kept(geometry.num_layers, geometry.num_heads, 1.0, segment)
     full = SlabLayout(kept, geometry.head_dim, segment)
     segments = max(len(sample.input_ids) for sample in samples) // segment + 4
-    # Two rows of tails; what scorers keep beside them is no more than q_per_kv / 2 as much again.
-    tails = (2 + geometry.q_per_kv) * full.tail_bytes(4)
+    # An open segment and its stage; what scorers keep of each token is no more than q_per_kv / 2 as much again.
+    segments += 2 + geometry.q_per_kv
     # A page of the sliding-window layers for every slab: then the other pool is never the smaller one.
     windows = 4 * segment * geometry.windowed.elements_per_token if geometry.windowed else 0
-    return segments * (full.slab_bytes(4) + windows) + tails
+    return segments * (full.slab_bytes(4) + windows) + 2**20

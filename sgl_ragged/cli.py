@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.sizing import check_limits, fit_pool, parse_bytes
+from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, check_limits, fit_pool, parse_bytes
 from sgl_ragged.mem_pool.slab_format import ASKED
 from sgl_ragged.mem_pool.slab_format import AUTO as BY_RATIO
 from sgl_ragged.model_options import add_model_options, choose_kept, read_model
@@ -115,7 +115,7 @@ def show_layout(options: argparse.Namespace) -> None:
     import torch
 
     from sgl_ragged.mem_pool.kv_dtype import is_fp8
-    from sgl_ragged.mem_pool.slab_store import side_bytes
+    from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
     from sgl_ragged.plugin.conflicts import refuse_conflicts
     from sgl_ragged.plugin.feature import Prefill, Rank, features
     from sgl_ragged.plugin.joining import (
@@ -177,6 +177,7 @@ def show_layout(options: argparse.Namespace) -> None:
     sizes = fit_pool(
         plan.layout(0),
         kv_dtype.itemsize,
+        open_pages(get_scorer(options.scorer), [plan.layout(0)], plan.q_per_kv, kv_dtype, queries),
         budget,
         options.max_running_requests,
         side,
@@ -188,9 +189,16 @@ def show_layout(options: argparse.Namespace) -> None:
     if not options.json:
         print(plan.source)
         print("; ".join([sizes.describe(), *describe_features(plan, sizes)]))
+        print("\ntokens of a request   requests at once   full KV    gain")
+        for tokens in LOADS_TOKENS:
+            requests, full = sizes.requests_of(tokens)
+            print(f"{tokens:>19}   {requests:>16}   {full:>7}   {requests / full if full else float('nan'):>4.2f}x")
         return
-    names = ["slab_bytes", "num_slots", "max_total_tokens", "tails_bytes", "max_requests", "total_bytes", "full_tokens"]
+    names = ["slab_bytes", "num_slots", "max_total_tokens", "rows_bytes", "max_requests", "total_bytes", "full_tokens"]
     shown = {name: getattr(sizes, name) for name in names} | {"kept": plan.kept.tolist(), "slab_dtype": plan.form.name}
+    shown |= {"open_page_tokens": sizes.open_pages.tokens}
+    loads = [(tokens, *sizes.requests_of(tokens)) for tokens in LOADS_TOKENS]
+    shown |= {"loads": [dict(zip(("tokens", "requests", "full_requests"), load, strict=True)) for load in loads]}
     shown |= {"kept_ratio": sizes.layout.mean_kept_share, "kept_bytes_ratio": sizes.layout.byte_share(sizes.itemsize)}
     for feature in features():
         shown |= feature.layout_info(feature.of(plan), rank, sizes)

@@ -19,8 +19,9 @@ from sgl_ragged.history.histories import Histories
 from sgl_ragged.history.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
-from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.slab_store import SlabStore, open_pages
 from sgl_ragged.scorers import get_scorer
 from tests.bounded_oracle import views
 from tests.oracle import Tokens, visible
@@ -148,14 +149,15 @@ class Harness:
         dtype: torch.dtype = torch.float32,
         placement: Placement | None = None,
         rank: int = 0,
-        tail_capacity: int | None = None,
         sinks: torch.Tensor | None = None,
         scales: KvScales = SCALES,
         bound: HistoryBound | None = None,
         gives_lse: bool = False,
         form: SlabFormat = WIDE,
+        page_tokens: int | None = None,
     ) -> None:
-        """`form`: of the slabs. `scales` are those of FP8 caches, whose queries are float32. `sinks` as in
+        """`form`: of the slabs. `page_tokens`: of open segments in a page, as many as there is room for by default.
+        `scales` are those of FP8 caches, whose queries are float32. `sinks` as in
         `Sequence.expected`. With a `bound`, histories are bounded.
 
         With a placement, one rank's places. With it, with sinks or where `gives_lse`, `lse` holds the last batch's
@@ -175,24 +177,32 @@ class Harness:
         )
         rope = {"rope_frequencies": frequencies[:1], "rope_order": order[:1]}
         count = requests * segments
+        dtypes = dtype, torch.float32 if dtype in LARGEST else dtype
+        pages = open_pages(get_scorer(scorer), [layout], per_head, *dtypes)
+        if page_tokens is not None:
+            assert page_tokens <= pages.tokens, f"a page has room for {pages.tokens} tokens"
+            pages = OpenPages(SEGMENT, page_tokens)
+        most = pages.most
         self.store = SlabStore(
             layout,
             get_scorer(scorer),
-            count + 1,
+            count + 1 + 2 * requests * most,
             requests + 1,
             dtype,
             "cpu",
             q_per_kv=per_head,
             statistics=[{"query_mean": mean[row], "query_covariance": covariance[row], **rope} for row in self.heads],
-            tail_capacity=tail_capacity,
-            query_dtype=torch.float32 if dtype in LARGEST else None,
+            pages=pages,
+            query_dtype=dtypes[1],
         )
         self.store.scales = [0.5] * len(kept)
         self.store.kv_scales = [scales] * len(kept)
         self.operations = make_operations(self.store, segments)
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
         self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
-        self.store.tails.inputs[:] = 1e4
+        # Extra pages and stages for each request: those of the open segment, and those of the one before.
+        beside = torch.randperm(2 * requests * most, generator=torch.Generator().manual_seed(1)) + count + 1
+        self.store.tails.table[1:] = beside.view(requests, 2, most)
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
@@ -209,6 +219,9 @@ class Harness:
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         rows = torch.arange(1, len(sequences) + 1)
         seen = None if self.histories is None else self.histories.seen(rows.tolist(), starts, lengths)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True), start=1):
+            if start // SEGMENT < end // SEGMENT:
+                self._begin_segment(row)
         batch = self.operations.describe_extend(self.table, rows, starts, lengths, seen)
         layers, self.lse = [], self._no_lse(sum(lengths))
         for layer in range(len(self.kept)):
@@ -234,8 +247,11 @@ class Harness:
             for row, position in enumerate(positions, start=1):
                 self.histories.advance(row, position // SEGMENT)
             self.histories.refresh()
+        for row, position in enumerate(positions, start=1):
+            if position and position % SEGMENT == 0:
+                self._begin_segment(row)
         batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
-        full = filled(self.table, rows, lengths.tolist(), SEGMENT)
+        full = filled(self.table, rows, lengths.tolist(), self.store.tails)
         if full is not None:
             self.store.defer_seals(full)
         ends = [position + 1 for position in positions]
@@ -255,6 +271,9 @@ class Harness:
             layers.append(output)
         self.lse = self.lse[:, :size]
         return torch.stack(layers, dim=1)
+
+    def _begin_segment(self, row: int) -> None:
+        self.store.tails.table[row] = self.store.tails.table[row].flip(0)
 
     def _no_lse(self, tokens: int) -> torch.Tensor:
         layers, places = self.heads.shape

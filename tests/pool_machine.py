@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -21,13 +21,16 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_ragged.attention.operations import Operations
 from sgl_ragged.attention.torch_ops import TorchOps
+from sgl_ragged.attention.view import filled
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.tails import NOW
+from sgl_ragged.plugin.allocator import SlabAllocator
 from sgl_ragged.scorers import get_scorer
 from tests.oracle import Tokens, kept_tokens
 
-SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 48, 16, 12, 4, 50
+SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 48, 16, 18, 4, 50
 LAYOUT = SlabLayout(kept=np.array([[16, 32, 48], [32, 16, 32]]), head_dim=DIM, segment=SEGMENT)
 SCORER = "snapkv"
 
@@ -46,7 +49,7 @@ def kv(tokens: list[int], start: int) -> torch.Tensor:
     return torch.from_numpy(BY_TOKEN[index] + 0.1 * BY_POSITION[start : start + len(index)])
 
 
-def expected_slab(tokens: list[int], index: int) -> np.ndarray:
+def expected_slab(tokens: list[int], index: int, scorer: str = SCORER) -> np.ndarray:
     """What the slab of segment `index` of a sequence must hold, flat."""
     start = index * SEGMENT
     content = kv(tokens[start : start + SEGMENT], start).double().numpy()
@@ -55,7 +58,7 @@ def expected_slab(tokens: list[int], index: int) -> np.ndarray:
         for head in range(LAYOUT.num_heads):
             count = int(LAYOUT.kept[layer, head])
             keys, values = content[:, layer, 0, head], content[:, layer, 1, head]
-            kept = kept_tokens(SCORER, Tokens(keys, values, queries=keys[None], scale=DIM**-0.5), count, index == 0)
+            kept = kept_tokens(scorer, Tokens(keys, values, queries=keys[None], scale=DIM**-0.5), count, index == 0)
             for offset, source in ((LAYOUT.key_offset, keys), (LAYOUT.value_offset, values)):
                 begin = offset[layer, head]
                 slab[begin : begin + count * DIM] = source[kept].ravel()
@@ -79,8 +82,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.allocator = PagedTokenToKVPoolAllocator(
-            (SLOTS - 1) * SEGMENT, SEGMENT, torch.float32, "cpu", kvcache=None, need_sort=False
+        self.store = SlabStore(LAYOUT, get_scorer(SCORER), SLOTS, ROWS, torch.float32, "cpu")
+        self.open = OpenSegments(self.store)
+        self.allocator = SlabAllocator(
+            (SLOTS - 1) * SEGMENT,
+            page_size=SEGMENT,
+            dtype=torch.float32,
+            device="cpu",
+            kvcache=SimpleNamespace(open_segments=self.open),
+            need_sort=False,
         )
         self.table = ReqToTokenPool(
             size=ROWS - 1, max_context_len=SEGMENT * SLOTS, device="cpu", enable_memory_saver=False
@@ -93,34 +103,44 @@ class PoolMachine(RuleBasedStateMachine):
                 page_size=SEGMENT,
             )
         )
-        self.store = SlabStore(LAYOUT, get_scorer(SCORER), SLOTS, ROWS, torch.float32, "cpu")
         self.operations = self.make_operations(self.store)
         self.running: list[Request] = []
         self.retracted: list[list[int]] = []
 
     def _allocate(self, pages: int) -> torch.Tensor | None:
+        """int64 pages, or None where there are not so many."""
         if pages * SEGMENT > self.allocator.available_size():
             self.tree.evict(EvictParams(num_tokens=pages * SEGMENT - self.allocator.available_size()))
-        return self.allocator.alloc(pages * SEGMENT)
+        locations = self.allocator.alloc(pages * SEGMENT)
+        return None if locations is None else locations[::SEGMENT] // SEGMENT
 
     def _start(self, tokens: list[int], chunk: int) -> None:
         """Admit a request as the scheduler does: match, lock, allocate, prefill in chunks of whole segments."""
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens[:-1]))))
         shared, node = match.device_prefix_len, match.last_device_node
         self.tree.inc_lock_ref(node)
-        locations = self._allocate(-(-(len(tokens) - shared) // SEGMENT))
-        if locations is None:
+        segments = -(-(len(tokens) - shared) // SEGMENT)
+        # A chunk has pages of its own and, for a while, those of the segment that was open before.
+        chunks = [(at, min(at + chunk, len(tokens))) for at in range(shared, len(tokens), chunk)]
+        beside = self.open.extend_demand(*zip(*chunks, strict=True))
+        found = self._allocate(segments + beside)
+        if found is None:
             self.tree.dec_lock_ref(node)
             return
         row = self.table.alloc_rows(1)[0]
-        pages = (locations[::SEGMENT] // SEGMENT).tolist()
+        pages, beside_pages = found[:segments].tolist(), found[segments:]
+        locations = (found[:segments, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
         self.table.req_to_token[row, :shared] = self.tree.path_device_indices(node).to(torch.int32)
         self.table.req_to_token[row, shared : len(tokens)] = locations[: len(tokens) - shared].to(torch.int32)
-        for begin in range(shared, len(tokens), chunk):
-            self._extend(row, tokens, begin, min(begin + chunk, len(tokens)))
+        for begin, end in chunks:
+            count = self.open.extend_demand([begin], [end])
+            self.open.extend([row], [begin], [end], beside_pages[:count])
+            beside_pages = beside_pages[count:]
+            self._extend(row, tokens, begin, end)
         self.running.append(Request(tokens=list(tokens), row=row, node=node, shared=shared, pages=pages))
 
     def _extend(self, row: int, tokens: list[int], begin: int, end: int) -> None:
+        self.store.batches += 1
         self.store.flush_pending_seals()
         batch = self.operations.describe_extend(self.table.req_to_token, torch.tensor([row]), [begin], [end - begin])
         content = kv(tokens[begin:end], begin)
@@ -139,6 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
             doubles = range(request.shared // SEGMENT, present // SEGMENT)
             self._free([int(locations[index * SEGMENT]) // SEGMENT for index in doubles])
         self._free(request.pages[whole - request.shared // SEGMENT :])
+        self.allocator.free_page_ids(self.open.release(request.row))
         self.tree.dec_lock_ref(request.node)
         self.table.free_rows([request.row])
 
@@ -165,17 +186,19 @@ class PoolMachine(RuleBasedStateMachine):
         """All running requests, in one batch per step, like the server."""
         rng = np.random.default_rng(seed)
         for _ in range(steps):
-            for request in list(self.running):
-                if len(request.tokens) % SEGMENT == 0:
-                    locations = self._allocate(1)
-                    if locations is None or len(request.tokens) + SEGMENT > self.table.max_context_len:
-                        if locations is not None:
-                            self.allocator.free(locations)
-                        self.retract(len(self.running) - 1)
-                        return
-                    request.pages.append(int(locations[0]) // SEGMENT)
+            new = [request for request in self.running if len(request.tokens) % SEGMENT == 0]
+            lengths = [len(request.tokens) + 1 for request in self.running]
+            found = self._allocate(len(new) + self.open.decode_demand(lengths))
+            if found is None or max(lengths, default=0) > self.table.max_context_len:
+                if found is not None:
+                    self.allocator.free_page_ids(found)
+                self.retract(len(self.running) - 1)
+                return
             if not self.running:
                 return
+            for request, page in zip(new, found.tolist(), strict=False):
+                request.pages.append(page)
+            self.open.decode([request.row for request in self.running], lengths, found[len(new) :])
             for request in self.running:
                 place = len(request.tokens) % SEGMENT
                 request.tokens.append(int(rng.integers(VOCABULARY)))
@@ -184,19 +207,14 @@ class PoolMachine(RuleBasedStateMachine):
             self._decode_step()
 
     def _decode_step(self) -> None:
+        self.store.batches += 1
         self.store.flush_pending_seals()
         rows = torch.tensor([request.row for request in self.running])
         lengths = torch.tensor([len(request.tokens) for request in self.running])
         batch = self.operations.describe_decode(self.table.req_to_token, rows, lengths, lengths)
-        full = [request for request in self.running if len(request.tokens) % SEGMENT == 0]
-        if full:
-            self.store.defer_seals(
-                InTails(
-                    rows=torch.tensor([request.row for request in full]),
-                    slots=torch.tensor([request.pages[-1] for request in full]),
-                    numbers=torch.tensor([len(request.tokens) // SEGMENT - 1 for request in full]),
-                )
-            )
+        full = filled(self.table.req_to_token, rows, lengths.tolist(), self.store.tails)
+        if full is not None:
+            self.store.defer_seals(full)
         content = torch.cat([kv(r.tokens[-1:], len(r.tokens) - 1) for r in self.running])
         for layer in range(LAYOUT.num_layers):
             keys, values = content[:, layer, 0], content[:, layer, 1]
@@ -245,7 +263,12 @@ class PoolMachine(RuleBasedStateMachine):
         free = self.allocator.get_all_free_pages().tolist()
         in_tree = [slot for slot, _ in self._tree_segments()]
         owned = [page for request in self.running for page in request.pages]
-        assert sorted(free + in_tree + owned) == list(range(1, SLOTS))
+        table = self.store.tails.table
+        beside = [page for row, count in self.open._held.items() for page in table[row, NOW, :count].tolist()]
+        leaving = [page for _, pages in self.open._retired for page in pages.tolist()]
+        assert sorted(free + in_tree + owned + beside + leaving) == list(range(1, SLOTS))
+        assert len(beside) + len(leaving) == self.open.in_use + self.open.returning
+        assert self.open.held == sum(self.open.pages.extra(len(request.tokens) % SEGMENT) for request in self.running)
 
     @invariant()
     def live_slabs_hold_what_the_oracle_says(self) -> None:
@@ -266,5 +289,8 @@ class PoolMachine(RuleBasedStateMachine):
         for request in self.running:
             begin = len(request.tokens) // SEGMENT * SEGMENT
             expected = kv(request.tokens[begin:], begin).permute(1, 2, 3, 0, 4)
-            tail = self.store.tails.data[request.row, :, :, :, : expected.shape[3]]
-            np.testing.assert_array_equal(tail.numpy(), expected.numpy())
+            if begin < len(request.tokens):
+                tails, own = self.store.tails, torch.tensor([request.pages[-1]])
+                pages = tails.pages(torch.tensor([request.row]), own, NOW)
+                found = [tails.read(layer, pages, expected.shape[3])[0] for layer in range(LAYOUT.num_layers)]
+                np.testing.assert_array_equal(torch.stack(found).numpy(), expected.numpy())

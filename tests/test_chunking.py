@@ -26,8 +26,10 @@ SEGMENT, CHUNK, TOKENS, PROMPT = 32, 96, 4096, 300
 @pytest.fixture(autouse=True)
 def flags(monkeypatch):
     """What admission asks of the server's flags, which is not running."""
-    features = SimpleNamespace(enable_encoder_swa_bounded_replay=False)
-    monkeypatch.setattr(schedule_policy, "get_exec", lambda: SimpleNamespace(features=features))
+    features, mamba = (
+        SimpleNamespace(**{name: False}) for name in ("enable_encoder_swa_bounded_replay", "enable_mamba_extra_buffer")
+    )
+    monkeypatch.setattr(schedule_policy, "get_exec", lambda: SimpleNamespace(features=features, mamba=mamba))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_layout_as_json(model, monkeypatch, capsys):
     kept = np.array(plan["kept"])
     assert kept.shape == (3, 4)
     assert plan["slab_bytes"] == int(kept.sum()) * 2 * 64 * 2
-    assert plan["total_bytes"] == plan["num_slots"] * plan["slab_bytes"] + plan["tails_bytes"] <= 64 * 2**20
+    assert plan["total_bytes"] == plan["num_slots"] * plan["slab_bytes"] + plan["rows_bytes"] <= 64 * 2**20
     assert plan["max_total_tokens"] == (plan["num_slots"] - 1) * 256 > 2.5 * plan["full_tokens"]
 
 
@@ -72,20 +72,19 @@ def test_only_warnings_of_imports_are_silenced(caplog):
 
 
 def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
-    """A profile, and queries beside the tails."""
+    """A profile, and queries of every token in open segments."""
     profile = make_profile(model, model / "p.safetensors", scorer="h2o")
     flags = ["--model", str(model), "--kv-bytes", "64MiB", "--ratio", "0.3", "--scorer", "h2o", *WIDE, "--json"]
     run(monkeypatch, "layout", *flags, "--profile", str(model / "p.safetensors"))
     plan = json.loads(capsys.readouterr().out)
     assert plan["kept"] == profile_kept(profile, 0.3, 256).tolist()
     run(monkeypatch, "layout", *flags, "--max-running-requests", "7")
-    with_queries = json.loads(capsys.readouterr().out)["tails_bytes"]
-    # Per row: keys and values of a segment, and 2 query heads for 256 places and the one that takes the rest.
-    assert with_queries == 8 * 3 * 4 * 64 * 2 * (2 * 256 + 2 * 257)
+    # Keys and values, and 2 query heads, of each token.
+    assert json.loads(capsys.readouterr().out)["open_page_tokens"] == plan["slab_bytes"] // (3 * 4 * 64 * 2 * (2 + 2))
     run(monkeypatch, "layout", *flags, "--max-running-requests", "7", "--dtype", "fp8_e4m3")
     narrow = json.loads(capsys.readouterr().out)
     # Keys and values take a byte, queries beside them two as before.
-    assert narrow["tails_bytes"] == 8 * 3 * 4 * 64 * (2 * 256 + 2 * 2 * 257)
+    assert narrow["open_page_tokens"] == narrow["slab_bytes"] // (3 * 4 * 64 * (2 + 2 * 2))
     assert narrow["slab_bytes"] == plan["slab_bytes"] // 2
 
 
@@ -111,8 +110,9 @@ def test_layout_of_a_bounded_history(model, monkeypatch, capsys):
     flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--max-running-requests", "7", "--history"]
     run(monkeypatch, *flags, "1024", "--json")
     plan = json.loads(capsys.readouterr().out)
-    # Four segments that it sees, the page of its open one, and its tail.
-    assert plan["most_request_bytes"] == 5 * plan["slab_bytes"] + plan["tails_bytes"] // 8
+    # Four segments that it sees, and the pages of its open one and their stage.
+    pages = -(-256 // plan["open_page_tokens"]) + 1
+    assert plan["most_request_bytes"] == (4 + pages) * plan["slab_bytes"] + plan["rows_bytes"] // 8
     run(monkeypatch, *flags, "1024")
     assert f"requests see 1024 tokens of their histories and hold at most {plan['most_request_bytes']} bytes" in (
         capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_layout_of_retrieval(model, monkeypatch, capsys):
     plan = json.loads(capsys.readouterr().out)
     # All heads but the pivots are watched for: 32 rows each; and 2 query heads of each pivot for 8 steps.
     assert plan["overlay_bytes"] == 10 * (32 * 2 * 64 * 2 + 4) + 2 * 8 * 2 * (64 * 2 + 4)
-    assert plan["tails_bytes"] == without["tails_bytes"] + 8 * plan["overlay_bytes"]
+    assert plan["rows_bytes"] == without["rows_bytes"] + 8 * plan["overlay_bytes"]
     assert (plan["pivots"], plan["reservoir_bytes"]) == ([[0, 1], [1, 2]], 2**30)
     assert (plan["kept"][0][1], plan["kept"][1][2]) == (256, 256)
     assert np.mean(plan["kept"]) <= 0.3 * 256
@@ -158,18 +158,18 @@ def test_layout_as_a_line(model, monkeypatch, capsys):
     assert [float(share) for share in shares.groups()] == pytest.approx([0.768, 0.3], abs=0.01)
 
 
-def test_layout_warns_when_tails_eat_the_gain(model, monkeypatch, capsys):
-    flags = ["--model", str(model), "--kv-bytes", "64MiB", "--json"]
+def test_layout_warns_where_nothing_is_gained(model, monkeypatch, capsys):
+    flags = ["--model", str(model), "--kv-bytes", "64MiB", "--json", "--max-running-requests", "64"]
     run(monkeypatch, "layout", *flags)
     assert capsys.readouterr().err == ""
-    run(monkeypatch, "layout", *flags, "--max-running-requests", "64")
+    run(monkeypatch, "layout", *flags, "--ratio", "1", "--scorer", "snapkv")
     shown = capsys.readouterr()
     plan = json.loads(shown.out)
     assert plan["max_total_tokens"] < plan["full_tokens"]
     assert (
         f"holds {plan['max_total_tokens']} tokens, an uncompressed cache would hold {plan['full_tokens']}" in shown.err
     )
-    assert "lower --max-running-requests" in shown.err
+    assert "at ratio 1 nothing is compressed" in shown.err
 
 
 def test_a_config_without_architecture_is_refused(model, monkeypatch):

@@ -21,13 +21,14 @@ from benchmarks.kernel_resources import (
     FP8,
     HEAD_DIMS,
     PADDED_DIMS,
+    SEGMENT,
     Build,
     Resources,
     builds,
     compile_build,
     markdown,
 )
-from sgl_ragged.attention.kernels import decode, extend
+from sgl_ragged.attention.kernels import decode, extend, seal
 
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -122,6 +123,29 @@ def test_partial_heads_compile_as_well(kernel):
     found = compile_build(dataclasses.replace(build, constants=build.constants | more), 90)
     assert found.spilled_bytes == 0, found
     assert kernel is decode.combine_kernel or found.async_depth >= 2, found
+
+
+@pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel, seal.score_kernel, seal.gather_kernel])
+def test_segments_in_one_piece_compile_as_well(kernel):
+    """Chunks, and open segments at ratio 1. Nothing is looked up for them."""
+    in_pages = one_build(kernel)
+    whole = in_pages.constants | {"TOKENS": SEGMENT, "PAGES": 1}
+    paged, found = (compile_build(one, 90) for one in (in_pages, dataclasses.replace(in_pages, constants=whole)))
+    assert found.spilled_bytes == 0, found
+    assert found.wide_loads == paged.wide_loads
+    assert found.narrow_loads < paged.narrow_loads
+    assert kernel not in ATTENTION or found.async_depth >= 2, found
+
+
+@pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel])
+@pytest.mark.parametrize("tokens", [1, 12, 64, 200])
+@pytest.mark.thorough
+def test_pages_of_any_size_compile_as_well(kernel, tokens):
+    build = one_build(kernel)
+    own = build.constants | {"TOKENS": tokens, "PAGES": -(-SEGMENT // tokens)}
+    found = compile_build(dataclasses.replace(build, constants=own), 90)
+    assert found.spilled_bytes == 0, found
+    assert found.async_depth >= 2, found
 
 
 @pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel])

@@ -19,6 +19,7 @@ from scipy.optimize import isotonic_regression
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool, parse_bytes
 from sgl_ragged.plan import choose_budgets
 from sgl_ragged.profiles.budgets import (
@@ -278,7 +279,7 @@ def test_slab_bytes_are_the_mean_share_exactly(kept, itemsize):
 @pytest.mark.parametrize("ratio", [0.2, 0.3, 0.5])
 def test_start_up_line_is_within_two_percent_of_the_ratio(shape, ratio):
     layout = SlabLayout(kept=uniform_kept(*shape, ratio, 256), head_dim=128, segment=256)
-    plan = fit_pool(layout, 2, 2**33, None)
+    plan = fit_pool(layout, 2, OpenPages(256, 64), 2**33, None)
     assert f"(mean share {layout.mean_kept_share:.4f})" in plan.describe()
     assert f"slab {plan.slab_bytes} bytes" in plan.describe()
     assert plan.slab_bytes / (256 * layout.full_bytes_per_token(2)) == pytest.approx(ratio, rel=0.02)
@@ -297,67 +298,93 @@ def test_bad_segments_are_refused(segment):
 def test_plan_never_exceeds_the_budget_and_wastes_less_than_a_slab(budget, requests):
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     try:
-        plan = fit_pool(layout, 4, budget, requests)
+        plan = fit_pool(layout, 4, OpenPages(256, 76), budget, requests)
     except RaggedConfigError as error:
         assert "too small" in str(error)  # noqa: PT017 (either outcome is right, depending on the budget)
         return
     assert plan.total_bytes <= budget < plan.total_bytes + plan.slab_bytes
     assert plan.max_requests == (requests or plan.max_requests)
     if requests is None and plan.max_requests > 1:
-        assert plan.tails_bytes <= budget / 8
+        assert plan.rows_bytes <= budget / 8
         assert plan.warning is None
+        assert plan.max_requests * 5 < plan.num_slots
 
 
 @given(
     ratio=st.sampled_from([0.05, 0.3, 0.5, 0.75, 0.9, 0.97]),
     budget=st.integers(2**24, 2**37),
-    max_tokens=st.none() | st.integers(256, 10**7),
+    max_tokens=st.none() | st.integers(16384, 10**7),
 )
 def test_the_default_number_of_requests_never_eats_the_gain(ratio, budget, max_tokens):
     layout = SlabLayout(kept=uniform_kept(4, 8, ratio, 256), head_dim=32, segment=256)
-    plan = fit_pool(layout, 4, budget, None, max_tokens=max_tokens)
+    pages = OpenPages.of(256, layout.slab_bytes(4), 4 * 2 * 8 * 32 * 4)
+    plan = fit_pool(layout, 4, pages, budget, None, max_tokens=max_tokens)
     assert plan.total_bytes <= budget
     assert plan.max_total_tokens <= (max_tokens or plan.max_total_tokens)
     if plan.max_requests > 1:
         assert plan.warning is None
-        assert plan.max_total_tokens >= plan.full_tokens
-        assert plan.tails_bytes <= plan.total_bytes / 7
+        assert plan.max_total_tokens + 256 >= plan.full_tokens
+        assert plan.rows_bytes <= plan.total_bytes / 7
     # What the budget still holds with the next larger number of requests is not left unused without a reason.
     if plan.max_requests == 1 and max_tokens is None:
-        assert plan.num_slots == (budget - plan.tails_bytes) // plan.slab_bytes
+        assert plan.num_slots == (budget - plan.rows_bytes) // plan.slab_bytes
 
 
-def test_a_small_pool_has_few_tails():
-    """--max-total-tokens 1024 in 80 GB of free memory: not tails for hundreds of requests."""
-    layout = SlabLayout(kept=uniform_kept(32, 8, 0.3, 256), head_dim=128, segment=256)
-    plan = fit_pool(layout, 2, 80 * 10**9, None, max_tokens=1024)
-    assert (plan.max_total_tokens, plan.max_requests) == (1024, 1)
+def llama_layout(ratio: float) -> tuple[SlabLayout, OpenPages]:
+    """Of Llama-3.1-8B in bfloat16, and its open segments."""
+    layout = SlabLayout(kept=uniform_kept(32, 8, ratio, 256), head_dim=128, segment=256)
+    return layout, OpenPages.of(256, layout.slab_bytes(2), layout.full_bytes_per_token(2))
 
 
-def test_more_requests_than_pay_off_are_warned_of():
-    """Llama-3.1-8B in 80 GB at ratio 0.5: the tails of 1,024 requests take more than compression frees."""
-    layout = SlabLayout(kept=uniform_kept(32, 8, 0.5, 256), head_dim=128, segment=256)
-    plan = fit_pool(layout, 2, 60 * 10**9, 1024)
+def test_a_small_pool_serves_few_requests():
+    """--max-total-tokens 4096 in 80 GB of free memory: no more requests than can have an open segment."""
+    layout, pages = llama_layout(0.3)
+    plan = fit_pool(layout, 2, pages, 80 * 10**9, None, max_tokens=4096)
+    assert (plan.max_total_tokens, plan.max_requests) == (4096, 3)
+    with pytest.raises(RaggedConfigError, match="--max-total-tokens 2048 is too few for one request"):
+        fit_pool(layout, 2, pages, 80 * 10**9, None, max_tokens=2048)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.3, 0.1])
+@pytest.mark.parametrize("tokens", [300, 1024, 8192])
+def test_requests_pay_for_what_they_hold(ratio, tokens):
+    """What a pool holds, beside the ideal: kept bytes of sealed tokens, and open tokens in pages, uncompressed."""
+    layout, pages = llama_layout(ratio)
+    plan = fit_pool(layout, 2, pages, 60 * 10**9, 1024)
+    lengths = range(tokens - 128, tokens + 128)
+    each = [n // 256 * 256 * layout.byte_share(2) + -(-(n % 256) // pages.tokens) * pages.tokens for n in lengths]
+    ideal = plan.total_bytes / layout.full_bytes_per_token(2) / (sum(each) / len(each))
+    requests, full = plan.requests_of(tokens)
+    assert requests == pytest.approx(ideal, rel=0.05)
+    assert full == plan.full_tokens // tokens
+    assert requests > full
+
+
+def test_what_is_beside_requests_may_eat_the_gain():
+    """Llama-3.1-8B with a scorer that keeps queries of each request."""
+    layout, pages = llama_layout(0.5)
+    plan = fit_pool(layout, 2, pages, 6 * 10**9, 1024, side_bytes=32 * 8 * 12 * 4 * 128 * 2)
     assert plan.max_total_tokens / plan.full_tokens < 1
-    assert f"the open segments of 1024 requests take {plan.tails_bytes}" in plan.warning
-    assert fit_pool(layout, 2, 60 * 10**9, 64).warning is None
-    full = SlabLayout(kept=uniform_kept(32, 8, 1.0, 256), head_dim=128, segment=256)
-    assert "at ratio 1 nothing is compressed" in fit_pool(full, 2, 60 * 10**9, 64).warning
+    assert f"what is kept beside 1024 requests takes {plan.rows_bytes}" in plan.warning
+    assert fit_pool(layout, 2, pages, 6 * 10**9, 1024).warning is None
+    full, pages = llama_layout(1.0)
+    assert fit_pool(full, 2, pages, 6 * 10**9, 64).warning is None
+    assert "at ratio 1 nothing is compressed" in fit_pool(full, 2, pages, 6 * 10**9, 64, side_bytes=2**20).warning
 
 
 @pytest.mark.parametrize(("requests", "tokens"), [(0, None), (-1, None), (None, 255), (None, 0)])
 def test_limits_that_nothing_fits_are_refused(requests, tokens):
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     with pytest.raises(RaggedConfigError, match="must be at least"):
-        fit_pool(layout, 2, 2**33, requests, max_tokens=tokens)
+        fit_pool(layout, 2, OpenPages(256, 76), 2**33, requests, max_tokens=tokens)
 
 
 def test_plan_counts_padding_slot_and_row():
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.5, 256), head_dim=32, segment=256)
-    plan = PoolSizes(layout=layout, itemsize=2, num_slots=11, num_rows=5)
+    plan = PoolSizes(layout, 2, OpenPages(256, 128), num_slots=11, num_rows=5, side_bytes=100)
     assert plan.max_total_tokens == 10 * 256
     assert plan.max_requests == 4
-    assert plan.total_bytes == 11 * layout.slab_bytes(2) + 5 * layout.tail_bytes(2)
+    assert plan.total_bytes == 11 * layout.slab_bytes(2) + 5 * (100 + 2 * 2 * 4)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,17 @@ from sgl_ragged.host_tier.sglang_pool import DIRECT_LAYOUT, RaggedHostPool
 from sgl_ragged.host_tier.sglang_restoring import Restorer, marked_runs
 from sgl_ragged.host_tier.tier_meter import TierMeter
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
+from tests.open_segments import full_segments
 
 SEGMENT, DIM = 64, 8
 LAYOUT = SlabLayout(kept=np.array([[16, 32], [48, 16]]), head_dim=DIM, segment=SEGMENT)
+OPEN_PAGES = 3
+"""Of an open segment beside its own, its stage among them: they are not the allocator's here."""
 
 
 class Tier:
@@ -39,7 +42,8 @@ class Tier:
     """
 
     def __init__(self, device_pages: int, score: str | None = None) -> None:
-        sizes = PoolSizes(layout=LAYOUT, itemsize=4, num_slots=device_pages + 1, num_rows=3)
+        sizes = PoolSizes(LAYOUT, 4, OpenPages(SEGMENT, 28), num_slots=device_pages + 1 + OPEN_PAGES, num_rows=3)
+        self.beside = device_pages + 1
         self.pool = RaggedTokenToKVPool(
             sizes,
             get_scorer("keydiff"),
@@ -56,7 +60,7 @@ class Tier:
             histories = Histories(HistoryBound(3, score), self.table, SEGMENT, self.scores)
             self.pool.attached["history"] = self.pool.views = histories
         self.allocator = PagedTokenToKVPoolAllocator(
-            sizes.max_total_tokens, SEGMENT, torch.float32, "cpu", self.pool, need_sort=False
+            device_pages * SEGMENT, SEGMENT, torch.float32, "cpu", self.pool, need_sort=False
         )
         codec = CODECS["exact"](LAYOUT, torch.float32)
         self.host = RaggedHostPool(self.pool, codec, 9, DIRECT_LAYOUT, "identity")
@@ -83,12 +87,14 @@ class Tier:
     def filled_tail(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A page whose segment decode has just filled: its indices, and what its slab has to be."""
         indices = self.allocator.alloc(SEGMENT)
-        self.store.tails.data[1].normal_()
-        segment = InTails(torch.tensor([1]), indices[:1] // SEGMENT, torch.tensor([0]))
+        tokens = torch.randn(1, 2, 2, 2, SEGMENT, DIM)
+        which = torch.tensor([1]), indices[:1] // SEGMENT, torch.tensor([0])
+        segment = full_segments(self.store, *which, tokens, self.beside)
         self.store.seal(None, segment)
         slab = self.store.slabs[int(indices[0]) // SEGMENT]
         wanted = slab.clone()
-        slab.zero_()
+        # Open again: what its stage holds is in its own page.
+        slab.copy_(self.store.slabs[int(segment.pages[0, 0])])
         self.store.defer_seals(segment)
         return indices, wanted
 

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend, _attention_layers
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
@@ -66,7 +67,7 @@ HARMLESS = {
 @pytest.fixture(scope="module")
 def pool():
     layout = SlabLayout(kept=np.full((2, 2), 16), head_dim=16, segment=32)
-    plan = PoolSizes(layout=layout, itemsize=4, num_slots=4, num_rows=2)
+    plan = PoolSizes(layout=layout, itemsize=4, open_pages=OpenPages(layout.segment, 16), num_slots=4, num_rows=2)
     scorer = get_scorer("keydiff")
     return RaggedTokenToKVPool(
         plan, scorer, [{}, {}], q_per_kv=1, dtype=torch.float32, device="cpu", layer_numbers=(0, 1)

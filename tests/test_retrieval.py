@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.retrieval.drift import attended, candidates, median_overlap, spread, top_tokens
 from sgl_ragged.retrieval.overlay import Overlays, add_overlay, attend_overlay
@@ -22,12 +21,21 @@ from sgl_ragged.retrieval.roles import ELSEWHERE, HeadRoles
 from sgl_ragged.retrieval.settings import Retrieval
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
+from tests.open_segments import full_segments
 from tests.oracle import Tokens, kept_tokens
 from tests.overlaid import check_overlays
 
 SEGMENT, DIM, HEADS, LAYERS, SLOTS = 64, 8, 3, 2, 6
 KEPT = np.array([[16, 64, 32], [32, 16, 48]])
 SATELLITES = ((0, 2), (1,))
+OPEN_PAGES = 2
+"""Of an open segment beside its own, its stage among them; they are the last."""
+
+
+def seal(store: SlabStore, slot: int, number: int, tokens: torch.Tensor) -> None:
+    """A segment of tokens [layers, 2 (K, V), heads, S, d]."""
+    which = torch.tensor([1]), torch.tensor([slot]), torch.tensor([number])
+    store.seal(None, full_segments(store, *which, tokens[None], SLOTS))
 
 
 def softmax_over(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float):
@@ -116,16 +124,14 @@ class Lives:
 
     def __init__(self, capacity: int) -> None:
         layout = SlabLayout(kept=KEPT, head_dim=DIM, segment=SEGMENT)
-        self.store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, torch.float32, "cpu")
+        self.store = SlabStore(layout, get_scorer("keydiff"), SLOTS + OPEN_PAGES, 2, torch.float32, "cpu")
         self.reservoir = Reservoir(self.store, SATELLITES, capacity)
         self.capacity, self.held = capacity, {}
 
     def seal(self, slot: int, seed: int, first: bool) -> None:
         rng = np.random.default_rng(seed)
         tails = rng.normal(size=(LAYERS, 2, HEADS, SEGMENT, DIM)).astype(np.float32)
-        self.store.tails.data[1] = torch.from_numpy(tails)
-        number = torch.tensor([0 if first else 3])
-        self.store.seal(None, InTails(torch.tensor([1]), torch.tensor([slot]), number))
+        seal(self.store, slot, 0 if first else 3, torch.from_numpy(tails))
         self.held.pop(slot, None)
         while len(self.held) >= self.capacity:
             self.held.pop(next(iter(self.held)))
@@ -182,11 +188,10 @@ def test_lives_of_the_reservoir(capacity, taken):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_an_fp8_reservoir_gives_back_what_the_cache_held(dtype):
     layout = SlabLayout(kept=KEPT, head_dim=DIM, segment=SEGMENT)
-    store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, dtype, "cpu", query_dtype=torch.float32)
+    store = SlabStore(layout, get_scorer("keydiff"), SLOTS + OPEN_PAGES, 2, dtype, "cpu", query_dtype=torch.float32)
     reservoir = Reservoir(store, SATELLITES, 2)
     stored = torch.randn(LAYERS, 2, HEADS, SEGMENT, DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
-    store.tails.data[1] = stored
-    store.seal(None, InTails(torch.tensor([1]), torch.tensor([3]), torch.tensor([0])))
+    seal(store, 3, 0, stored)
     where = torch.full((3, SEGMENT), reservoir.entries([3])[0])
     rows, counts = reservoir.gather(torch.arange(3), where, torch.arange(SEGMENT).expand(3, -1), SEGMENT)
     overlays = Overlays(2, 3, SEGMENT, DIM, dtype, torch.device("cpu"))
@@ -203,9 +208,9 @@ def test_an_fp8_reservoir_gives_back_what_the_cache_held(dtype):
 
 def test_satellites_that_keep_everything_are_given_nothing():
     layout = SlabLayout(kept=np.full_like(KEPT, SEGMENT), head_dim=DIM, segment=SEGMENT)
-    store = SlabStore(layout, get_scorer("keydiff"), SLOTS, 2, torch.float32, "cpu")
+    store = SlabStore(layout, get_scorer("keydiff"), SLOTS + OPEN_PAGES, 2, torch.float32, "cpu")
     reservoir = Reservoir(store, SATELLITES, 2)
-    store.seal(None, InTails(torch.tensor([1]), torch.tensor([3]), torch.tensor([0])))
+    seal(store, 3, 0, torch.randn(LAYERS, 2, HEADS, SEGMENT, DIM))
     (entry,) = reservoir.entries([3])
     where, asked = torch.full((3, 2), entry), torch.tensor([[5, 40]]).expand(3, -1)
     rows, counts = reservoir.gather(torch.arange(3), where, asked, 20)

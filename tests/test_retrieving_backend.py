@@ -19,6 +19,7 @@ from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.histories import Histories
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.options import RaggedOptions
@@ -48,11 +49,15 @@ class Served:
 
     def __init__(self, history: bool = False) -> None:
         rows = max(ROWS) + 1
-        sizes = PoolSizes(SlabLayout(KEPT, DIM, SEGMENT), 4, rows * SEGMENTS, rows)
+        beside = torch.arange(rows * SEGMENTS, rows * (SEGMENTS + 2 * 3))
+        sizes = PoolSizes(
+            SlabLayout(KEPT, DIM, SEGMENT), 4, OpenPages(SEGMENT, 28), rows * SEGMENTS + len(beside), rows
+        )
         self.pool = RaggedTokenToKVPool(
             sizes, get_scorer("keydiff"), [{}] * LAYERS, q_per_kv=PER_HEAD, dtype=torch.float32, device="cpu",
             layer_numbers=range(LAYERS),
         )  # fmt: skip
+        self.pool.store.tails.table[:] = beside.view(rows, 2, 3)
         pages = torch.arange(rows * SEGMENTS).view(rows, SEGMENTS, 1) * SEGMENT
         self.table = (pages + torch.arange(SEGMENT)).flatten(1).int()
         if history:

@@ -36,8 +36,8 @@ def test_a_token_has_the_bytes_of_its_keys_and_values():
 def test_a_ragged_pool_holds_as_many_more_pages_as_its_slabs_are_smaller():
     full, half = pages(1.0), pages(0.5)
     assert half.page_bytes * 2 == full.page_bytes == pages(None).page_bytes
-    # 64 MiB less two tails of 4 MiB; a slot of each is SGLang's padding page.
-    assert (full.device, half.device) == (56 // 4 - 1, 56 // 2 - 1)
+    # What lies beside requests costs a page; another of each is SGLang's padding page.
+    assert (full.device, half.device) == (64 // 4 - 2, 64 // 2 - 2)
 
 
 @pytest.mark.parametrize("ratio", [None, 1.0, 0.5, 0.3])

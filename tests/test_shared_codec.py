@@ -15,10 +15,11 @@ from sgl_ragged.host_tier.layer_pairs import CANDIDATES, Shareable, choose_pairs
 from sgl_ragged.host_tier.shared_codec import SharedCodec
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.segments import InChunk, InTails
+from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.profiles.budgets import uniform_kept
 from sgl_ragged.scorers import get_scorer
+from tests.open_segments import full_segments
 
 CPU = torch.device("cpu")
 SEGMENT, DIM = 64, 8
@@ -117,19 +118,20 @@ def sealed(layout: SlabLayout, segments: int, seed: int, dtype: torch.dtype = to
 def test_a_segment_that_decode_filled_is_seen_as_one_that_prefill_filled():
     layout = SlabLayout(kept=np.array([[16, 48], [32, 16], [64, 64]]), head_dim=DIM, segment=SEGMENT)
     random = torch.Generator().manual_seed(2)
-    store = SlabStore(layout, get_scorer("keydiff"), 4, 3, torch.float32, "cpu")
+    store = SlabStore(layout, get_scorer("keydiff"), 8, 3, torch.float32, "cpu")
     codec = SharedCodec(layout, torch.float32)
     codec.watch(store)
-    store.tails.data[1:] = torch.randn(store.tails.data[1:].shape, generator=random)
-    store.seal(None, InTails(torch.tensor([1, 2]), torch.tensor([0, 1]), torch.tensor([0, 5])))
+    both = torch.randn(2, 3, 2, 2, SEGMENT, DIM, generator=random)
+    which = torch.tensor([1, 2]), torch.tensor([0, 1]), torch.tensor([0, 5])
+    store.seal(None, full_segments(store, *which, both, 4))
     for layer in range(3):
-        tokens = store.tails.data[1:, layer].permute(1, 0, 3, 2, 4).flatten(1, 2)
+        tokens = both[:, layer].permute(1, 0, 3, 2, 4).flatten(1, 2)
         chunk = InChunk(torch.tensor([0, 64]), torch.tensor([2, 3]), torch.tensor([0, 5]), tokens[0], tokens[1], None)
         store.seal(layer, chunk)
     counts = codec._seen.counts
     assert torch.equal(counts[0], counts[2])
     assert torch.equal(counts[1], counts[3])
-    assert counts.sum(dim=2).tolist() == [[64, 48, 128]] * 4, "what the heads keep, together"
+    assert counts[:4].sum(dim=2).tolist() == [[64, 48, 128]] * 4, "what the heads keep, together"
     assert (counts[:2, 2] == 2).all()
     # The sinks of the first segment and everybody's last 16, of which the head with 16 gives the sinks four.
     assert (counts[0, 0, :4] == 2).all()

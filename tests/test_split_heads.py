@@ -58,7 +58,6 @@ def test_sizes_count_what_is_stored_here():
         np.array([[16, 0, 32]]), 8, 64, total=np.array([[32, 16, 32]]), first=np.array([[16, 0, 0]]), full_heads=2
     )
     assert layout.slab_elems == 2 * 8 * 48
-    assert layout.tail_bytes(1) == 2 * 3 * 64 * 8
     assert layout.full_bytes_per_token(1) == 2 * 2 * 8
     assert layout.mean_kept_share == 48 / 2 / 64
     assert [(band.heads, band.partial, band.attends_open) for band in layout.bands[0]] == [

@@ -144,13 +144,12 @@ BOUNDS = (HistoryBound(2, "recency"), HistoryBound(3, "value_key_norm"))
 
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=str)
-@pytest.mark.parametrize("capacity", [pytest.param(SEGMENT, marks=pytest.mark.thorough), SEGMENT + 16])
-def test_views_may_leave_segments_out(capacity, bound):
+def test_views_may_leave_segments_out(bound):
     """Every query segment sees a few of the segments before it, in prefill and in decode."""
     lengths = [6 * SEGMENT + 7, SEGMENT - 1, 3 * SEGMENT]
     steps = SEGMENT + 2
     sequences = [Sequence(n + steps, *KEPT.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
-    harness = Harness(KEPT, 16, "keydiff", len(lengths), 8, tail_capacity=capacity, bound=bound)
+    harness = Harness(KEPT, 16, "keydiff", len(lengths), 8, bound=bound)
     expected = [sequence.expected(KEPT, sequence.seen(bound)) for sequence in sequences]
     # A segment at a time: what leaves is known one ahead.
     for begin in range(0, max(lengths), SEGMENT):

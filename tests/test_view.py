@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention.view import DecodeView, decode_view, extend_view, filled
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.tails import Tails
+from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 
 SEGMENT, BLOCK_M = 32, 16
@@ -66,11 +71,25 @@ def test_every_row_is_in_one_tile_and_every_token_stored_where_it_belongs(chunks
     ends = [p + n for p, n in chunks]
     assert held == {(r, p) for r, end in enumerate(ends) for p in range(end // SEGMENT * SEGMENT, end)}
     assert tables.pages.tolist() == [
-        [(request + 1) * 8 + number for number in range(max(ends) // SEGMENT)] for request in range(len(chunks))
+        [(request + 1) * 8 + number for number in range(-(-max(ends) // SEGMENT))] for request in range(len(chunks))
     ]
-    # What is cleared is what does not go on with what the tail held.
-    going_on = {r for r, (p, n) in enumerate(chunks) if n == 0 or (p % SEGMENT and p % SEGMENT + n < SEGMENT)}
-    assert dict(tables.emptied) == {r: end % SEGMENT for r, end in enumerate(ends) if r not in going_on}
+    # Pages begin with their first token, whatever the chunk.
+    for each in (1, 7, SEGMENT):
+        begun = {(r, end // SEGMENT * SEGMENT + index * each) for (r, index) in tables.begun(each) for end in [ends[r]]}
+        assert begun == {
+            (r, at)
+            for r, (p, n) in enumerate(chunks)
+            for at in range(ends[r] // SEGMENT * SEGMENT, ends[r], each)
+            if at >= p
+        }
+
+
+def made_tails(rows: int) -> Tails:
+    """With 16 tokens a page; rows have extra pages and stages 100 * row + 1 and 2 now, 3 and 4 before."""
+    layout = SlabLayout(np.full((1, 1), 16), 16, SEGMENT)
+    tails = SlabStore(layout, get_scorer("keydiff"), 2, rows, torch.float32, "cpu").tails
+    tails.table[:] = torch.tensor([[3, 4], [1, 2]], dtype=torch.int32) + 100 * torch.arange(rows)[:, None, None]
+    return tails
 
 
 @examples(100)
@@ -78,7 +97,8 @@ def test_every_row_is_in_one_tile_and_every_token_stored_where_it_belongs(chunks
 def test_a_decode_step_sees_what_is_before_it(lengths):
     table = torch.arange(6 * 8 * SEGMENT, dtype=torch.int32).view(6, -1)
     rows, on_host = torch.arange(1, len(lengths) + 1), torch.tensor(lengths)
-    view = decode_view(table, rows, on_host, SEGMENT, DecodeView.empty(5, 8, torch.device("cpu")))
+    tails = made_tails(6)
+    view = decode_view(table, rows, on_host, tails, DecodeView.empty(5, 8, tails))
     for row, length, index in zip(rows.tolist(), lengths, range(len(lengths)), strict=True):
         position = max(length - 1, 0)
         assert int(view.rows[index]) == row
@@ -87,9 +107,11 @@ def test_a_decode_step_sees_what_is_before_it(lengths):
         assert int(view.open_lengths[index]) == min(length, position % SEGMENT + 1)
         seen = view.slots[index, : position // SEGMENT].tolist()
         assert seen == [row * 8 + number for number in range(position // SEGMENT)]
-    full = filled(table, rows, lengths, SEGMENT)
+        assert view.pages[index].tolist() == [row * 8 + position // SEGMENT, 100 * row + 1]
+    full = filled(table, rows, lengths, tails)
     wanted = [(row, n // SEGMENT - 1) for row, n in zip(rows.tolist(), lengths, strict=True) if n and n % SEGMENT == 0]
     found = [] if full is None else list(zip(full.rows.tolist(), full.numbers.tolist(), strict=True))
     if full is not None:
         assert full.slots.tolist() == [row * 8 + number for row, number in wanted]
+        assert full.pages.tolist() == [[100 * row + 2, 100 * row + 1] for row, _ in wanted]
     assert found == wanted

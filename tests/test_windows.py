@@ -15,6 +15,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.sglang_plan import with_lag
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import fit_pool
 from sgl_ragged.profiles.budgets import uniform_kept
 from sgl_ragged.profiles.geometry import ModelGeometry
@@ -74,7 +75,7 @@ def test_both_pools_fit_the_budget_and_no_other_slab_would(budget, requests, per
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     windows = WindowNeeds(page_bytes, per_prefix, per_prefix + 3, in_flight, share)
     try:
-        plan = fit_pool(layout, 4, budget, requests, side_pages=windows)
+        plan = fit_pool(layout, 4, OpenPages(256, 76), budget, requests, side_pages=windows)
     except RaggedConfigError as error:
         assert "too small" in str(error) or "sliding-window layers get" in str(error)  # noqa: PT017 (either is right)
         return
@@ -98,7 +99,7 @@ def test_there_is_a_window_for_every_running_request_and_so_many_cached_tokens()
 def test_a_pool_that_admits_no_request_is_refused(windows):
     layout = SlabLayout(kept=uniform_kept(4, 8, 0.3, 256), head_dim=32, segment=256)
     with pytest.raises(RaggedConfigError, match=r"the sliding-window layers get \d+ pages, and one request needs"):
-        fit_pool(layout, 4, 10**9, 4, side_pages=windows)
+        fit_pool(layout, 4, OpenPages(256, 76), 10**9, 4, side_pages=windows)
 
 
 @pytest.mark.parametrize(("config", "bytes_per_token"), [(GPT_OSS, 7373), (GEMMA_3_12B, 19661)])
@@ -137,7 +138,7 @@ def test_layout_of_a_bounded_history_counts_what_windows_hold(tmp_path, monkeypa
 
     long, short, none = shown("--history", "8192"), shown("--history", "2048"), shown()
     page = long["windows_bytes"] // long["window_pages"]
-    tail = long["tails_bytes"] // 5
+    tail = -(-256 // long["open_page_tokens"]) * long["slab_bytes"] + long["rows_bytes"] // 5
     # Windows of 1,024 tokens, and 128 that SGLang frees at once: six pages and the open one. Of eight segments in view
     # four never leave, so two more are held.
     assert long["most_request_bytes"] == 33 * long["slab_bytes"] + tail + 7 * page

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu_blocks.arithmetic import append_work
-from benchmarks.gpu_blocks.cases import APPEND_CASE, AppendCase
+from benchmarks.gpu_blocks.cases import APPEND_CASE, PREFILL_RATIO, AppendCase
 from benchmarks.gpu_blocks.context import Context, Row
 from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call
@@ -18,29 +18,31 @@ LAYERS = 4
 
 def run(context: Context, case: AppendCase = APPEND_CASE) -> Iterator[Row]:
     model, device = case.model, context.device
-    rows_needed = max(case.batches) + 1
-    tails = torch.zeros(
-        (rows_needed, LAYERS, 2, model.heads, model.segment, model.head_dim), dtype=context.dtype, device=device
-    )
+    # As many tokens a page as a slab of this ratio has room for.
+    each = int(model.segment * PREFILL_RATIO)
+    most, requests_needed = -(-model.segment // each), max(case.batches)
+    shape = (requests_needed * most, LAYERS, 2, model.heads, each, model.head_dim)
+    tails = torch.zeros(shape, dtype=context.dtype, device=device)
+    scattered = torch.randperm(requests_needed * most, device=device)
+    pages = scattered.view(requests_needed, most).to(torch.int32)
     variants: dict[str, Call] = {}
     tokens: dict[str, int] = {}
 
-    def add(name: str, count: int, requests: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    def add(name: str, count: int, requests: torch.Tensor, places: torch.Tensor) -> None:
         keys, values = torch.randn((2, count, model.heads, model.head_dim), device=device).to(context.dtype)
         numbers = torch.arange(count, dtype=torch.int32, device=device)
 
         def call() -> None:
             for layer in range(LAYERS):
-                append.append(tails, layer, keys, values, numbers, requests, places, rows)
+                append.append(tails, layer, keys, values, numbers, requests, places, pages)
 
         variants[name], tokens[name] = call, count
 
     for batch in case.batches:
         numbers = torch.arange(batch, dtype=torch.int32, device=device)
-        add(f"{batch} requests, a token each", batch, numbers, numbers * 7 % model.segment, numbers.long() + 1)
+        add(f"{batch} requests, a token each", batch, numbers, numbers * 7 % model.segment)
     places = torch.arange(case.remainder, dtype=torch.int32, device=device)
-    one = torch.ones(1, dtype=torch.int64, device=device)
-    add(f"remainder of {case.remainder} tokens", case.remainder, torch.zeros_like(places), places, one)
+    add(f"remainder of {case.remainder} tokens", case.remainder, torch.zeros_like(places), places)
     prepared = {name: context.timer.prepare(call) for name, call in variants.items()}
     times = context.timer.compare(prepared, dict.fromkeys(prepared, LAYERS))
     rows: list[Row] = []

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.gpu_blocks.cases import ITEMSIZE, DecodeCase, ExtendCase, Model, Slabs
+from sgl_ragged.mem_pool.open_pages import OpenPages
 
 REPLAY_BYTES = 256 << 20
 """One replay of a timed graph reads at least this much, several times the 50 to 60 MB of an L2 cache."""
@@ -78,11 +79,15 @@ def mean_work(works: list[Work]) -> Work:
     return Work(*(round(sum(getattr(w, field) for w in works) / len(works)) for field in ("bytes", "flop")))
 
 
-def seal_work(model: Model, segments: int, kept: np.ndarray, scorer: str) -> Work:
-    """Sealing segments of the layers in `kept` [layers, heads]: what is scored once, kept rows read and written."""
+def seal_work(model: Model, segments: int, kept: np.ndarray, scorer: str, *, staged: bool = False) -> Work:
+    """Sealing segments of the layers in `kept` [layers, heads]: what is scored once, kept rows read and written.
+
+    Args:
+        staged: whether their own pages, which are as large as what is kept, are copied first.
+    """
     scored = segments * kept.size * model.segment * model.head_dim * (2 if scorer == "value_key_norm" else 1)
     rows = segments * int(kept.sum()) * model.head_dim
-    return Work(bytes=ITEMSIZE * (scored + 4 * rows), flop=0)
+    return Work(bytes=ITEMSIZE * (scored + (8 if staged else 4) * rows), flop=0)
 
 
 def append_work(model: Model, tokens: int) -> Work:
@@ -123,9 +128,10 @@ def fit_decode(
             once = sum(decode_work(case, row, one).bytes for row in kept)
             copies[one] = max(1, -(-replay_bytes // once))
             rows = case.batch * copies[one]
-            slabs = rows * (case.sealed + 1) * one.slab_bytes(kept, model.head_dim)
-            tails = rows * layers * model.heads * 2 * model.segment * model.head_dim
-            needed += slabs + one.itemsize * tails
+            slab = one.slab_bytes(kept, model.head_dim)
+            pages = OpenPages.of(model.segment, slab, kept.size * 2 * model.head_dim * one.itemsize)
+            # As `stage.make_stage` gives them out.
+            needed += rows * (case.sealed + 1 + 2 * pages.most) * slab
         if needed <= memory:
             return DecodeExtent(layers, copies, full_calls, needed)
     held = ", ".join(one.name for one in variants)

@@ -24,12 +24,13 @@ from benchmarks.gpu_blocks.reference import (
     rows_to_store,
     visible,
 )
-from benchmarks.gpu_blocks.stage import Stage, make_stage, measured_residents
+from benchmarks.gpu_blocks.stage import Stage, begin_segment, make_stage, measured_residents
 from benchmarks.gpu_blocks.timing import Timer
 from sgl_ragged.attention.kernel_choice import check_cache, device_capability
 from sgl_ragged.attention.triton_ops import TritonOps
+from sgl_ragged.attention.view import filled
 from sgl_ragged.mem_pool.kv_dtype import KvScales, movable
-from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.tails import NOW
 
 TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
 STEPS = 3
@@ -67,7 +68,7 @@ class Trial:
             self.dtype,
             device,
             case.scorer,
-            fill=float("nan"),
+            poisoned=True,
             form=case.form,
             cache=cache,
         )
@@ -88,6 +89,9 @@ class Trial:
         chosen = [i for i, (a, b) in enumerate(zip(starts, ends, strict=True)) if b > a]
         prefixes, chunks = [starts[i] for i in chosen], [ends[i] - starts[i] for i in chosen]
         rows = torch.tensor(chosen, device=self.device) + 1
+        for i in chosen:
+            if starts[i] // self.case.segment < ends[i] // self.case.segment:
+                begin_segment(self.stage.store, i + 1)
         batch = self.operations.describe_extend(self.stage.table, rows, prefixes, chunks)
         layers = []
         for layer in range(len(self.kept)):
@@ -125,33 +129,29 @@ class Trial:
         return torch.stack(layers, dim=1)[: len(self.lengths)]
 
     def decode(self, step: int) -> None:
-        self.stage.store.flush_pending_seals()
         positions = [length + step for length in self.lengths]
+        self.begin(positions)
         inputs = self.decode_inputs(positions, list(range(len(positions))))
         batch = self.describe(inputs)
-        self.defer(positions)
+        rows = torch.arange(1, len(positions) + 1, device=self.device)
+        full = filled(self.stage.table, rows, [position + 1 for position in positions], self.stage.store.tails)
+        if full is not None:
+            self.stage.store.defer_seals(full)
         self.poison()
         for i, output in enumerate(self.attend(inputs, batch)):
             self.outputs[i].append(output[None])
 
-    def defer(self, positions: list[int]) -> None:
-        segment = self.case.segment
-        full = [(i + 1, p) for i, p in enumerate(positions) if (p + 1) % segment == 0]
-        if full:
-            device = self.device
-            slots = [int(self.stage.table[row, p]) // segment for row, p in full]
-            self.stage.store.defer_seals(
-                InTails(
-                    rows=torch.tensor([row for row, _ in full], device=device),
-                    slots=torch.tensor(slots, device=device),
-                    numbers=torch.tensor([p // segment for _, p in full], device=device),
-                )
-            )
+    def begin(self, positions: list[int]) -> None:
+        """Before the tokens at these positions are decoded."""
+        self.stage.store.flush_pending_seals()
+        for i, position in enumerate(positions):
+            if position and position % self.case.segment == 0:
+                begin_segment(self.stage.store, i + 1)
 
     def replay(self, timer: Timer) -> None:
         """Decode the last token eagerly, and by a graph captured for the requests in another order."""
-        self.stage.store.flush_pending_seals()
         positions = [length + STEPS for length in self.lengths]
+        self.begin(positions)
         order = list(range(len(positions)))
         inputs = self.decode_inputs(positions, order)
         self.poison()
@@ -260,14 +260,18 @@ def _kept(
 
 
 def _tails_hold_tokens(trial: Trial) -> bool:
-    """Whether each tail has exactly the tokens of its open segment, bit by bit."""
+    """Whether the pages of each open segment hold exactly its tokens, bit by bit."""
     segment, store = trial.case.segment, trial.stage.store
+    data, each = movable(store.tails.data), store.tails.open_pages.tokens
     for i, tokens in enumerate(trial.sequences):
         stored = trial.lengths[i] + STEPS + 1
         first = (stored - 1) // segment * segment
+        row = torch.tensor([i + 1], device=trial.device)
+        (pages,) = store.tails.pages(row, trial.stage.table[row, first] // segment, NOW)
+        place = torch.arange(stored - first, device=trial.device)
         for index, source in enumerate(store.to_cache(0, tokens.k, tokens.v)):
-            # [layers, heads, tokens, d]
-            tail = store.tails.data[i + 1, :, index, :, : stored - first]
-            if not torch.equal(movable(tail), movable(source[first:stored]).permute(1, 2, 0, 3)):
+            # [tokens, layers, heads, d]
+            tail = data[pages[place // each].long(), :, index, :, place % each]
+            if not torch.equal(tail, movable(source[first:stored])):
                 return False
     return True

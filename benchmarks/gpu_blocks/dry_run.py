@@ -135,7 +135,10 @@ def seal_rows() -> list[dict[str, Any]]:
     ]
     every = cases.kept_counts(case.model, cases.PREFILL_RATIO, all_layers=True)
     return rows + [
-        {"case": f"{n} pending, {len(every)} layers", **_work(seal_work(case.model, n, every, case.scorers[0]))}
+        {
+            "case": f"{n} pending, {len(every)} layers",
+            **_work(seal_work(case.model, n, every, case.scorers[0], staged=True)),
+        }
         for n in case.pending
     ]
 

@@ -18,6 +18,7 @@ from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call
 from sgl_ragged.attention.kernels import seal
 from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.tails import NOW
 
 PREFIX = 32 * 1024
 HIDDEN, FEED_FORWARD = 4096, 14336
@@ -123,9 +124,10 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
         )
         operations = stage.operations("exact", FALLBACK_RESIDENT, 1)
         for count in case.pending:
-            rows = torch.arange(1, count + 1, device=context.device)
+            rows, tails = torch.arange(1, count + 1, device=context.device), stage.store.tails
             pending = InTails(
                 rows=rows,
+                pages=tails.pages(rows, tails.stages(rows, NOW), NOW),
                 slots=(stage.table[1 : count + 1, 0] // model.segment).long(),
                 numbers=torch.zeros(count, dtype=torch.int64, device=context.device),
             )
@@ -137,5 +139,5 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
             variants[f"{count} pending, {scorer}, {len(kept)} layers"] = call
     times = context.timer.compare({name: context.timer.prepare(call) for name, call in variants.items()})
     for (name, taken), count in zip(times.items(), case.pending, strict=True):
-        work = seal_work(model, count, kept, case.scorers[0])
+        work = seal_work(model, count, kept, case.scorers[0], staged=True)
         yield {"case": name, "segments": count, **taken.summary(), "gb_per_s": work.bytes / taken.median / 1e3}

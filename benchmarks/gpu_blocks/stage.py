@@ -14,7 +14,7 @@ from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
-from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.slab_store import SlabStore, open_pages
 from sgl_ragged.scorers import get_scorer
 
 FALLBACK_RESIDENT = 24
@@ -66,43 +66,55 @@ def make_stage(
     dtype: torch.dtype,
     device: torch.device,
     scorer: str = "keydiff",
-    fill: float | None = None,
+    poisoned: bool = False,
     form: SlabFormat = WIDE,
     cache: torch.dtype | None = None,
 ) -> Stage:
-    """A store in which each request has the slots for `tokens` tokens, scattered over the slabs.
+    """A store in which each request has the slots for `tokens` tokens, scattered over the slabs, and the pages that its
+    open segment and the one before may need beside their own.
 
     Args:
         dtype: of queries, and of the cache unless `cache` says otherwise.
-        fill: what slabs and tails hold, of codes the scales; None for random numbers, as it matters for time what is
-            multiplied.
+        poisoned: whether memory is full of NaN, in whatever dtype it is read. Else there are random numbers in slabs
+            and in the open segments of requests with `tokens` tokens, as it matters for time what is multiplied.
     """
     segments = -(-tokens // segment)
     count = requests * segments
+    layout = SlabLayout(kept=kept, head_dim=head_dim, segment=segment, form=form)
+    cache = cache or dtype
+    most = open_pages(get_scorer(scorer), [layout], q_per_kv, cache, dtype).most
     store = SlabStore(
-        SlabLayout(kept=kept, head_dim=head_dim, segment=segment, form=form),
+        layout,
         get_scorer(scorer),
-        count + 1,
+        count + 1 + 2 * requests * most,
         requests + 1,
-        cache or dtype,
+        cache,
         device,
         q_per_kv=q_per_kv,
         query_dtype=dtype,
     )
-    for storage in (store.slabs, store.tails.data):
-        _fill(storage, fill, store.layout)
     slots = torch.randperm(count, device=device).view(requests, segments) + 1
     table = torch.zeros((requests + 1, segments * segment), dtype=torch.int32, device=device)
     table[1:] = (slots[:, :, None] * segment + torch.arange(segment, device=device)).flatten(1)
+    beside = torch.randperm(2 * requests * most, device=device) + count + 1
+    store.tails.table[1:] = beside.view(requests, 2, most)
+    if poisoned:
+        store.slabs.view(torch.uint8).fill_(255)
+    else:
+        _fill_slabs(store.slabs, layout)
+        if form.quantised:
+            _fill_pages(store.tails.data, torch.cat([slots[:, -1], beside]))
     return Stage(store, table)
 
 
-def _fill(storage: torch.Tensor, fill: float | None, layout: SlabLayout) -> None:
-    """Fill slabs or tails as `make_stage` says; what is bytes holds codes."""
-    codes = storage.dtype == torch.uint8
-    if fill is not None:
-        (storage.view(torch.float16) if codes else storage).fill_(fill)
-    elif codes:
+def begin_segment(store: SlabStore, row: int) -> None:
+    """A request's next segment is open from now on: its pages are the other ones."""
+    store.tails.table[row] = store.tails.table[row].flip(0)
+
+
+def _fill_slabs(storage: torch.Tensor, layout: SlabLayout) -> None:
+    """Random numbers; what is bytes holds codes."""
+    if storage.dtype == torch.uint8:
         storage.random_(0, 256)
         form, dim = layout.form, layout.head_dim
         row_codes = form.key_elems(dim) + form.value_elems(dim)
@@ -118,6 +130,12 @@ def _fill(storage: torch.Tensor, fill: float | None, layout: SlabLayout) -> None
             part.copy_(torch.randn(part.shape, device=storage.device))
     else:
         storage.normal_()
+
+
+def _fill_pages(data: torch.Tensor, pages: torch.Tensor) -> None:
+    """Random numbers in some pages of open segments, `Tails.data`, which are as wide as the cache."""
+    for part in pages.split(64):
+        data[part] = torch.randn((len(part), *data.shape[1:]), device=data.device).to(data.dtype)
 
 
 def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:

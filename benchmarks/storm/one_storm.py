@@ -22,6 +22,7 @@ from benchmarks.storm.features import SEGMENT, Feature, server_settings
 from benchmarks.storm.material import Material
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
 from benchmarks.storm.traffic import VOCABULARY, Survivor, storm
+from sgl_ragged.mem_pool.open_pages import OpenPages
 
 IDLE_S, STOPS_S = 30, 60
 """Seconds within which a server without requests must be idle, and gone after SIGTERM."""
@@ -174,8 +175,10 @@ def _afterwards(server: Server, adapters: Sequence[str]) -> list[str]:
         if flushed.status_code != 200:
             problems.append(f"not idle within {IDLE_S} s after the last request: flush says {flushed.status_code}")
         info = httpx.get(f"{server.url}/server_info", timeout=IDLE_S).json()
-        # What SGLang reserves: a page of the prompt, and one of the answer.
-        whole = int(info["max_total_num_tokens"]) - 60 - 2 * int(info["page_size"])
+        # What is reserved: a page of the prompt, one of the answer, and those of open segments.
+        page = int(info["page_size"])
+        reserved = 2 + OpenPages(page, info["ragged"]["open_page_tokens"]).transient
+        whole = int(info["max_total_num_tokens"]) - 61 - reserved * page
         prompt = random.Random(1).choices(VOCABULARY, k=whole)
         sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling}

@@ -17,12 +17,12 @@ import torch
 
 from sgl_ragged.attention.cta_map import build_cta_map
 from sgl_ragged.attention.merge import merge_states
-from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView, seen_segments
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.transfer import to_device
 
 HEAD_DIMS = (64, 128, 256)
 """Those that both FlashInfer's decode kernels and the Triton kernels take."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.attention.view import DecodeView, ExtendView, Seen, decode_view, extend_view
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.tails import BEFORE, NOW
+from sgl_ragged.mem_pool.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,15 @@ class Copies:
 class ExtendBatch:
     """A view of chunks, with what it says must be copied and sealed on the device.
 
+    open_pages, next_pages: int32 [requests, K], pages of the segments that are open before each chunk and behind it
+        (`Tails.pages`). Of those that it finishes, the first is the stage, which has the tokens by now.
     chunk_seals: int32 [segments] each: first tokens, slots and numbers of segments that lie in their chunks.
     tiles: `ExtendView.tiles`, for operations that work by tiles.
     """
 
     view: ExtendView
+    open_pages: torch.Tensor
+    next_pages: torch.Tensor
     open_copies: Copies
     rest_copies: Copies
     tail_seals: InTails
@@ -71,7 +76,7 @@ class Operations(ABC):
     ) -> Any:
         """A batch with one new token per request; lengths count it."""
         room = self.room(len(rows), seq_lens_cpu)
-        view = decode_view(req_to_token, rows, seq_lens, self.store.layout.segment, room, self.in_view)
+        view = decode_view(req_to_token, rows, seq_lens, self.store.tails, room, self.in_view)
         return self.decode_batch(view)
 
     @abstractmethod
@@ -97,20 +102,30 @@ class Operations(ABC):
         return self.extend_batch(extend_view(req_to_token, rows, prefixes, lengths, self.store.layout.segment, seen))
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
-        """A view as `extend` takes it: one transfer to the device."""
+        """A view as `extend` takes it: one transfer to the device. Copies what is about to be sealed to its stages."""
         host = [*view.open_copies.T, *view.rest_copies.T, *view.tail_seals.T, *view.chunk_seals.T]
+        host += [*view.open_numbers]
         if self.block_m is not None:
             host.append(view.tiles(self.store.q_per_kv, self.block_m))
         columns = to_device(host, view.rows.device)
-        tail_request, tail_number, chunk_request, chunk_number, first_token = columns[6:11]
-        rows, pages = view.rows, view.pages
+        tail_request, tail_number, chunk_request, chunk_number, first_token, before, behind = columns[6:13]
+        tails, rows, slots = self.store.tails, view.rows, view.pages
+        # Of a segment that is finished the tokens are read from its stage on: its own page is where its slab goes.
+        finished = before < behind
+        own = torch.where(finished, tails.stages(rows, BEFORE), _slots_of(slots, before))
+        open_pages = tails.pages(rows, own, torch.where(finished, BEFORE, NOW))
+        next_pages = tails.pages(rows, _slots_of(slots, behind), NOW)
+        sealed_slots = slots[tail_request, tail_number].long()
+        sealed_pages = tails.stage(sealed_slots, open_pages[tail_request])
         return ExtendBatch(
             view=view,
+            open_pages=open_pages,
+            next_pages=next_pages,
             open_copies=Copies(*columns[:3]),
             rest_copies=Copies(*columns[3:6]),
-            tail_seals=InTails(rows[tail_request], pages[tail_request, tail_number], tail_number),
-            chunk_seals=(first_token, pages[chunk_request, chunk_number], chunk_number),
-            tiles=columns[11] if self.block_m is not None else None,
+            tail_seals=InTails(rows[tail_request], sealed_pages, sealed_slots, tail_number),
+            chunk_seals=(first_token, slots[chunk_request, chunk_number], chunk_number),
+            tiles=columns[13] if self.block_m is not None else None,
         )
 
     def extend(
@@ -143,12 +158,11 @@ class Operations(ABC):
         output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
         if not batch.view.pieces:
             return output
-        self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch)
+        self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, batch.view)
         store.seal(layer, batch.tail_seals)
         self.seal_chunks(layer, keys, values, scorer_inputs, batch)
         self.attend_chunks(layer, queries, keys, values, batch, output, lse)
-        self._empty_tails(layer, batch.view)
-        self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch)
+        self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, batch.view)
         return output
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,22 +188,20 @@ class Operations(ABC):
         values: torch.Tensor,
         scorer_inputs: torch.Tensor | None,
         copies: Copies,
-        batch: ExtendBatch,
+        pages: torch.Tensor,
+        view: ExtendView,
     ) -> None:
-        """Write some of a chunk's tokens to the tails."""
+        """Write some of a chunk's tokens to the tails, which have these pages, [requests, K]."""
         if len(copies):
-            self.append(layer, keys, values, copies, batch.view.rows)
+            self.append(layer, keys, values, copies, pages)
             if scorer_inputs is not None:
-                rows = batch.view.rows[copies.requests]
-                self.store.tails.append_inputs(layer, rows, copies.places, scorer_inputs[copies.tokens])
+                own, inputs = pages[copies.requests], scorer_inputs[copies.tokens]
+                self.store.tails.append_inputs(layer, own, view.rows[copies.requests], copies.places, inputs)
 
     @abstractmethod
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
-        """Write copies of keys and values [tokens, heads, head_dim] to the tails `rows` of their requests."""
-
-    def _empty_tails(self, layer: int, view: ExtendView) -> None:
-        """Clear what tails of new open segments held before, where attention would read it under a mask."""
-        return
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
+        """Write copies of keys and values [tokens, heads, head_dim] to the tails of their requests, which have these
+        pages, int32 [requests, K]."""
 
     @abstractmethod
     def attend_chunks(
@@ -217,3 +229,10 @@ class Operations(ABC):
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append one token per request to the tails, then attend; arguments as in `extend`, a token per request."""
+
+
+def _slots_of(pages: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """int32 [requests]: slots of segments, by their numbers, [requests]; any where a request has none of its number."""
+    if pages.shape[1] == 0:
+        return torch.zeros_like(numbers)
+    return pages.gather(1, numbers.long().clamp_max_(pages.shape[1] - 1)[:, None])[:, 0]

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.torch_past import Past, past_of
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
+from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import Band
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -25,11 +26,16 @@ CACHE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class DecodePart:
-    """Requests of a decode batch that attend together. `longest_tail`: tokens in the longest of their tails."""
+    """Requests of a decode batch that attend together. `longest_tail`: tokens in the longest of their tails.
+
+    `real`: int64, which of them are no padding; None where all are. Padding writes nothing: what others read under a
+    mask may lie in its page, and must be finite.
+    """
 
     requests: slice
     view: DecodeView
     longest_tail: int
+    real: torch.Tensor | None
     _masks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, kept: int) -> torch.Tensor:
@@ -60,13 +66,20 @@ class TorchOps(Operations):
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
         most = most_seen(seq_lens_cpu, self.store.layout.segment, self.in_view)
-        return DecodeView.empty(batch, most, self.store.slabs.device)
+        return DecodeView.empty(batch, most, self.store.tails)
 
     def decode_batch(self, view: DecodeView) -> tuple[DecodePart, ...]:
         """A view as `decode` takes it: in parts whose history fits the processor's cache."""
         # Behind what is seen anything may lie; what a mask hides must be finite.
         unseen = torch.arange(view.slots.shape[1], device=view.slots.device) >= view.seen[:, None]
         view = replace(view, slots=view.slots.masked_fill(unseen, 0), places=view.places.long())
+        tails, each = self.store.tails, self.store.tails.open_pages.tokens
+        last = view.places[:, None] // each
+        begun = (view.places % each == 0) & (view.rows > 0)
+        tails.clear(view.pages[begun].gather(1, last[begun]).flatten())
+        # Of who has a longer tail in the batch more pages are read: in their place, one that was cleared.
+        beyond = torch.arange(view.pages.shape[1], device=last.device) > last
+        view = replace(view, pages=torch.where(beyond, view.pages[:, :1], view.pages))
         size, longest = len(view), view.slots.shape[1] * self._segment_bytes
         pieces = 1 if view.rows.is_cuda else min(size, -(-size * longest // CACHE_BYTES))
         at_once = -(-size // max(1, pieces))
@@ -74,17 +87,21 @@ class TorchOps(Operations):
         for start in range(0, size, at_once):
             own = view[start : start + at_once]
             own = replace(own, slots=own.slots[:, : int(own.seen.max())].long())
-            parts.append(DecodePart(slice(start, start + at_once), own, int(own.places.max()) + 1))
+            real = None if bool((own.rows > 0).all()) else own.rows.nonzero()[:, 0]
+            parts.append(DecodePart(slice(start, start + at_once), own, int(own.places.max()) + 1, real))
         return tuple(parts)
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
-        tokens = copies.tokens.long()
-        self.store.append(layer, rows[copies.requests], copies.places.long(), keys[tokens], values[tokens])
+    def extend_batch(self, view: ExtendView) -> ExtendBatch:
+        batch = super().extend_batch(view)
+        begun = view.begun(self.store.tails.open_pages.tokens)
+        if begun:
+            requests, indices = torch.tensor(begun, device=view.rows.device).T
+            self.store.tails.clear(batch.next_pages[requests, indices])
+        return batch
 
-    def _empty_tails(self, layer: int, view: ExtendView) -> None:
-        rows = view.rows.tolist()
-        for request, length in view.emptied:
-            self.store.tails.empty(layer, rows[request], length)
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
+        tokens = copies.tokens.long()
+        self.store.append(layer, pages[copies.requests], copies.places, keys[tokens], values[tokens])
 
     def seal_chunks(
         self,
@@ -112,7 +129,7 @@ class TorchOps(Operations):
     ) -> None:
         keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         for _, pieces in itertools.groupby(batch.view.pieces, key=lambda piece: (piece.request, piece.listed)):
-            _attend_pieces(self.store, layer, queries, keys, values, batch.view, list(pieces), output, lse)
+            _attend_pieces(self.store, layer, queries, keys, values, batch, list(pieces), output, lse)
         _scale_values(output, self.store.value_scale(layer))
 
     def decode(
@@ -127,13 +144,29 @@ class TorchOps(Operations):
     ) -> torch.Tensor:
         store, output = self.store, torch.empty_like(queries)
         for part in batch:
-            own, view = part.requests, part.view
-            store.append(layer, view.rows, view.places, keys[own], values[own])
-            if scorer_inputs is not None:
-                store.tails.append_inputs(layer, view.rows, view.places, scorer_inputs[own])
+            own = part.requests
+            _append(store, layer, part, keys[own], values[own], None if scorer_inputs is None else scorer_inputs[own])
             output[own] = _attend_part_of_batch(store, layer, queries[own], part, None if lse is None else lse[own])
         _scale_values(output, store.value_scale(layer))
         return output
+
+
+def _append(
+    store: SlabStore,
+    layer: int,
+    part: DecodePart,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scorer_inputs: torch.Tensor | None,
+) -> None:
+    """Write a token per request to the tails."""
+    rows, pages, places = part.view.rows, part.view.pages, part.view.places
+    if part.real is not None:
+        rows, pages, places, keys, values = (x[part.real] for x in (rows, pages, places, keys, values))
+        scorer_inputs = None if scorer_inputs is None else scorer_inputs[part.real]
+    store.append(layer, pages, places, keys, values)
+    if scorer_inputs is not None:
+        store.tails.append_inputs(layer, pages, rows, places, scorer_inputs)
 
 
 def _scale_values(output: torch.Tensor, scale: float | None) -> None:
@@ -148,13 +181,13 @@ def _attend_pieces(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    view: ExtendView,
+    batch: ExtendBatch,
     pieces: list[Piece],
     output: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
     """Attention of pieces of one request that see the same list of slots; tensors as in `Operations.extend`."""
-    row = int(view.rows[pieces[0].request])
+    view, pages = batch.view, batch.open_pages[pieces[0].request : pieces[0].request + 1]
     slots = view.lists[pieces[0].listed, : max(piece.seen for piece in pieces)].long()
     scale = store.logit_scale(layer)
     first, last = pieces[0].first_token, pieces[-1].first_token + pieces[-1].tokens
@@ -170,7 +203,7 @@ def _attend_pieces(
             tokens = slice(piece.first_token - first, piece.first_token - first + piece.tokens)
             seen = piece.seen * band.kept
             seen_keys, seen_values, mask = _entries(
-                store, layer, band, heads, history[:, :, :seen], own, row, piece, tokens
+                store, layer, band, heads, history[:, :, :seen], own, pages, piece, tokens
             )
             chunk = slice(piece.first_token, piece.first_token + piece.tokens)
             if lse is not None:
@@ -189,7 +222,7 @@ def _entries(
     heads: torch.Tensor,
     history: torch.Tensor,
     own: list[torch.Tensor],
-    row: int,
+    pages: torch.Tensor,
     piece: Piece,
     tokens: slice,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,13 +231,14 @@ def _entries(
     Args:
         history: [2, heads, kept rows, d], what the band kept of the segments seen.
         own: keys and values [heads, chunk's tokens, d]; `tokens` are those of the piece.
+        pages: [1, K], of the segment that was open before the chunk.
     """
     entries = [[history[part]] for part in (0, 1)]
     if band.attends_open:
+        tail = store.tails.read(layer, pages, piece.place)[0] if piece.place else None
         for part in (0, 1):
-            if piece.place:
-                tail = store.tails.part(layer, row, part, piece.place).index_select(0, heads)
-                entries[part].append(tail.to(own[part].dtype))
+            if tail is not None:
+                entries[part].append(movable(tail[part]).index_select(0, heads).view(tail.dtype).to(own[part].dtype))
             entries[part].append(own[part][:, tokens])
     seen_keys, seen_values = (torch.cat(parts, dim=1) for parts in entries)
     mask = torch.ones((piece.tokens, seen_keys.shape[1]), dtype=torch.bool, device=history.device)
@@ -216,7 +250,7 @@ def _attend_part_of_batch(
 ) -> torch.Tensor:
     """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
     view = part.view
-    tails = store.tails.read(layer, view.rows, part.longest_tail).float()
+    tails = store.tails.read(layer, view.pages, part.longest_tail).float()
     output = torch.empty_like(queries)
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)

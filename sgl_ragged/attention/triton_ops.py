@@ -73,7 +73,7 @@ class TritonOps(Operations):
         self.cta_map = cta_map
         # Tiles of keys and values have the queries' dtype once they are loaded.
         itemsize = store.query_dtype.itemsize
-        self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize, centred=layout.form.centred)
+        self.decode_tile = tiles.decode_tile(layout.head_dim, itemsize, fp8=store.fp8, form=layout.form)
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
         self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8, form=layout.form)
         self.block_m = self.extend_tile.block_m
@@ -103,7 +103,7 @@ class TritonOps(Operations):
             if id(counts) not in self._work:
                 self._work[id(counts)] = _layer_work(counts, store.layout.kept, device)
         parts = self.cta_map.most_parts(max_batch)
-        self._view = DecodeView.empty(max_batch, self._max_segments, device)
+        self._view = DecodeView.empty(max_batch, self._max_segments, store.tails)
         self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
@@ -132,7 +132,8 @@ class TritonOps(Operations):
             lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
             batch = self.describe_extend(table, row, [0], [length])
             self.extend(layer, queries, keys, keys, batch, scorer_inputs, lse)
-            store.defer_seals(InTails(row, row, torch.zeros_like(row)))
+            pages = torch.zeros((1, store.tails.open_pages.most), dtype=torch.int32, device=device)
+            store.defer_seals(InTails(row, pages, row, torch.zeros_like(row)))
             store.flush_pending_seals()
             step = self.describe_decode(table, row, lengths, lengths.cpu())
             first = None if scorer_inputs is None else scorer_inputs[:1]
@@ -171,10 +172,10 @@ class TritonOps(Operations):
             return super().to_cache(layer, keys, values)
         return quantize_fp8.quantize_fp8(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
 
-    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, rows: torch.Tensor) -> None:
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
         tails = self.store.tails.data
         keys, values = head_rows(keys), head_rows(values)
-        append.append(tails, layer, keys, values, copies.tokens, copies.requests, copies.places, rows)
+        append.append(tails, layer, keys, values, copies.tokens, copies.requests, copies.places, pages)
 
     def attend_chunks(
         self,
@@ -196,7 +197,7 @@ class TritonOps(Operations):
             store.tails.data,
             layer,
             batch.view.lists,
-            batch.view.rows,
+            batch.open_pages,
             batch.tiles,
             batch.work[layer].ctas,
             batch.work[layer].parts,
@@ -224,10 +225,10 @@ class TritonOps(Operations):
     ) -> torch.Tensor:
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
-        rows = head_rows(keys), head_rows(values), numbers, numbers, view.places, view.rows
-        append.append(store.tails.data, layer, *rows, store.kv_scales[layer] if store.fp8 else None)
+        tokens = head_rows(keys), head_rows(values), numbers, numbers, view.places, view.pages
+        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None)
         if scorer_inputs is not None:
-            store.tails.append_inputs(layer, view.rows, view.places, scorer_inputs)
+            store.tails.append_inputs(layer, view.pages, view.rows, view.places, scorer_inputs)
         return self.attend(layer, queries, batch, lse)
 
     def attend(

@@ -64,7 +64,7 @@ class TritonSealer:
         layer = layers[0] if len(layers) == 1 else None
         layout, heads = store.layout, self.heads(layer)
         if isinstance(segments, InTails):
-            source = seal.Source.of_tails(store.tails.data, segments.rows, layer)
+            source = seal.Source.of_tails(store.tails.data, segments.pages, layer)
         else:
             source = seal.Source.of_chunk(head_rows(segments.keys), head_rows(segments.values), segments.firsts)
         if store.scorer.name in seal.SCORED:

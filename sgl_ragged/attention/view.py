@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_ragged.attention.transfer import to_device
 from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.tails import NOW, Tails
+from sgl_ragged.mem_pool.transfer import to_device
 
 Seen = Callable[[int, int], Sequence[int] | None]
 """By index of the request and number of the segment: which earlier segments its queries see; None for all."""
@@ -28,13 +29,15 @@ Seen = Callable[[int, int], Sequence[int] | None]
 class DecodeView:
     """One query per request, padding included. All on one device.
 
-    rows: int64 [batch], tails. places: int32 [batch], where the new token goes in its tail.
-    open_lengths: int32 [batch], tokens in the tail with the new one; 0 for padding of no length.
+    rows: int64 [batch], of SGLang's table. pages: int32 [batch, K], of the open segments (`Tails.pages`).
+    places: int32 [batch], where the new token goes in its segment.
+    open_lengths: int32 [batch], tokens of the open segment with the new one; 0 for padding of no length.
     slots: int32 [batch, most], slots of the sealed segments that each query sees, in position order.
     seen: int32 [batch], how many of them count.
     """
 
     rows: torch.Tensor
+    pages: torch.Tensor
     places: torch.Tensor
     open_lengths: torch.Tensor
     slots: torch.Tensor
@@ -48,18 +51,22 @@ class DecodeView:
         return DecodeView(*(getattr(self, name)[requests] for name in self.__dataclass_fields__))
 
     @classmethod
-    def empty(cls, batch: int, most: int, device: torch.device) -> DecodeView:
+    def empty(cls, batch: int, most: int, tails: Tails) -> DecodeView:
         """Room for `decode_view` to write a batch to: zeros, which are padding."""
+        device = tails.table.device
         rows = torch.zeros(batch, dtype=torch.int64, device=device)
         places, open_lengths, seen = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
-        return cls(rows, places, open_lengths, torch.zeros((batch, most), dtype=torch.int32, device=device), seen)
+        pages, slots = (
+            torch.zeros((batch, width), dtype=torch.int32, device=device) for width in (tails.open_pages.most, most)
+        )
+        return cls(rows, pages, places, open_lengths, slots, seen)
 
 
 def decode_view(
     req_to_token: torch.Tensor,
     rows: torch.Tensor,
     lengths: torch.Tensor,
-    segment: int,
+    tails: Tails,
     out: DecodeView,
     in_view: torch.Tensor | None = None,
 ) -> DecodeView:
@@ -67,15 +74,17 @@ def decode_view(
 
     Args:
         req_to_token: int32 [rows, context], SGLang's table.
-        rows: integers [batch], its rows, which are those of the tails, too.
+        rows: integers [batch], its rows.
         lengths: integers [batch], tokens of each request with the new one; 0 or 1 for padding.
         in_view: int32 [rows, limit], `Histories.table`: which segments the requests see. None for all.
     """
-    view, table = out[: len(rows)], SegmentTable(req_to_token, segment)
+    view, segment = out[: len(rows)], tails.segment
+    table = SegmentTable(req_to_token, segment)
     view.rows.copy_(rows)
     view.places.copy_(lengths)
     view.places.sub_(1).clamp_min_(0)
     torch.div(view.places, segment, rounding_mode="floor", out=view.seen)
+    view.pages.copy_(tails.pages(view.rows, table.slots(view.rows, view.seen), NOW))
     view.places.remainder_(segment)
     view.open_lengths.copy_(lengths)
     torch.minimum(view.open_lengths, view.places + 1, out=view.open_lengths)
@@ -100,12 +109,13 @@ def seen_segments(lengths: torch.Tensor, segment: int, in_view: torch.Tensor | N
     return sealed if in_view is None else np.minimum(sealed, in_view.shape[1])
 
 
-def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int], segment: int) -> InTails | None:
+def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int], tails: Tails) -> InTails | None:
     """The segments that a decode step fills, if any. Does not wait for the device.
 
     Args:
         rows: integers [batch], on the device. lengths: tokens of each request with the new one, on the host.
     """
+    segment = tails.segment
     full = [index for index, length in enumerate(lengths) if length > 0 and length % segment == 0]
     if not full:
         return None
@@ -116,7 +126,7 @@ def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int
     )
     own = rows[which].to(torch.int64)
     slots = SegmentTable(req_to_token, segment).slots(own, numbers).to(torch.int64)
-    return InTails(rows=own, slots=slots, numbers=numbers)
+    return InTails(own, tails.pages(own, tails.stages(own, NOW), NOW), slots, numbers)
 
 
 @dataclass(frozen=True)
@@ -149,8 +159,9 @@ the piece's rows in this tile; slots that it sees; tokens of its segment that ar
 class ExtendView:
     """Chunks of several requests. Tokens are numbered through the batch, requests in batch order.
 
-    rows: int64 [requests], tails.
-    pages: int32 [requests, most], slots of each request's segments, those included that its chunk finishes.
+    rows: int64 [requests], of SGLang's table.
+    pages: int32 [requests, most], slots of each request's segments, those included that its chunk finishes or leaves
+        open.
     lists: int32 [lists, most], slots that pieces see; a piece's `seen` says how many of its list count.
     prefixes, lengths: tokens before each chunk and in it.
     """
@@ -181,12 +192,22 @@ class ExtendView:
         return _copies([piece for piece in self.pieces if not piece.place and not piece.finished])
 
     @functools.cached_property
-    def emptied(self) -> list[tuple[int, int]]:
-        """(request, tokens) of the tails that hold these tokens of a new segment afterwards, and nothing else."""
+    def open_numbers(self) -> np.ndarray:
+        """int32 [2, requests]: numbers of the segments that are open before each chunk and behind it."""
+        before = np.array(self.prefixes, np.int32)
+        return np.stack([before, before + np.array(self.lengths, np.int32)]) // self.segment
+
+    def begun(self, tokens: int) -> list[tuple[int, int]]:
+        """(request, index among its open segment's pages) of pages that the chunks are the first to write to.
+
+        tokens: of an open segment that a page holds.
+        """
         found = []
         for request, (prefix, length) in enumerate(zip(self.prefixes, self.lengths, strict=True)):
-            if length and (prefix % self.segment == 0 or (prefix + length) // self.segment > prefix // self.segment):
-                found.append((request, (prefix + length) % self.segment))
+            same = prefix // self.segment == (prefix + length) // self.segment
+            first = prefix % self.segment if same else 0
+            last = (prefix + length) % self.segment
+            found += [(request, index) for index in range(-(-first // tokens), -(-last // tokens))]
         return found
 
     @functools.cached_property
@@ -260,7 +281,7 @@ def extend_view(
                     )
                 )
         start += length
-    most = max(((p + n) // segment for p, n in zip(prefixes, lengths, strict=True)), default=0)
+    most = max((-(-(p + n) // segment) for p, n in zip(prefixes, lengths, strict=True)), default=0)
     rows = rows.to(torch.int64)
     pages = SegmentTable(req_to_token, segment).first_slots(rows, most)
     lists = torch.cat([pages, _lists(pages, own_lists)]) if own_lists else pages

@@ -62,9 +62,9 @@ class HistoryBound:
 
     def request_bytes(self, sizes: PoolSizes) -> int:
         """Bytes that a request holds of its own at most while it decodes: slabs of what it sees and of its open
-        segment, its tail, and what sliding-window layers need."""
+        segment, that one's other pages, and what sliding-window layers need."""
         windows = (self.lag + 1) * sizes.side_page_bytes
-        return self.held * sizes.slab_bytes + sizes.row_bytes + windows
+        return (self.held + sizes.open_pages.most) * sizes.slab_bytes + sizes.row_bytes + windows
 
     def describe(self, sizes: PoolSizes) -> str:
         """Part of the start-up line."""

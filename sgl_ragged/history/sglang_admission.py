@@ -38,7 +38,8 @@ def reserve_running(options: RaggedOptions, original: Callable, adder: Any, req:
 def fits(options: RaggedOptions, original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
     """True if a request fits that is not running yet."""
     extend = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
-    most = req.host_hit_length + growth(adder.tree_cache, req, extend) + adder.per_req_token_overhead
+    beside = adder.per_req_token_overhead + adder._request_slot_reserve_for_req(req)
+    most = req.host_hit_length + growth(adder.tree_cache, req, extend) + beside
     return original(adder, req, total_tokens=min(total_tokens, most), **more)
 
 

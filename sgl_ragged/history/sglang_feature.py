@@ -11,9 +11,7 @@ from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Rank, Seam, Worker
 from sgl_ragged.plugin.flags import flag
 from sgl_ragged.plugin.launch import MIXED, TREE, Conflict, Launch
-from sgl_ragged.plugin.seams import ADDER, BATCH, REGISTRY, TREE_CLASS
-
-CHECKER = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
+from sgl_ragged.plugin.seams import ADDER, BATCH, CHECKER, REGISTRY, TREE_CLASS
 
 
 @dataclass(frozen=True)

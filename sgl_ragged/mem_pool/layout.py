@@ -162,10 +162,6 @@ class SlabLayout:
         """Bytes of one slab beside a KV dtype of `itemsize` bytes."""
         return self.slab_elems * self.form.itemsize(itemsize)
 
-    def tail_bytes(self, itemsize: int) -> int:
-        """Bytes of one request's tail: an uncompressed segment of all layers and heads."""
-        return self.num_layers * 2 * self.num_heads * self.segment * self.head_dim * itemsize
-
     def full_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that one token takes in an uncompressed cache."""
         return self.num_layers * 2 * (self.full_heads or self.num_heads) * self.head_dim * itemsize

@@ -10,13 +10,15 @@ import torch
 
 @dataclass(frozen=True)
 class InTails:
-    """Segments that fill their tails.
+    """Full open segments.
 
-    rows, slots: int64 [segments], the tails they lie in and the slabs they go to.
+    rows: int64 [segments], their requests' rows of SGLang's table. pages: int32 [segments, K], where their tokens lie,
+    the first of them the stages (`Tails.stage`). slots: int64 [segments], the slabs they go to.
     numbers: integers [segments], their numbers in their sequences, from 0.
     """
 
     rows: torch.Tensor
+    pages: torch.Tensor
     slots: torch.Tensor
     numbers: torch.Tensor
 

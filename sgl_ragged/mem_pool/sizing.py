@@ -1,4 +1,5 @@
-"""How a KV budget in bytes is divided into slabs and tails. Plain arithmetic."""
+"""How a KV budget in bytes is divided into pages, which hold slabs and open segments, and what lies beside. Plain
+arithmetic."""
 
 from __future__ import annotations
 
@@ -9,10 +10,17 @@ from typing import Protocol
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 
-MAX_TAIL_SHARE = 1 / 8
-"""Unless the user asks for more running requests, tails take at most this share of the KV bytes, and at most half of
-what compression frees."""
+MAX_ROW_SHARE = 1 / 8
+"""Unless the user asks for more running requests, what is kept beside them takes at most this share of the KV bytes,
+and at most half of what compression frees."""
+
+TYPICAL_TOKENS = (1024, 8192)
+"""Lengths of requests for which the start-up line says how many the pool holds at once."""
+
+LOADS_TOKENS = (256, 1024, 4096, 16384)
+"""The same for `sgl-ragged layout`."""
 
 MAX_ROWS = 2048
 """SGLang's own default number of request rows."""
@@ -62,12 +70,13 @@ class SidePages(Protocol):
 class PoolSizes:
     """Sizes of the pool on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
-    `side_bytes`: what is kept beside each row's tail, counted as part of the tails: by the scorer, and overlays.
+    `open_pages`: of open segments. `side_bytes`: what is kept beside each request row: by the scorer, and overlays.
     `side_pages`, `side_page_bytes`: another pool's, its padding page among them. `side_pages_of`: whose they are.
     """
 
     layout: SlabLayout
     itemsize: int
+    open_pages: OpenPages
     num_slots: int
     num_rows: int
     side_bytes: int = 0
@@ -81,11 +90,11 @@ class PoolSizes:
 
     @property
     def row_bytes(self) -> int:
-        """One request's tail and what the scorer keeps beside it."""
-        return self.layout.tail_bytes(self.itemsize) + self.side_bytes
+        """What is kept beside the pages of one request: which these are, and `side_bytes`."""
+        return 2 * self.open_pages.most * 4 + self.side_bytes
 
     @property
-    def tails_bytes(self) -> int:
+    def rows_bytes(self) -> int:
         return self.num_rows * self.row_bytes
 
     @property
@@ -94,7 +103,7 @@ class PoolSizes:
 
     @property
     def total_bytes(self) -> int:
-        return self.num_slots * self.slab_bytes + self.tails_bytes + self.side_pages_bytes
+        return self.num_slots * self.slab_bytes + self.rows_bytes + self.side_pages_bytes
 
     @property
     def max_total_tokens(self) -> int:
@@ -113,8 +122,9 @@ class PoolSizes:
 
     @property
     def warning(self) -> str | None:
-        """Why the pool holds fewer tokens than an uncompressed cache would, and what to do; None if it holds more."""
-        if self.max_total_tokens >= self.full_tokens:
+        """Why the pool holds fewer tokens than an uncompressed cache would, by more than the padding page, and what to
+        do; None if it does not."""
+        if self.max_total_tokens + self.layout.segment >= self.full_tokens:
             return None
         loss = (
             f"the ragged KV pool holds {self.max_total_tokens} tokens, an uncompressed cache would hold "
@@ -123,9 +133,17 @@ class PoolSizes:
         if self.layout.byte_share(self.itemsize) >= 1:
             return f"{loss}: at ratio 1 nothing is compressed; lower --ragged-ratio"
         return (
-            f"{loss}: the open segments of {self.max_requests} requests take {self.tails_bytes} of them; lower "
-            f"--max-running-requests, give a shorter --ragged-segment, or more memory"
+            f"{loss}: what is kept beside {self.max_requests} requests takes {self.rows_bytes} of them; lower "
+            f"--max-running-requests, take another scorer, or give more memory"
         )
+
+    def requests_of(self, tokens: int) -> tuple[int, int]:
+        """How many requests of about so many tokens the pool holds at once, and how many an uncompressed cache would
+        in its bytes. Of each, the mean over a segment's worth of lengths."""
+        segment = self.layout.segment
+        first = max(tokens - segment // 2, 1)
+        pages = sum(self.open_pages.pages(first + n) for n in range(segment)) / segment
+        return int((self.num_slots - 1) / pages), self.full_tokens // tokens
 
     def describe(self) -> str:
         """The start-up line."""
@@ -143,43 +161,58 @@ class PoolSizes:
         return (
             f"kept per {self.layout.segment}-token segment min/median/max {low}/{middle:g}/{high} "
             f"({share}), slab {self.slab_bytes} bytes, {self.num_slots} slots, "
-            f"{self.max_total_tokens} virtual tokens, tails {self.tails_bytes} bytes for {self.max_requests} requests, "
+            f"{self.max_total_tokens} virtual tokens, open segments with {self.open_pages.tokens} tokens a page, "
+            f"{self.max_requests} requests, {self.rows_bytes} bytes beside them, "
             f"{beside}total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them "
-            f"({gain:.2f}x)"
+            f"({gain:.2f}x); {' and '.join(map(self._load, TYPICAL_TOKENS))} at once"
         )
+
+    def _load(self, tokens: int) -> str:
+        requests, full = self.requests_of(tokens)
+        return f"{requests} requests of {tokens} tokens (full KV {full})"
 
 
 def fit_pool(
     layout: SlabLayout,
     itemsize: int,
+    open_pages: OpenPages,
     budget_bytes: int,
     max_requests: int | None,
     side_bytes: int = 0,
     max_tokens: int | None = None,
     side_pages: SidePages | None = None,
 ) -> PoolSizes:
-    """Divide a KV budget into tails, slabs and pages beside them.
+    """Divide a KV budget into pages for slabs and open segments, and what is beside them.
 
     Args:
         layout: the slab layout of this rank.
         itemsize: bytes per element of the KV dtype.
         budget_bytes: everything the pool may allocate on this rank.
-        max_requests: the user's --max-running-requests, or None to choose it so that tails take at most
-            MAX_TAIL_SHARE of the bytes and half of what compression frees (but at least one request).
+        open_pages: of open segments.
+        max_requests: the user's --max-running-requests, or None to choose it so that every request can have an open
+            segment at its largest and a page more, and what is kept beside them takes at most MAX_ROW_SHARE of the
+            bytes and half of what compression frees (but at least one request).
         side_bytes: as in PoolSizes.
         max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
-            smaller has fewer tails, too.
+            smaller has fewer requests, too.
         side_pages: what another pool needs, if there is one.
 
     Raises:
-        RaggedConfigError: the budget does not hold the tails and one usable slab, or a limit is below what serves, or
-            that other pool gets less than one request needs.
+        RaggedConfigError: the budget does not hold what one request needs, or a limit is below what serves, or that
+            other pool gets less than one request needs.
     """
     check_limits(layout.segment, max_requests, max_tokens)
+    least = least_slots(open_pages)
+    if max_tokens is not None and max_tokens // layout.segment + 1 < least:
+        raise RaggedConfigError(
+            f"--max-total-tokens {max_tokens} is too few for one request: its open segments can take "
+            f"{open_pages.transient} pages of {layout.segment} tokens; it must be at least "
+            f"{(least - 1) * layout.segment}"
+        )
     most_slots = None if max_tokens is None else max_tokens // layout.segment + 1
 
     def with_requests(requests: int) -> PoolSizes:
-        empty = PoolSizes(layout=layout, itemsize=itemsize, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
+        empty = PoolSizes(layout, itemsize, open_pages, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
         running = side_pages.running(requests, budget_bytes) if side_pages and max_requests is None else requests
 
         def with_slots(slots: int) -> PoolSizes:
@@ -195,13 +228,13 @@ def fit_pool(
 
         slots = range(max(budget_bytes, 0) // empty.slab_bytes + 1)
         fitting = bisect.bisect_right(slots, budget_bytes, key=lambda count: with_slots(count).total_bytes) - 1
-        if fitting < 2:
-            least = with_slots(2)
-            beside = f" and {least.side_pages_bytes} for {least.side_pages_of}" if side_pages else ""
+        if fitting < least:
+            small = with_slots(least)
+            beside = f" and {small.side_pages_bytes} for {small.side_pages_of}" if side_pages else ""
             raise RaggedConfigError(
                 f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need "
-                f"{least.tails_bytes} bytes of tails and at least two slabs of {least.slab_bytes} bytes{beside}, "
-                f"together {least.total_bytes}; give more memory (--kv-bytes, --mem-fraction-static), "
+                f"{small.rows_bytes} bytes, and one of them {least} pages of {small.slab_bytes} bytes{beside}, "
+                f"together {small.total_bytes}; give more memory (--kv-bytes, --mem-fraction-static), "
                 f"fewer --max-running-requests or a shorter --ragged-segment"
             )
         plan = with_slots(min(fitting, most_slots or fitting))
@@ -212,18 +245,19 @@ def fit_pool(
     if max_requests is not None:
         return with_requests(max_requests)
     freed = 1 - layout.byte_share(itemsize)
-    share = min(MAX_TAIL_SHARE, freed / 2) if freed > 0 else MAX_TAIL_SHARE
+    share = min(MAX_ROW_SHARE, freed / 2) if freed > 0 else MAX_ROW_SHARE
     alone = with_requests(1)
-    requests = int(budget_bytes * share) // alone.row_bytes - 1
-    if most_slots is not None:
-        # That share of tails and slabs together; and every running request has a page.
-        beside_slabs = int(most_slots * alone.slab_bytes * share / (1 - share)) // alone.row_bytes - 1
-        requests = min(requests, beside_slabs, most_slots - 1)
+    requests = min((alone.num_slots - 1) // (open_pages.most + 1), int(budget_bytes * share) // alone.row_bytes - 1)
     plan = with_requests(min(max(requests, 1), MAX_ROWS))
-    # In a small pool the padding page and what is left over of the budget weigh as much as tails.
+    # In a small pool the padding page and what is left over of the budget weigh as much as what is beside requests.
     while plan.warning and freed > 0 and plan.max_requests > 1:
         plan = with_requests(plan.max_requests // 2)
     return plan
+
+
+def least_slots(open_pages: OpenPages) -> int:
+    """Pages that serve one request beyond its first segment, the padding page among them."""
+    return open_pages.transient + 3
 
 
 def check_limits(segment: int, max_requests: int | None, max_tokens: int | None) -> None:

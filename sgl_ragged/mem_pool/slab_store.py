@@ -11,10 +11,11 @@ import torch
 
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, to_fp8
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails, Sealed
-from sgl_ragged.mem_pool.tails import Tails
+from sgl_ragged.mem_pool.tails import Tails, token_bytes
 from sgl_ragged.mem_pool.torch_seal import seal_in_torch
 from sgl_ragged.scorers import Scorer, SegmentData
 
@@ -30,9 +31,25 @@ def _input_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
 
 
 def side_bytes(scorer: Scorer, layout: SlabLayout, q_per_kv: int, dtype: torch.dtype) -> int:
-    """Bytes per row of what the scorer keeps beside the tail; dtype: of queries there (`kv_dtype.beside_cache`)."""
+    """Bytes per request row of what the scorer needs of a segment's last tokens; what it needs of every token lies in
+    pages. dtype: of queries there (`kv_dtype.beside_cache`)."""
     places, elems = scorer.input_shape(layout.segment, q_per_kv, layout.head_dim)
+    if places == layout.segment:
+        return 0
     return layout.num_layers * layout.num_heads * (places + 1) * elems * _input_dtype(scorer, dtype).itemsize
+
+
+def open_pages(
+    scorer: Scorer, layouts: Sequence[SlabLayout], q_per_kv: int, dtype: torch.dtype, query_dtype: torch.dtype
+) -> OpenPages:
+    """Of open segments, which have as many tokens a page on every rank. layouts: of all ranks. Raises
+    RaggedConfigError where a page has no room for a token."""
+    of_ranks = []
+    for layout in layouts:
+        shape = scorer.input_shape(layout.segment, q_per_kv, layout.head_dim)
+        each = token_bytes(layout, dtype.itemsize, shape, _input_dtype(scorer, query_dtype).itemsize)
+        of_ranks.append(OpenPages.of(layout.segment, layout.slab_bytes(dtype.itemsize), each))
+    return min(of_ranks, key=lambda pages: pages.tokens)
 
 
 class SlabStore:
@@ -40,7 +57,8 @@ class SlabStore:
 
     `slabs` is [num_slots, layout.slab_elems], one slab per SGLang page, of the cache's dtype, or uint8 where the
     layout's format is quantised: keys and values are rounded once, when they are sealed. A slab is written once, when
-    its segment is sealed, and is immutable until SGLang reuses its page. `tails` are the open segments.
+    its segment is sealed, and is immutable until SGLang reuses its page. `tails` are the open segments, in pages of the
+    same memory.
 
     Slabs and tails may be FP8: they then hold keys and values divided by the layer's scales (`to_cache`), and scorers
     see them multiplied again (`from_cache`).
@@ -49,7 +67,7 @@ class SlabStore:
         dtype: of the cache, one of `kv_dtype.KV_DTYPES`: of tails, and of slabs that are not quantised.
         q_per_kv: query heads per head.
         statistics: per layer, the scorer's tensors [heads, ...].
-        tail_capacity: tokens that a tail has room for, at least a segment, which is the default.
+        pages: of open segments, where other ranks have a say in them.
         query_dtype: of the model's queries, those beside the tails among them; the cache's by default. Never FP8.
 
     `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
@@ -57,6 +75,8 @@ class SlabStore:
     writes slabs: called with the store, layers and segments, it gives `Sealed.chosen`. `on_seal` are called with the
     store and what was sealed after it. `seal_meter` counts what they have done. `corrector` changes what heads keep
     before it is stored; None, where they keep it as it is, unless the owner has a codebook (`fitting`).
+    `batches`: how many batches have been described by now; what one of them is the last to read may be overwritten once
+    there are more.
     """
 
     def __init__(
@@ -70,7 +90,7 @@ class SlabStore:
         *,
         q_per_kv: int = 1,
         statistics: Sequence[Mapping[str, torch.Tensor]] | None = None,
-        tail_capacity: int | None = None,
+        pages: OpenPages | None = None,
         query_dtype: torch.dtype | None = None,
     ) -> None:
         self.query_dtype = query_dtype or dtype
@@ -89,13 +109,14 @@ class SlabStore:
         )
         self.tails = Tails(
             layout,
-            num_rows,
+            self.slabs,
             dtype,
-            device,
-            tail_capacity or layout.segment,
+            num_rows,
+            pages or open_pages(scorer, [layout], q_per_kv, dtype, self.query_dtype),
             scorer.input_shape(layout.segment, q_per_kv, layout.head_dim),
             _input_dtype(scorer, self.query_dtype),
         )
+        self.batches = 0
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
@@ -105,6 +126,7 @@ class SlabStore:
         self.on_seal: list[Callable[[SlabStore, Sealed], None]] = []
         self._totals = torch.tensor(layout.totals, device=device)
         self._pending: list[InTails] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
 
     @property
@@ -200,7 +222,7 @@ class SlabStore:
     def segment_rows(self, layer: int, segments: Finished) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [segments, heads, S, head_dim] of a layer's finished segments, as the cache holds them."""
         if isinstance(segments, InTails):
-            return self.tails.segments(layer, segments.rows)
+            return self.tails.segments(layer, segments.pages)
         return self._of_segments(segments, segments.keys), self._of_segments(segments, segments.values)
 
     def segment_data(
@@ -217,7 +239,7 @@ class SlabStore:
         )
         inputs = None
         if isinstance(segments, InTails):
-            inputs = self.tails.segment_inputs(layer, segments.rows)
+            inputs = self.tails.segment_inputs(layer, segments.pages, segments.rows)
         elif segments.scorer_inputs is not None:
             every = self._of_segments(segments, segments.scorer_inputs)
             inputs = every[:, :, self.layout.segment - self.tails.places :].to(self.tails.inputs.dtype)
@@ -252,26 +274,41 @@ class SlabStore:
         self._pending.append(segments)
 
     def flush_pending_seals(self) -> None:
-        """Seal what is pending. Call before any later batch, and before a slab is copied.
+        """Seal what is pending, then copy pages that are to be copied. Call before any later batch, and before a slab
+        is copied.
 
-        SGLang counts a page as full one step before its segment is sealed.
+        SGLang counts a page as full one step before its segment is sealed. Its pages are free by then, and may be those
+        that are copied to.
         """
         if self._pending:
             pending, self._pending = self._pending, []
-            parts = ([getattr(one, name) for one in pending] for name in ("rows", "slots", "numbers"))
-            self.seal(None, InTails(*(torch.cat(part) for part in parts)))
+            parts = ([getattr(one, name) for one in pending] for name in ("rows", "pages", "slots", "numbers"))
+            segments = InTails(*(torch.cat(part) for part in parts))
+            self.tails.stage(segments.slots, segments.pages)
+            self.seal(None, segments)
+        copies, self._copies = self._copies, []
+        for source, target in copies:
+            self.tails.copy(source, target)
+
+    def defer_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Have pages copied to others, int64 [n] each, by `flush_pending_seals`, in the order of the calls."""
+        self._copies.append((source, target))
+
+    def forget_copies(self) -> None:
+        """Do not: all pages are free."""
+        self._copies = []
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self._copies)
 
     def append(
-        self, layer: int, rows: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, pages: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Write tokens to tails.
 
         Args:
-            rows, places: integers [tokens], tail and place in it of each token.
+            pages: integers [tokens, K], of each token's segment. places: integers [tokens], place in it.
             keys, values: [tokens, heads, head_dim], as `to_cache` takes them.
         """
-        self.tails.append(layer, rows, places, *self.to_cache(layer, keys, values))
+        self.tails.append(layer, pages, places, *self.to_cache(layer, keys, values))

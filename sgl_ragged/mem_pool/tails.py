@@ -1,4 +1,4 @@
-"""Open segments: the only code that knows where they lie, and what scorers will need of their tokens."""
+"""Open segments: the only code that knows where their tokens lie, and what scorers will need of these."""
 
 from __future__ import annotations
 
@@ -6,82 +6,173 @@ import torch
 
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
+
+COPIED_BYTES = 64 << 20
+"""Of pages that are copied at a time."""
+
+BEFORE, NOW = 0, 1
+"""Which open segment of a request (`Tails.table`)."""
+
+
+def token_bytes(layout: SlabLayout, itemsize: int, input_shape: tuple[int, int], input_itemsize: int) -> int:
+    """Bytes of one token of an open segment: keys, values, and what the scorer needs of every token, if it does."""
+    places, elements = input_shape
+    beside = elements * input_itemsize if places == layout.segment else 0
+    return layout.num_layers * layout.num_heads * (2 * layout.head_dim * itemsize + beside)
 
 
 class Tails:
-    """One tail per row of SGLang's request table; row 0 is its padding row.
+    """Tokens of open segments in pages of the pool, T of them a page (`OpenPages.tokens`), K pages a segment at most.
 
-    `data` is [num_rows, layers, 2 (K, V), heads, capacity, head_dim], of the cache's dtype; kernels are given it.
-    `inputs` is [num_rows, layers, heads, places + 1, elements]: what a scorer needs of a segment's last `places` tokens
-    beside keys and values. The last place takes what need not be kept.
+    `data` is [num_slots, layers, 2 (K, V), heads, T, head_dim], the pages as open segments have them: the same memory
+    as the slabs. A page holds either. Whoever hands out pages writes to `table`, int32 [num_rows, 2, K], which pages
+    open segments have beside their own: of table[row, which] the first K - 1 are extra pages, in order, and the last is
+    the stage, where there is one. `which` is NOW for the segment that is open once the batch is done, and BEFORE for
+    one that the batch finishes. Nothing here waits for the device.
 
-    A tail beyond the open segment's length holds zeros or older tokens of the same request, never another request's:
-    attention in torch reads padded tails under a mask, where a foreign NaN would still spread.
+    What a scorer needs of every token lies in the pages, too. What it needs of a segment's last `places` tokens alone
+    lies in `inputs`, [num_rows, layers, heads, places + 1, elements]; the last place takes what need not be kept.
 
     Args:
-        capacity: tokens that a tail has room for, at least a segment.
+        slabs: [num_slots, elements of a slab].
+        dtype: of the cache.
         input_shape: places and elements, 0 where the scorer needs nothing more. input_dtype: of these.
     """
 
     def __init__(
         self,
         layout: SlabLayout,
-        num_rows: int,
+        slabs: torch.Tensor,
         dtype: torch.dtype,
-        device: str | torch.device,
-        capacity: int,
+        num_rows: int,
+        pages: OpenPages,
         input_shape: tuple[int, int],
         input_dtype: torch.dtype,
     ) -> None:
-        self.segment = layout.segment
+        self.open_pages, self.segment = pages, layout.segment
         self.places, elements = input_shape
-        shape = (num_rows, layout.num_layers, 2, layout.num_heads, capacity, layout.head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
-        input_rows = (num_rows, layout.num_layers, layout.num_heads, self.places + 1, elements)
-        self.inputs = torch.zeros(input_rows, dtype=input_dtype, device=device)
+        layers, heads, tokens, dim = layout.num_layers, layout.num_heads, pages.tokens, layout.head_dim
+        self._slabs = slabs
+        stored = slabs.view(dtype)
+        shape = (layers, 2, heads, tokens, dim)
+        self.data = stored.as_strided((len(slabs), *shape), (stored.shape[1], *_strides(shape)))
+        self.table = torch.zeros((num_rows, 2, pages.most), dtype=torch.int32, device=slabs.device)
+        self._in_pages = self.places == layout.segment
+        if self._in_pages:
+            start = 2 * layers * heads * tokens * dim * dtype.itemsize
+            beside = slabs.view(torch.uint8)[:, start:].view(input_dtype) if start else slabs
+            of_page = (layers, heads, tokens, elements)
+            strides = (slabs.view(torch.uint8).shape[1] // input_dtype.itemsize, *_strides(of_page))
+            self.inputs = beside.as_strided((len(slabs), *of_page), strides, beside.storage_offset())
+        else:
+            rows = (num_rows, layers, heads, self.places + 1, elements)
+            self.inputs = torch.zeros(rows, dtype=input_dtype, device=slabs.device)
 
     @property
     def num_rows(self) -> int:
-        return self.data.shape[0]
+        return self.table.shape[0]
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + self.inputs.nbytes
+        """Bytes beside the pages."""
+        return self.table.nbytes + (0 if self._in_pages else self.inputs.nbytes)
 
-    def segments(self, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, heads, S, head_dim] of full tails, int64 [rows]."""
-        full = self.data[rows, layer, :, :, : self.segment]
+    def pages(self, rows: torch.Tensor, slots: torch.Tensor, which: int | torch.Tensor) -> torch.Tensor:
+        """int32 [n, K]: pages of open segments of some rows, int64 [n]; of these, their own are `slots`, integers [n].
+
+        Behind those that a segment has there is something that is not to be read. which: for all, or int64 [n].
+        """
+        return torch.cat([slots[:, None].to(torch.int32), self.table[rows, which, :-1]], dim=1)
+
+    def stages(self, rows: torch.Tensor, which: int) -> torch.Tensor:
+        """int32 [n]: stages of segments that are about to be sealed."""
+        return self.table[rows, which, -1]
+
+    def stage(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Copy segments' own pages to their stages: their pages are now [stage, extra pages], int32 [n, K].
+
+        Args:
+            slots: integers [n]. pages: int32 [n, K] with stages in the first place.
+        """
+        if len(slots):
+            self.copy(slots, pages[:, 0])
+        return pages
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole pages, integers [n] each; none of them is both."""
+        whole = movable(self._slabs)
+        # Where a thousand requests end a segment at once, not all of their pages are held twice.
+        at_once = max(1, COPIED_BYTES // whole[0].nbytes)
+        for sources, targets in zip(source.split(at_once), target.split(at_once), strict=True):
+            whole[targets.long()] = whole.index_select(0, sources)
+
+    @property
+    def reusable(self) -> int:
+        """Tokens of an open segment of which all that is needed lies in its pages."""
+        return self.segment if self._in_pages else self.segment - self.places
+
+    def clear(self, pages: torch.Tensor) -> None:
+        """Before an open segment has them: zeros, integers [n]. Attention in torch reads behind the last token, under a
+        mask, where a foreign NaN would still spread."""
+        movable(self._slabs)[pages.long()] = 0
+
+    def segments(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [n, heads, S, head_dim] of full open segments with these pages, [n, K]."""
+        full = self.read(layer, pages, self.segment)
         return full[:, 0], full[:, 1]
 
-    def segment_inputs(self, layer: int, rows: torch.Tensor) -> torch.Tensor | None:
-        """[rows, heads, places, elements] of full tails; None where the scorer needs nothing more."""
-        return self.inputs[rows, layer, :, : self.places] if self.places else None
+    def segment_inputs(self, layer: int, pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+        """[n, heads, places, elements] of full open segments; None where the scorer needs nothing more."""
+        if not self.places:
+            return None
+        if not self._in_pages:
+            return self.inputs[rows, layer, :, : self.places]
+        found = self.inputs[:, layer].index_select(0, pages.flatten()).unflatten(0, pages.shape)
+        return found.transpose(1, 2).flatten(2, 3)[:, :, : self.segment]
 
-    def read(self, layer: int, rows: torch.Tensor, length: int) -> torch.Tensor:
-        """[rows, 2 (K, V), heads, length, head_dim]: a copy of the first tokens of some tails."""
-        return movable(self.data[:, layer, :, :, :length]).index_select(0, rows).view(self.data.dtype)
-
-    def part(self, layer: int, row: int, part: int, length: int) -> torch.Tensor:
-        """Keys (part 0) or values (1) [heads, length, head_dim] of one tail's first tokens; a view."""
-        return self.data[row, layer, part, :, :length]
+    def read(self, layer: int, pages: torch.Tensor, length: int) -> torch.Tensor:
+        """[n, 2 (K, V), heads, length, head_dim]: a copy of the first tokens of open segments with pages [n, K]."""
+        some = pages[:, : -(-length // self.open_pages.tokens)]
+        found = movable(self.data[:, layer]).index_select(0, some.flatten()).unflatten(0, some.shape)
+        if some.shape[1] == 1:
+            return found[:, 0, :, :, :length].view(self.data.dtype)
+        return found.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length].view(self.data.dtype)
 
     def append(
-        self, layer: int, rows: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: int, pages: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Write tokens, keys and values [tokens, heads, head_dim] as the cache holds them.
 
         Args:
-            rows, places: integers [tokens], tail and place in it of each token.
+            pages: integers [tokens, K], of each token's segment. places: integers [tokens], place in it.
         """
-        self.data[:, layer, 0].transpose(1, 2)[rows, places] = keys
-        self.data[:, layer, 1].transpose(1, 2)[rows, places] = values
+        page, place = self._at(pages, places)
+        self.data[:, layer, 0].transpose(1, 2)[page, place] = keys
+        self.data[:, layer, 1].transpose(1, 2)[page, place] = values
 
-    def append_inputs(self, layer: int, rows: torch.Tensor, places: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Store what the scorer will need of appended tokens: [tokens, heads, elements]."""
+    def append_inputs(
+        self, layer: int, pages: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, inputs: torch.Tensor
+    ) -> None:
+        """Store what the scorer will need of appended tokens: [tokens, heads, elements]. rows: int64 [tokens]."""
+        if self._in_pages:
+            page, place = self._at(pages, places)
+            self.inputs[:, layer].transpose(1, 2)[page, place] = inputs.to(self.inputs.dtype)
+            return
         place = places - (self.segment - self.places)
         place = torch.where(place < 0, self.places, place)
         self.inputs[:, layer].transpose(1, 2)[rows, place] = inputs.to(self.inputs.dtype)
 
-    def empty(self, layer: int, row: int, length: int) -> None:
-        """Clear a tail behind its first `length` tokens, so that no older request's tokens are left there."""
-        self.data[row, layer, :, :, length:] = 0
+    def _at(self, pages: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [tokens] each: the page of each token, and its place there."""
+        places = places.long()
+        block = places // self.open_pages.tokens
+        return pages.gather(1, block[:, None])[:, 0].long(), places - block * self.open_pages.tokens
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)

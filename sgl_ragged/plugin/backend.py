@@ -126,6 +126,7 @@ class RaggedAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Seal what the last decode step filled, then describe this batch."""
         mode = forward_batch.forward_mode
+        self.store.batches += 1
         if mode.is_decode():
             self._describe_decode(forward_batch)
             if self.others is not None:
@@ -166,6 +167,7 @@ class RaggedAttnBackend(AttentionBackend):
 
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
+        self.store.batches += 1
         self._describe_decode(forward_batch, in_capture)
         if self.others is not None:
             self.others.init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -184,7 +186,7 @@ class RaggedAttnBackend(AttentionBackend):
         )
         if not in_capture:
             full = filled(
-                self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens_cpu.tolist(), self.segment
+                self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens_cpu.tolist(), self.store.tails
             )
             if full is not None:
                 self.store.defer_seals(full)

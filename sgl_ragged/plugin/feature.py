@@ -148,6 +148,11 @@ class Feature:
 
     # In a worker.
 
+    def allocator(self, found: Any, kvcache: Any, settings: dict[str, Any]) -> Any:
+        """The allocator in place of the one that SGLang has made, where the pool has more than slabs: one feature's at
+        most. settings: what its constructor takes beside sizes and `kvcache`."""
+        return None
+
     def attach(self, settings: Any, worker: Worker) -> Any:
         """Put what it runs into `pool.attached`; returns the pool that SGLang is to get."""
         return worker.given

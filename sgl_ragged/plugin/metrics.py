@@ -26,12 +26,14 @@ PREFIX = "sglang:ragged_"
 
 _GAUGES = {
     "kept_ratio": "Kept / full KV bytes of a sealed segment, from the head budgets of this rank.",
-    "slab_bytes_in_use": "Bytes of the slabs that are allocated on this rank, those of cached prefixes among them.",
-    "tail_bytes_in_use": "Bytes of the tails on this rank that belong to a request.",
+    "slab_bytes_in_use": "Bytes of the pages that are allocated on this rank, those of cached prefixes among them.",
+    "open_bytes_in_use": "Bytes of the pages on this rank that open segments of requests have beside their own.",
+    "kept_open_bytes_in_use": "Bytes of the pages on this rank with open segments that requests have left behind.",
     "rank_imbalance": "Largest / mean kept bytes of a segment over the tensor-parallel ranks; 1 if they are equal.",
 }
 _COUNTERS = {
     "sealed_segments": "Segments sealed on this rank.",
+    "reused_open_tokens": "Tokens of kept open segments with which requests have gone on.",
     "seal_seconds": "Host seconds around sealing on this rank: the work itself on a CPU; on a GPU the time to launch "
     "it, not the time it takes there.",
 }
@@ -50,17 +52,16 @@ class RaggedMetrics:
         labels: names and values, SGLang's own.
         pool: what they are about; its store counts seals.
         allocator: SGLang's, which hands out the pool's pages.
-        requests: SGLang's request table, whose rows have the tails.
         rank_imbalance: as `rank_imbalance` gives it.
     """
 
     def __init__(
-        self, labels: dict[str, Any], pool: RaggedTokenToKVPool, allocator: Any, requests: Any, rank_imbalance: float
+        self, labels: dict[str, Any], pool: RaggedTokenToKVPool, allocator: Any, rank_imbalance: float
     ) -> None:
         # prometheus_client decides at its first import whether processes share files, and SGLang sets that up late.
         from prometheus_client import Counter, Gauge
 
-        self._pool, self._allocator, self._requests = pool, slab_allocator(allocator), requests
+        self._pool, self._allocator = pool, slab_allocator(allocator)
         gauges = _GAUGES | {name: text for feature in pool.observed for name, text in feature.gauges.items()}
         self._gauges = {
             name: Gauge(PREFIX + name, text, labels.keys(), multiprocess_mode="mostrecent").labels(**labels)
@@ -85,9 +86,10 @@ class RaggedMetrics:
         """Write what has changed since the last call."""
         sizes = self._pool.sizes
         pages = (self._allocator.size - self._allocator.available_size()) // sizes.layout.segment
-        rows = self._requests.size - self._requests.available_size()
         self._gauges["slab_bytes_in_use"].set(pages * sizes.slab_bytes)
-        self._gauges["tail_bytes_in_use"].set(rows * sizes.row_bytes)
+        segments = self._pool.open_segments
+        self._gauges["open_bytes_in_use"].set(segments.in_use * sizes.slab_bytes)
+        self._gauges["kept_open_bytes_in_use"].set(segments.kept.num_pages * sizes.slab_bytes)
         for feature in self._pool.observed:
             for name in feature.gauges:
                 self._gauges[name].set(feature.readings()[name, ""])
@@ -101,6 +103,7 @@ class RaggedMetrics:
         seals = self._pool.store.seal_meter
         totals: dict[tuple[str, str], float] = {
             ("sealed_segments", ""): seals.segments,
+            ("reused_open_tokens", ""): self._pool.open_segments.kept.reused_tokens,
             ("seal_seconds", ""): seals.seconds,
         }
         for feature in self._pool.observed:
@@ -147,7 +150,8 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "virtual_tokens": size.max_total_tokens,
         "max_requests": size.max_requests,
         "slab_bytes": size.slab_bytes,
-        "tails_bytes": size.tails_bytes,
+        "open_page_tokens": size.open_pages.tokens,
+        "rows_bytes": size.rows_bytes,
         "total_bytes": size.total_bytes,
         **{key: value for info in of_features for key, value in info.items()},
     }
@@ -159,7 +163,7 @@ def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) 
     pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
-        metrics = RaggedMetrics(collector.labels, pool, allocator, scheduler.req_to_token_pool, rank_imbalance(layouts))
+        metrics = RaggedMetrics(collector.labels, pool, allocator, rank_imbalance(layouts))
         setattr(collector, _METRICS, metrics)
     return {**original(scheduler), "ragged": settings(options, pool)}
 

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.attention.epilogue import Epilogue
+from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import Scorer
@@ -121,11 +122,13 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
             self.device,
             q_per_kv=self._q_per_kv,
             statistics=self._statistics,
+            pages=self.sizes.open_pages,
             query_dtype=self._query_dtype,
         )
+        self.open_segments = OpenSegments(self.store)
 
     def _clear_buffers(self) -> None:
-        del self.store
+        del self.open_segments, self.store
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
         half = self.store.nbytes // 2

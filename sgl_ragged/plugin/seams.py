@@ -33,9 +33,12 @@ REMEDY = f"install sglang=={SERVED[-1]}, or a release of sgl-ragged made for thi
 
 
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+_ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
-BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
+BATCH = f"{SCHEDULE_BATCH}.ScheduleBatch"
+CHECKER = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
 TREE_CLASS = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 REGISTRY = "sglang.srt.mem_cache.registry"
 RUN_BATCH = (
@@ -69,6 +72,60 @@ RAGGED_SEAMS = (
         f"{_CONFIGURATOR}._build_token_to_kv_pool",
         ("self", "sizes", "is_dsa_model", "is_dsv4_model", "req_to_token_pool"),
         "sgl_ragged.plugin.worker.build_pool",
+    ),
+    Seam(
+        f"{_CONFIGURATOR}._build_token_to_kv_pool_allocator",
+        (
+            *("self", "sizes", "token_to_kv_pool", "is_dsv4_model", "req_to_token_pool"),
+            "token_to_kv_pool_allocator",
+        ),
+        "sgl_ragged.plugin.allocator.build_allocator",
+    ),
+    Seam(f"{SCHEDULE_BATCH}.alloc_for_extend", ("batch",), "sgl_ragged.plugin.allocator.alloc_for_extend"),
+    Seam(
+        f"{SCHEDULE_BATCH}.alloc_for_decode",
+        ("batch", "token_per_req"),
+        "sgl_ragged.plugin.allocator.alloc_for_decode",
+    ),
+    Seam(
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
+        ("self", "indices"),
+        "sgl_ragged.plugin.allocator.free_rows",
+    ),
+    Seam(f"{CHECKER}._get_total_uncached_sizes", ("self",), "sgl_ragged.plugin.allocator.uncached_tokens"),
+    Seam(
+        f"{REGISTRY}.create_unified_radix_cache",
+        ("ctx", "cache_class"),
+        "sgl_ragged.plugin.radix_cache.keep_open_segments",
+    ),
+    *(
+        Seam(f"{TREE_CLASS}.{name}", parameters)
+        for name, parameters in (
+            ("match_prefix", ("self", "params")),
+            ("prefix_device_indices", ("self", "req")),
+            ("checkpoint", ("self", "req", "up_to", "kwargs")),
+            ("free_kv_row", ("self", "kv", "ranges")),
+            ("evict", ("self", "params")),
+            ("evict_for_alloc", ("self", "params", "allocation_reclaim_satisfied")),
+            ("evictable_size", ("self",)),
+            ("full_evictable_size", ("self",)),
+            ("reset", ("self",)),
+        )
+    ),
+    *(
+        Seam(f"{_ALLOCATOR}.{name}", parameters)
+        for name, parameters in (
+            ("request_slot_reserve", ("self", "has_req_pool_slot", "prefill_tokens")),
+            (
+                "max_new_tokens_for_memory",
+                ("self", "input_tokens", "max_new_tokens", "token_capacity", "sliding_window_size", "chunk_size"),
+            ),
+            (
+                "get_extend_allocation_demand",
+                ("self", "prefix_lens_cpu", "seq_lens_cpu", "conservative_num_tokens", "shard_size"),
+            ),
+            ("check_decode_capacity", ("self", "num_tokens", "tree_cache", "requests", "spec_algorithm")),
+        )
     ),
     Seam(
         "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.weights import HeadOrder
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages, fit_pool
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Prefill, Rank, Worker, joined_features
@@ -55,6 +56,7 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
     plan = fit_pool(
         serving.layout(rank.number),
         rank.itemsize,
+        _open_pages(serving, configurator),
         budget,
         schedule.max_running_requests,
         _side_bytes(rank, configurator),
@@ -114,6 +116,7 @@ def build_pool(
     plan = PoolSizes(
         layout=serving.layout(rank.number),
         itemsize=rank.itemsize,
+        open_pages=_open_pages(serving, configurator),
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,
         num_rows=req_to_token_pool.size + 1,
         side_bytes=_side_bytes(rank, configurator),
@@ -215,6 +218,14 @@ def _side_bytes(rank: Rank, configurator: Any) -> int:
     plan = rank.plan
     scored = side_bytes(get_scorer(plan.scorer), plan.layout(rank.number), plan.q_per_kv, _query_dtype(configurator))
     return scored + feature_bytes(rank)
+
+
+def _open_pages(plan: ServingPlan, configurator: Any) -> OpenPages:
+    from sgl_ragged.mem_pool.slab_store import open_pages
+    from sgl_ragged.scorers import get_scorer
+
+    dtypes = configurator.kv_cache_dtype, _query_dtype(configurator)
+    return open_pages(get_scorer(plan.scorer), plan.layouts, plan.q_per_kv, *dtypes)
 
 
 def _query_dtype(configurator: Any) -> torch.dtype:

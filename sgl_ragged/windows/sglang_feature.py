@@ -75,6 +75,11 @@ class Windows(Feature):
     def page_tokens(self, sizes: Any) -> int:
         return sizes.swa_max_total_num_tokens
 
+    def allocator(self, found: Any, kvcache: Any, settings: dict[str, Any]) -> Any:
+        from sgl_ragged.windows.sglang_allocator import HybridAllocator
+
+        return HybridAllocator(found.size_full, found.size_swa, kvcache=kvcache, **settings)
+
     def attach(self, settings: Any, worker: Worker) -> Any:
         from sgl_ragged.windows.sglang_pool import RaggedHybridPool
 

@@ -85,11 +85,10 @@ def test_sinks_take_their_share(lengths):
 
 @pytest.mark.parametrize("bound", [pytest.param(BOUNDS[0], marks=pytest.mark.thorough), BOUNDS[1]], ids=str)
 def test_views_may_leave_segments_out(bound):
-    """Every query segment sees a few of the segments before it; tails have room for more than a segment."""
+    """Every query segment sees a few of the segments before it."""
     lengths, steps = [5 * SEGMENT + 7, SEGMENT - 1], 2
     sequences = [Sequence(n + steps, *MIXED.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
-    room = dict(tail_capacity=SEGMENT + 16, bound=bound)
-    harness = Harness(MIXED, 16, "keydiff", len(lengths), 7, make_operations=triton_operations, **room)
+    harness = Harness(MIXED, 16, "keydiff", len(lengths), 7, make_operations=triton_operations, bound=bound)
     expected = [sequence.expected(MIXED, sequence.seen(bound)) for sequence in sequences]
     outputs, want = [], []
     # What leaves is known one segment ahead; the first three need not know.

@@ -15,7 +15,8 @@ from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
 from tests.kernels.operations import triton_operations
 from tests.kernels.test_seal import generator
-from tests.test_quantise import QUANTISED, compare
+from tests.open_segments import pages_beside, tokens_in
+from tests.test_quantise import QUANTISED, compare, sealed_slots
 
 MIXED = KEPT[:1]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]
@@ -30,23 +31,29 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
     """Of rows with an outlier, of zeros and of NaN, too."""
     segment, kept = 48, np.array([[16, 48, 32]])
     layout = SlabLayout(kept, dim, segment, form=form)
-    tails = torch.randn(3, 1, 2, 3, segment, dim, generator=generator(2))
-    tails[2, 0, :, 0, 5, 3], tails[2, 0, :, 1, 7], tails[2, 0, :, 2, 9, 1] = 1e4, 0.0, torch.nan
+    # 11 tokens a page, of which the fifth has four.
+    tails, pages = torch.randn(13, 1, 2, 3, 11, dim, generator=generator(2)), pages_beside(2, 5, 1)
+    tails[pages[0, 0], 0, :, 0, 5, 3], tails[pages[0, 4], 0, :, 1, 3], tails[pages[0, 1], 0, :, 2, 9, 1] = (
+        1e4,
+        0.0,
+        torch.nan,
+    )
+    held = tokens_in(tails, pages, segment)
     slabs = torch.full((6, layout.slab_elems), 7, dtype=torch.uint8)
-    rows, slots = torch.tensor([2, 1]), torch.tensor([4, 1])
+    slots = torch.tensor([4, 1])
     counts = torch.tensor(kept.ravel(), dtype=torch.int32)
     positions = seal.choose(torch.rand(2, 3, segment, generator=generator(3)), torch.ones(2, dtype=torch.int32), counts)
     blocks = torch.tensor(layout.key_offset.ravel() // 16)
-    where = seal.Source.of_tails(tails, rows, None)
+    where = seal.Source.of_tails(tails, pages, None)
     if source == "chunk":
-        keys, values = (tails[rows, 0, part].transpose(1, 2).flatten(0, 1).contiguous() for part in (0, 1))
+        keys, values = (held[:, 0, part].transpose(1, 2).flatten(0, 1).contiguous() for part in (0, 1))
         where = seal.Source.of_chunk(keys, values, torch.tensor([0, segment]))
     seal.gather(where, slabs, slots, positions, counts, blocks, 48, dim, form)
     want = torch.full_like(slabs, 7)
-    for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+    for number, slot in enumerate(slots):
         for head, count in enumerate(kept[0]):
             chosen = positions[number, head, :count].long()
-            keys, values = tails[row, 0, :, head]
+            keys, values = held[number, 0, :, head]
             stored = stored_rows(keys[chosen], values[chosen], form)
             start = int(layout.key_offset[0, head]) - form.header_elems(dim)
             want[slot, start : start + len(stored)] = stored
@@ -93,7 +100,8 @@ def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, 
         # Its scores are the same numbers in both.
         in_torch = Harness(MIXED, dim, scorer, len(lengths), 12, per_head, form=form)
         in_torch.extend(sequences, [0] * len(lengths), lengths)
-        assert torch.equal(harness.store.slabs[1:], in_torch.store.slabs[1:]), "the same codes, bit for bit"
+        sealed = sealed_slots(harness, lengths)
+        assert torch.equal(harness.store.slabs[sealed], in_torch.store.slabs[sealed]), "the same codes, bit for bit"
     for step in range(steps):
         outputs.append(harness.decode(sequences, [length + step for length in lengths], padding=2))
     want = [e[:n] for e, n in zip(expected, lengths, strict=True)]

@@ -18,6 +18,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_ragged.attention.kernel_choice import make_operations
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
@@ -36,7 +37,7 @@ class Runner:
     def __init__(self, kernel: str = "triton") -> None:
         layout = SlabLayout(KEPT[:LAYERS], DIM, SEGMENT)
         pool = RaggedTokenToKVPool(
-            PoolSizes(layout, 4, 12, len(LENGTHS) + 1),
+            PoolSizes(layout, 4, OpenPages(SEGMENT, 36), 12 + 4 * len(LENGTHS), len(LENGTHS) + 1),
             get_scorer("keydiff"),
             [{}] * LAYERS,
             q_per_kv=PER_HEAD,
@@ -48,6 +49,9 @@ class Runner:
             [RadixAttention(HEADS * PER_HEAD, DIM, SCALE, HEADS, layer_id=layer) for layer in range(LAYERS)]
         )
         slots = torch.tensor([[3, 9, 1, 5], [7, 2, 11, 4], [6, 8, 10, 1]])
+        # Of each request an extra page and a stage, now and before.
+        self.tails = pool.store.tails
+        self.tails.table[1:] = torch.arange(12, 12 + 4 * len(LENGTHS)).view(-1, 2, 2)
         self.table = torch.zeros(len(LENGTHS) + 1, 4 * SEGMENT, dtype=torch.int32)
         self.table[1:] = (slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)).flatten(1)
         model_runner = SimpleNamespace(
@@ -152,6 +156,7 @@ def test_scheduler_shared_tables_are_read_before_the_replay_only():
     def describe_then_overwrite(view, in_capture=False):
         describe(view, in_capture)
         runner.table.fill_(10**6)
+        runner.tails.table.fill_(10**6)
         runner.rows.fill_(10**6)
         runner.seq_lens.fill_(10**6)
 

@@ -10,9 +10,9 @@ from sgl_ragged.attention.kernels import append, quantize_fp8, seal
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, to_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
+from tests.open_segments import full_segments, pages_beside, tokens_in
 
 HEADS, DIM = 3, 48
 
@@ -39,11 +39,15 @@ def test_scores_are_those_of_the_scorer(scorer, segment):
     want = get_scorer(scorer).score(data)
     torch.testing.assert_close(seal.score(source, scorer, segment, DIM), want, atol=1e-5, rtol=1e-5)
 
-    tails = torch.randn(4, 2, 2, HEADS, segment, DIM, generator=generator(1))
-    rows = torch.tensor([3, 1])
-    data = SegmentData(tails[rows, :, 0].flatten(1, 2), tails[rows, :, 1].flatten(1, 2))
-    found = seal.score(seal.Source.of_tails(tails, rows, None), scorer, segment, DIM)
-    torch.testing.assert_close(found, get_scorer(scorer).score(data), atol=1e-5, rtol=1e-5)
+    # In one page, in several of which the last is not full, in many.
+    for each in (segment, segment * 2 // 5 + 1, 2):
+        most = -(-segment // each)
+        tails = torch.randn(2 * most + 1, 2, 2, HEADS, each, DIM, generator=generator(1))
+        pages = pages_beside(2, most, 1)
+        held = tokens_in(tails, pages, segment)
+        data = SegmentData(held[:, :, 0].flatten(1, 2), held[:, :, 1].flatten(1, 2))
+        found = seal.score(seal.Source.of_tails(tails, pages, None), scorer, segment, DIM)
+        torch.testing.assert_close(found, get_scorer(scorer).score(data), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("segment", [16, 32, 48, 256, pytest.param(528, marks=pytest.mark.thorough)])
@@ -70,14 +74,14 @@ def test_sealers_say_what_they_kept(layer, kernels):
     """Who listens is told the positions whose keys are in the slabs, of heads that keep everything, too."""
     kept = np.array([[16, 32, 48], [48, 16, 16]])
     layout = SlabLayout(kept, DIM, 48)
-    store = SlabStore(layout, get_scorer("keydiff"), 4, 3, torch.float32, "cpu")
+    store = SlabStore(layout, get_scorer("keydiff"), 8, 3, torch.float32, "cpu")
     if kernels:
         store.sealer = TritonSealer(layout, torch.device("cpu"))
-    store.tails.data.copy_(torch.randn(store.tails.data.shape, generator=generator(2)))
     told = []
     store.on_seal.append(lambda _, sealed: told.append(sealed))
     rows, slots = torch.tensor([2, 1]), torch.tensor([3, 1])
-    store.seal(layer, InTails(rows, slots, torch.tensor([0, 4])))
+    tokens = torch.randn(2, 2, 2, HEADS, 48, DIM, generator=generator(2))
+    store.seal(layer, full_segments(store, rows, slots, torch.tensor([0, 4]), tokens, 4))
     (sealed,) = told
     assert list(sealed.layers) == ([0, 1] if layer is None else [layer])
     for number in sealed.layers:
@@ -85,43 +89,47 @@ def test_sealers_say_what_they_kept(layer, kernels):
         for band in layout.bands[number]:
             for place, head in enumerate(band.heads):
                 stored = store.kept_rows(number, band, slots, torch.float32)[:, place, 0]
-                want = torch.stack([store.tails.data[row, number, 0, head, :48][own] for row, own in
-                                    zip(rows, mask[:, head], strict=True)])  # fmt: skip
+                held = zip(tokens[:, number, 0, head], mask[:, head], strict=True)
+                want = torch.stack([keys[own] for keys, own in held])
                 assert torch.equal(stored, want), (number, head)
 
 
+@pytest.mark.parametrize("each", [48, 13, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gather_writes_the_chosen_rows_and_nothing_else(dtype):
+def test_gather_writes_the_chosen_rows_and_nothing_else(dtype, each):
     segment, kept = 48, np.array([[16, 48, 32], [32, 16, 16]])
     layout = SlabLayout(kept, DIM, segment)
-    tails = torch.randn(3, 2, 2, HEADS, segment, DIM, generator=generator(2)).to(dtype)
+    pages = pages_beside(2, -(-segment // each), 1)
+    tails = torch.randn(pages.numel() + 1, 2, 2, HEADS, each, DIM, generator=generator(2)).to(dtype)
+    held = tokens_in(tails, pages, segment)
     slabs = torch.full((6, layout.slab_elems), 7.0, dtype=dtype)
-    rows, slots = torch.tensor([2, 1]), torch.tensor([4, 1])
+    slots = torch.tensor([4, 1])
     counts = torch.tensor(kept.ravel(), dtype=torch.int32)
     scores = torch.rand(2, 2 * HEADS, segment, generator=generator(3))
     positions = seal.choose(scores, torch.ones(2, dtype=torch.int32), counts)
     blocks = torch.tensor(layout.key_offset.ravel() // 16)
-    seal.gather(seal.Source.of_tails(tails, rows, None), slabs, slots, positions, counts, blocks, 48, DIM)
+    seal.gather(seal.Source.of_tails(tails, pages, None), slabs, slots, positions, counts, blocks, 48, DIM)
     want = torch.full_like(slabs, 7.0)
-    for number, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+    for number, slot in enumerate(slots):
         for layer, head in np.ndindex(*kept.shape):
             chosen = positions[number, layer * HEADS + head, : kept[layer, head]].long()
             for part, offset in enumerate((layout.key_offset, layout.value_offset)):
                 start = int(offset[layer, head])
-                rows_kept = tails[row, layer, part, head, chosen].flatten()
+                rows_kept = held[number, layer, part, head, chosen].flatten()
                 want[slot, start : start + len(rows_kept)] = rows_kept
     assert torch.equal(slabs, want)
 
 
 def test_append_writes_its_tokens_and_nothing_else():
-    tails = torch.full((4, 2, 2, HEADS, 32, DIM), 7.0)
+    tails = torch.full((9, 2, 2, HEADS, 12, DIM), 7.0)
     keys, values = torch.randn(2, 9, HEADS, DIM, generator=generator(4))
     tokens, requests, places = torch.tensor([[8, 0, 3], [1, 0, 1], [31, 0, 5]], dtype=torch.int32)
-    rows = torch.tensor([3, 2])
-    append.append(tails, 1, keys, values, tokens, requests, places, rows)
+    pages = pages_beside(2, 3, 2)
+    append.append(tails, 1, keys, values, tokens, requests, places, pages)
     want = torch.full_like(tails, 7.0)
     for token, request, place in zip(tokens, requests, places, strict=True):
-        want[rows[request], 1, 0, :, place], want[rows[request], 1, 1, :, place] = keys[token], values[token]
+        page = pages[request, place // 12]
+        want[page, 1, 0, :, place % 12], want[page, 1, 1, :, place % 12] = keys[token], values[token]
     assert torch.equal(tails, want)
 
 
@@ -134,10 +142,10 @@ def test_append_and_narrow_store_the_bits_that_torch_stores(dtype):
     scales = KvScales(0.3, 0.07)
     stored = quantize_fp8.quantize_fp8(keys, values, scales, dtype)
     want = to_fp8(keys, scales.keys, dtype), to_fp8(values, scales.values, dtype)
-    tails = torch.zeros(2, 1, 2, HEADS, 16, DIM).to(dtype)
+    tails, pages = torch.zeros(5, 1, 2, HEADS, 5, DIM).to(dtype), pages_beside(1, 2, 3)
     numbers = torch.arange(9, dtype=torch.int32)
-    append.append(tails, 0, keys, values, numbers, torch.zeros_like(numbers), numbers, torch.tensor([1]), scales)
+    append.append(tails, 0, keys, values, numbers, torch.zeros_like(numbers), numbers, pages, scales)
     for part in (0, 1):
         assert torch.equal(stored[part].view(torch.uint8), want[part].view(torch.uint8))
-        appended = tails[1, 0, part, :, :9].transpose(0, 1).contiguous()
-        assert torch.equal(appended.view(torch.uint8), want[part].view(torch.uint8))
+        appended = tokens_in(tails.view(torch.uint8), pages, 9)[0, 0, part].transpose(0, 1)
+        assert torch.equal(appended, want[part].view(torch.uint8))

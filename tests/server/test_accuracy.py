@@ -159,7 +159,7 @@ def test_turns_of_scbench_and_a_killed_server_costs_its_cell_only(scbench, bench
             assert one["sent_before"] == 0
             assert one["cached"] <= (0 if one["pool"] == "ragged" else 2)
         elif one["pool"] == "ragged":
-            assert one["cached"] == one["sent_before"] // SEGMENT * SEGMENT > 0
+            assert one["cached"] >= one["sent_before"] // SEGMENT * SEGMENT > 0
         else:
             assert one["cached"] >= one["sent_before"] > 600
     assert max(one["prompt"] for one in asked) == 700

@@ -40,7 +40,7 @@ def test_outputs_equal_the_token_pool(character_model, servers, outcomes, tmp_pa
     for want in expected:
         found = outcomes[want.program]
         assert (found.text, found.variables) == (want.text, want.variables)
-        # The token pool shares single tokens, the ragged pool whole segments.
+        # The token pool shares single tokens, the ragged pool those of open segments and whole sealed ones.
         assert found.prompt == want.prompt
         assert found.cached <= want.cached
 
@@ -49,7 +49,6 @@ def test_turns_and_forks_find_their_prefix(outcomes):
     """By prompt lengths: each later turn finds the segments of the turn before, each fork those of the text."""
     for program in ("multi-turn chat", "fork and join"):
         outcome = outcomes[program]
-        assert outcome.cached % SEGMENT == 0
         assert outcome.cached > outcome.prompt / 2, program
 
 

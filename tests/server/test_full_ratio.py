@@ -63,6 +63,7 @@ def test_full_ratio_equals_token_pool(make, tmp_path, servers):
     assert any(answer.cached > 0 for answer in found)
     for want, have in zip(expected, found, strict=True):
         assert have.tokens == want.tokens
-        assert have.cached == want.cached
+        # Whole pages there; here open segments are found, too.
+        assert have.cached >= want.cached
         np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
         np.testing.assert_allclose(have.input_logprobs, want.input_logprobs, atol=1e-4)

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.server
 
 SEGMENT, RATIO, REQUESTS = 64, 0.4, 3
 NAMES = {
-    *("kept_ratio", "slab_bytes_in_use", "tail_bytes_in_use", "rank_imbalance"),
-    *("sealed_segments_total", "seal_seconds_total"),
+    *("kept_ratio", "slab_bytes_in_use", "open_bytes_in_use", "kept_open_bytes_in_use", "rank_imbalance"),
+    *("sealed_segments_total", "seal_seconds_total", "reused_open_tokens_total"),
 }
 LAYERS, HEADS, DIM, ITEM = 2, 4, 32, 4
 COMMON = ("--dtype", "float32", "--kv-bytes", "16MiB", "--enable-metrics")
@@ -54,7 +54,7 @@ def slab_bytes(profile) -> int:
     return int(profile_kept(profile, RATIO, SEGMENT).sum()) * 2 * DIM * ITEM
 
 
-TAIL_BYTES = LAYERS * HEADS * SEGMENT * 2 * DIM * ITEM
+TOKEN_BYTES = LAYERS * HEADS * 2 * DIM * ITEM
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -77,14 +77,16 @@ def test_settings_are_in_server_info(server, profile):
     for path in ("server_info", "get_server_info"):
         info = httpx.get(f"{server.url}/{path}", timeout=60).json()
         found = info["ragged"]
-        slots = (16 * 2**20 - (REQUESTS + 1) * TAIL_BYTES) // slab_bytes(profile)
+        page_tokens = slab_bytes(profile) // TOKEN_BYTES
+        rows_bytes = (REQUESTS + 1) * 2 * -(-SEGMENT // page_tokens) * 4
+        slots = (16 * 2**20 - rows_bytes) // slab_bytes(profile)
         expected = {
             **{"ratio": RATIO, "segment": SEGMENT, "scorer": "keydiff", "kernel": "torch"},
             **{"kept_min": kept.min(), "kept_max": kept.max(), "rank_imbalance": 1.0, "scorer_weights": None},
             **{"kept_mean": pytest.approx(kept.mean()), "kept_ratio": pytest.approx(kept.mean() / SEGMENT)},
             **{"slots": slots, "virtual_tokens": (slots - 1) * SEGMENT, "slab_bytes": slab_bytes(profile)},
-            **{"tails_bytes": (REQUESTS + 1) * TAIL_BYTES, "max_requests": REQUESTS},
-            "total_bytes": slots * slab_bytes(profile) + (REQUESTS + 1) * TAIL_BYTES,
+            **{"open_page_tokens": page_tokens, "rows_bytes": rows_bytes, "max_requests": REQUESTS},
+            "total_bytes": slots * slab_bytes(profile) + rows_bytes,
         }
         assert {name: found[name] for name in expected} == expected
         assert profile.digest() in found["profile_source"]
@@ -106,7 +108,8 @@ def test_metrics_follow_the_requests(server, profile):
     # The last one waits for the next batch, whatever that holds.
     generate(server, prompt(1, 10), 2)
     assert ragged_metrics(server)["sealed_segments_total"] - before["sealed_segments_total"] == 3 + 2
-    wait_for(server, "tail_bytes_in_use", 0)
+    wait_for(server, "open_bytes_in_use", 0)
+    # Five slabs, and the open segments of 8 tokens behind a prompt and of 11 of another are not worth keeping.
     wait_for(server, "slab_bytes_in_use", 5 * slab_bytes(profile))
     # A hit seals nothing again.
     assert generate(server, prompt(0, 200), 2).cached == 3 * SEGMENT
@@ -121,7 +124,7 @@ def test_a_flushed_cache_is_said_to_be_empty(server):
     assert ragged_metrics(server)["slab_bytes_in_use"] == 0
 
 
-def test_running_requests_hold_tails(server, profile):
+def test_running_requests_hold_pages(server, profile):
     flush(server)
     body = {"input_ids": prompt(2, 20), "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as answer:
@@ -130,7 +133,8 @@ def test_running_requests_hold_tails(server, profile):
         for _ in range(40):
             next(lines)
         found = ragged_metrics(server)
-    assert found["tail_bytes_in_use"] == TAIL_BYTES
+    assert 0 < found["open_bytes_in_use"] < SEGMENT * TOKEN_BYTES
+    assert found["open_bytes_in_use"] % slab_bytes(profile) == 0
     assert found["slab_bytes_in_use"] >= slab_bytes(profile)
     assert found["slab_bytes_in_use"] % slab_bytes(profile) == 0
 

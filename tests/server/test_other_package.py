@@ -68,7 +68,7 @@ def test_it_joins_and_is_served(installed, llama, tmp_path):
         assert any(line.startswith("sglang:ragged_ballast_bytes{") and line.endswith(" 4096.0") for line in
                    metrics.splitlines())  # fmt: skip
     plain, loaded = layout(installed, llama), layout(installed, llama, "--ballast", "4096")
-    assert loaded["tails_bytes"] == plain["tails_bytes"] + 5 * 4096 == ragged["tails_bytes"]
+    assert loaded["rows_bytes"] == plain["rows_bytes"] + 5 * 4096 == ragged["rows_bytes"]
     assert (plain["ballast"], loaded["ballast"]) == (None, 4096)
     assert "--ragged-ballast 0 must be at least 1" in show_layout(installed, llama, "--ballast", "0").stderr
 

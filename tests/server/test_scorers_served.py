@@ -18,7 +18,7 @@ from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.expected_attention import ExpectedAttention
 from tests.models import make_profile
 from tests.oracle import Oracle
-from tests.server.client import flush, generate
+from tests.server.client import flush, found_of, generate
 
 pytestmark = pytest.mark.server
 
@@ -82,7 +82,7 @@ def test_hit_equals_miss_and_the_oracle_agrees(scorer, servers, tmp_path):
         # The second turn finds segments that prefill sealed and one that decode sealed.
         turn = prompt + first.tokens + document(21, 60)
         warm = generate(server, turn, 20)
-        assert warm.cached == (700 + 199) // SEGMENT * SEGMENT
+        assert warm.cached == found_of(700 + 199, SEGMENT)
         flush(server)
         cold = generate(server, turn, 20)
         assert cold.cached == 0
@@ -126,7 +126,7 @@ def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(servers, tmp_
 
 
 def test_the_size_of_what_scorers_keep(servers, tmp_path):
-    """Queries beside the tails are paid for."""
+    """Queries of every token of an open segment are paid for."""
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", scorer="h2o", segment=SEGMENT)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "96MiB", "--max-running-requests", "4"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
@@ -136,7 +136,7 @@ def test_the_size_of_what_scorers_keep(servers, tmp_path):
         log = server.log_text()
     kept = profile_kept(profile, RATIO, SEGMENT)
     assert f"(mean share {kept.mean() / SEGMENT:.4f})" in log
-    tail = LAYERS * 2 * HEADS * SEGMENT * DIM * 4
-    queries = LAYERS * HEADS * (SEGMENT + 1) * get_scorer("h2o").input_shape(SEGMENT, PER_HEAD, DIM)[1] * 4
-    assert f"tails {5 * (tail + queries)} bytes for 4 requests" in log
+    slab_bytes = int(kept.sum()) * 2 * DIM * 4
+    token_bytes = LAYERS * HEADS * (2 * DIM + get_scorer("h2o").input_shape(SEGMENT, PER_HEAD, DIM)[1]) * 4
+    assert f"open segments with {slab_bytes // token_bytes} tokens a page, 4 requests" in log
     assert len(answer.tokens) == 8

@@ -22,13 +22,12 @@ def llama(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("llama"))
 
 
-def test_max_total_tokens_limits_the_tails_too(llama, servers, tmp_path):
-    """Without --kv-bytes: free memory would hold tails for thousands of requests."""
+def test_max_total_tokens_limits_the_requests_too(llama, servers, tmp_path):
+    """Without --kv-bytes: free memory would hold thousands of requests."""
     with servers.serve(llama, *COMMON, "--max-total-tokens", "8192", log=tmp_path / "log") as server:
         ragged = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
         assert ragged["virtual_tokens"] == 8192
-        assert ragged["tails_bytes"] <= ragged["total_bytes"] / 8
-        assert ragged["max_requests"] >= 1
+        assert 1 <= ragged["max_requests"] < 32
         assert len(generate(server, range(3, 300), 3).tokens) == 3
         # Each rank logs the digest of what the launcher has read.
         assert f"digest of the plan {ragged['plan_digest']}" in server.log_text()
@@ -55,14 +54,16 @@ def test_a_worker_that_cannot_serve_says_so_in_one_line(llama, servers, tmp_path
     assert words in lines[0]
 
 
-def test_more_requests_than_the_gain_pays_for_are_warned_of(llama, servers, tmp_path):
-    flags = ("--kv-bytes", "32MiB", "--max-running-requests", "24", "--ragged-segment", "128")
+def test_a_pool_that_holds_less_than_an_uncompressed_one_warns(llama, servers, tmp_path):
+    """By more than a page: what its scorer keeps beside each request is not made up for."""
+    flags = ("--kv-bytes", "32MiB", "--max-running-requests", "64", "--ragged-segment", "32")
+    flags += ("--ragged-ratio", "1", "--ragged-scorer", "snapkv")
     with servers.serve(llama, *COMMON, *flags, log=tmp_path / "log") as server:
         ragged = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
         warnings = [line for line in server.log_text().splitlines() if "an uncompressed cache would hold" in line]
     assert len(warnings) == 1
     assert f"holds {ragged['virtual_tokens']} tokens" in warnings[0]
-    assert "lower --max-running-requests" in warnings[0]
+    assert "at ratio 1 nothing is compressed; lower --ragged-ratio" in warnings[0]
 
 
 def test_command_line_ends_with_one_line_and_a_status(request, llama, servers):

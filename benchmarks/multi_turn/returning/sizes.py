@@ -11,11 +11,12 @@ from pathlib import Path
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.pools import Pool
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import fit_pool
 from sgl_ragged.profiles.budgets import uniform_kept
 
 RUNNING = 1
-"""Requests that run at once, which is how many tails a ragged pool allocates."""
+"""Requests that run at once."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class PoolPages:
 
     @classmethod
     def of(cls, pool: Pool, heads: Heads, page: int, kv_bytes: int) -> PoolPages:
-        """Raises RaggedConfigError where the bytes do not hold the tails and a slab."""
+        """Raises RaggedConfigError where the bytes do not hold what a request needs."""
         if pool.ratio is None:
             page_bytes = page * heads.token_bytes
             return cls(page, page_bytes, kv_bytes // page_bytes)
         layout = SlabLayout(uniform_kept(heads.layers, heads.kv_heads, pool.ratio, page), heads.head_dim, page)
-        sizes = fit_pool(layout, heads.itemsize, kv_bytes, RUNNING)
+        open_pages = OpenPages.of(page, layout.slab_bytes(heads.itemsize), heads.token_bytes)
+        sizes = fit_pool(layout, heads.itemsize, open_pages, kv_bytes, RUNNING)
         return cls(page, sizes.slab_bytes, sizes.max_total_tokens // page)
 
     def host(self, host_bytes: int) -> int:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.dims import columns
+from sgl_ragged.attention.kernels.pages import page_at, page_units, unit
 from sgl_ragged.attention.kernels.quantize_fp8 import reciprocals, saturated
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
@@ -19,15 +20,17 @@ def append_kernel(
     tokens_ptr,
     requests_ptr,
     places_ptr,
-    rows_ptr,
+    pages_ptr,
     key_reciprocal,
     value_reciprocal,
     key_stride,
     value_stride,
-    row_stride,
+    page_units,
     layer_start,
     HEADS: tl.constexpr,
-    TAIL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
@@ -35,10 +38,11 @@ def append_kernel(
     head = tl.program_id(1)
     token = tl.load(tokens_ptr + copy).to(tl.int64)
     place = tl.load(places_ptr + copy)
-    row = tl.load(rows_ptr + tl.load(requests_ptr + copy)).to(tl.int64)
+    page = tl.load(pages_ptr + tl.load(requests_ptr + copy) * PAGES + place // TOKENS)
     dims = tl.arange(0, columns(HEAD_DIM))
     inside = dims < HEAD_DIM
-    target = tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM + place * HEAD_DIM + dims
+    row = head * TOKENS + place % TOKENS
+    target = tails_ptr + page_at(page, page_units, UNIT) + layer_start + row * HEAD_DIM + dims
     source = head * HEAD_DIM + dims
     keys = tl.load(keys_ptr + token * key_stride + source, mask=inside)
     values = tl.load(values_ptr + token * value_stride + source, mask=inside)
@@ -46,7 +50,7 @@ def append_kernel(
         keys = saturated(keys, key_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
         values = saturated(values, value_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
     tl.store(target, keys, mask=inside)
-    tl.store(target + HEADS * TAIL * HEAD_DIM, values, mask=inside)
+    tl.store(target + HEADS * TOKENS * HEAD_DIM, values, mask=inside)
 
 
 def append(
@@ -57,21 +61,21 @@ def append(
     tokens: torch.Tensor,
     requests: torch.Tensor,
     places: torch.Tensor,
-    rows: torch.Tensor,
+    pages: torch.Tensor,
     scales: KvScales | None = None,
 ) -> None:
     """Write keys and values of some tokens to tails. Changes `tails` alone.
 
     Args:
-        tails: [rows, layers, 2 (K, V), heads, capacity, d].
+        tails: [slots, layers, 2 (K, V), heads, T, d], `Tails.data`.
         keys, values: [batch tokens, heads, d] in any floating dtype; the token stride may be any.
-        tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose tail.
-        rows: integers [requests], each request's row of `tails`.
+        tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose open segment.
+        pages: int32 [requests, K], contiguous, those of each request's open segment.
         scales: for FP8 tails, of keys and values that are still to be divided by them; else None.
     """
     if len(tokens) == 0:
         return
-    _, _, _, heads, capacity, dim = tails.shape
+    _, _, _, heads, each, dim = tails.shape
     append_kernel[(len(tokens), heads)](
         keys,
         values,
@@ -79,14 +83,16 @@ def append(
         tokens,
         requests,
         places,
-        rows,
+        pages,
         *(reciprocals(scales) if scales is not None else (None, None)),
         keys.stride(0),
         values.stride(0),
-        tails.stride(0),
+        page_units(tails),
         layer * tails.stride(1),
         HEADS=heads,
-        TAIL=capacity,
+        TOKENS=each,
+        PAGES=pages.shape[1],
+        UNIT=unit(tails),
         HEAD_DIM=dim,
         LARGEST=torch.finfo(tails.dtype).max if scales is not None else None,
         num_warps=1,

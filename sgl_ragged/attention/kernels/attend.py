@@ -1,4 +1,4 @@
-"""The walk over what a head's queries see: kept rows of sealed segments, then rows of the tail.
+"""The walk over what a head's queries see: kept rows of sealed segments, then tokens of the open segment.
 
 Decode and extend differ in their queries and in who walks which rows; how rows are found and read is here alone.
 """
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.dims import cells_until, columns
+from sgl_ragged.attention.kernels.pages import entry_of, page_at, row_in_page
 from sgl_ragged.attention.kernels.parts import accumulate
 
 
@@ -81,24 +82,45 @@ def attend_tail(
     total,
     output,
     tail_at,
+    pages_at,
+    page_units,
     value_offset,
     begin,
     end,
     scale2,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to the rows [begin, end) of a head's tail, which starts at `tail_at`: the new (best, total, output)."""
+    """Attend to the tokens [begin, end) of the open segment with the pages at `pages_at`: new (best, total, output).
+
+    `tail_at` is where the head's keys start in page 0; its values lie `value_offset` behind its keys.
+    """
     dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
+    if PAGES == 1:
+        tail_at += page_at(tl.load(pages_at), page_units, UNIT)
+    else:
+        # Read ahead, as slots are in `attend_wide`.
+        number = begin + tile_rows
+        page = tl.load(pages_at + entry_of(number, TOKENS), mask=number < end, other=0)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         number = start + tile_rows
         valid = number < end
-        pointers = tail_at + (number * HEAD_DIM)[:, None] + dims[None, :]
+        at = row_in_page(number, TOKENS) * HEAD_DIM
+        if PAGES > 1:
+            at += page_at(page, page_units, UNIT)
+        pointers = tail_at + at[:, None] + dims[None, :]
         mask = cells_until(number, end, HEAD_DIM)
         keys = tl.load(pointers, mask=mask, other=0.0)
         values = tl.load(pointers + value_offset, mask=mask, other=0.0)
+        if PAGES > 1:
+            # The last token's page in place of a mask: that is what keeps registers from spilling.
+            following = tl.minimum(number + BLOCK_N, end - 1)
+            page = tl.load(pages_at + entry_of(following, TOKENS))
         best, total, output = accumulate(query, keys, values, valid[None, :], scale2, best, total, output, PRECISION)
     return best, total, output

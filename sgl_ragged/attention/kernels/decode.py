@@ -15,6 +15,7 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.attend import attend_tail
 from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
 from sgl_ragged.attention.kernels.dims import cells, columns
+from sgl_ragged.attention.kernels.pages import page_units, unit
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.view import DecodeView
@@ -27,7 +28,7 @@ def decode_kernel(
     slabs_ptr,
     tails_ptr,
     slots_ptr,
-    rows_ptr,
+    pages_ptr,
     seen_ptr,
     open_lengths_ptr,
     ctas_ptr,
@@ -41,11 +42,13 @@ def decode_kernel(
     query_stride,
     slab_elems,
     slots_stride,
-    row_stride,
+    page_units,
     layer_start,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
-    TAIL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -112,17 +115,21 @@ def decode_kernel(
         PRECISION,
         PARTIAL,
     )
-    row = tl.load(rows_ptr + request).to(tl.int64)
     best, total, output = attend_tail(
         query,
         best,
         total,
         output,
-        tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM,
-        HEADS * TAIL * HEAD_DIM,
+        tails_ptr + layer_start + head * TOKENS * HEAD_DIM,
+        pages_ptr + request * PAGES,
+        page_units,
+        HEADS * TOKENS * HEAD_DIM,
         tail_first,
         tail_last,
         scale2,
+        TOKENS,
+        PAGES,
+        UNIT,
         HEAD_DIM,
         BLOCK_N,
         STAGES,
@@ -186,8 +193,8 @@ def decode_parts(
 
     Args:
         queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
-        slabs: [slots, elements of a slab]. tails: [rows, layers, 2 (K, V), heads, capacity, d]. Of any floating
-            dtype, in attention they have that of the queries; slabs may be bytes of a quantised format.
+        slabs: [slots, elements of a slab]. tails: [slots, layers, 2 (K, V), heads, T, d], `Tails.data`. Of any
+            floating dtype, in attention they have that of the queries; slabs may be bytes of a quantised format.
         view: what each query sees.
         ctas: int32 [CTAs, 4], `cta_map.cta_table` of this layer.
         kept: int32 [heads]. key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
@@ -208,7 +215,7 @@ def decode_parts(
         slabs,
         tails,
         view.slots,
-        view.rows,
+        view.pages,
         view.seen,
         view.open_lengths,
         ctas,
@@ -222,11 +229,13 @@ def decode_parts(
         queries.stride(0),
         slabs.stride(0),
         view.slots.stride(0),
-        tails.stride(0),
+        page_units(tails),
         layer * tails.stride(1),
         HEADS=heads,
         Q_PER_KV=per_head,
-        TAIL=tails.shape[4],
+        TOKENS=tails.shape[4],
+        PAGES=view.pages.shape[1],
+        UNIT=unit(tails),
         HEAD_DIM=dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -237,6 +246,7 @@ def decode_parts(
         VALUE_BITS=form.value_bits,
         CENTRED=form.centred,
         num_warps=tile.warps,
+        maxnreg=tile.registers,
     )
 
 

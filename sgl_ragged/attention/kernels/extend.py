@@ -17,6 +17,7 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.attend import attend_tail
 from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
 from sgl_ragged.attention.kernels.dims import cells, cells_until, columns
+from sgl_ragged.attention.kernels.pages import page_units, unit
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.view import TILE_COLUMNS
@@ -34,7 +35,7 @@ def extend_kernel(
     slabs_ptr,
     tails_ptr,
     slots_ptr,
-    rows_ptr,
+    pages_ptr,
     tiles_ptr,
     ctas_ptr,
     kept_ptr,
@@ -51,11 +52,13 @@ def extend_kernel(
     value_stride,
     slab_elems,
     slots_stride,
-    row_stride,
+    page_units,
     layer_start,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
-    TAIL: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,17 +137,21 @@ def extend_kernel(
         open_length = tl.where(part == parts - 1, open_length, 0)
         seen = tl.where(part == parts - 1, seen, 0)
 
-    row = tl.load(rows_ptr + request).to(tl.int64)
     best, total, output = attend_tail(
         query,
         best,
         total,
         output,
-        tails_ptr + row * row_stride + layer_start + head * TAIL * HEAD_DIM,
-        HEADS * TAIL * HEAD_DIM,
+        tails_ptr + layer_start + head * TOKENS * HEAD_DIM,
+        pages_ptr + request * PAGES,
+        page_units,
+        HEADS * TOKENS * HEAD_DIM,
         0,
         open_length,
         scale2,
+        TOKENS,
+        PAGES,
+        UNIT,
         HEAD_DIM,
         BLOCK_N,
         STAGES,
@@ -230,7 +237,7 @@ def extend(
     tails: torch.Tensor,
     layer: int,
     slots: torch.Tensor,
-    rows: torch.Tensor,
+    pages: torch.Tensor,
     tiles: torch.Tensor,
     ctas: torch.Tensor,
     parts: torch.Tensor,
@@ -252,7 +259,7 @@ def extend(
             may be any.
         slabs, tails, kept, key_blocks, scale, value_scale, form: as in `decode.decode_parts`.
         slots: int32 [lists, most], the lists of slots that tiles see.
-        rows: integers [requests], rows of `tails`.
+        pages: int32 [requests, K], contiguous, of the segments that are open before each chunk.
         tiles: int32 [tiles, len(TILE_COLUMNS)], `view.ExtendView.tiles`.
         ctas: int32 [CTAs, 4], `cta_map.cta_table`. parts: int32 [heads, 2], `cta_map.head_parts`.
         output: [tokens, heads, q_per_kv, d], contiguous.
@@ -274,7 +281,7 @@ def extend(
         slabs,
         tails,
         slots,
-        rows,
+        pages,
         tiles,
         ctas,
         kept,
@@ -291,11 +298,13 @@ def extend(
         values.stride(0),
         slabs.stride(0),
         slots.stride(0),
-        tails.stride(0),
+        page_units(tails),
         layer * tails.stride(1),
         HEADS=num_heads,
         Q_PER_KV=per_head,
-        TAIL=tails.shape[4],
+        TOKENS=tails.shape[4],
+        PAGES=pages.shape[1],
+        UNIT=unit(tails),
         HEAD_DIM=dim,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.dims import columns
+from sgl_ragged.attention.kernels.pages import begin_of, row_starts
 from sgl_ragged.mem_pool.row_moments import BLOCK
 
 if TYPE_CHECKING:
@@ -64,11 +65,10 @@ def _averaged(total, kept, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _bounded(keys_at, token_at, key_stride, HEAD_DIM: tl.constexpr):
-    """The keys of some tokens as numbers of float16's range; NaN as zero."""
+def _bounded(keys_at, at, HEAD_DIM: tl.constexpr):
+    """The keys that lie at int64 [rows] as numbers of float16's range; NaN as zero."""
     dims = tl.arange(0, columns(HEAD_DIM))
-    at = tl.load(token_at)[:, None].to(tl.int64) * key_stride + dims[None, :]
-    keys = tl.load(keys_at + at, mask=dims[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
+    keys = tl.load(keys_at + at[:, None] + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
     keys = tl.where(keys == keys, keys, 0.0)
     return tl.minimum(tl.maximum(keys, -65504.0), 65504.0)
 
@@ -82,12 +82,15 @@ def row_moments_kernel(
     positions_ptr,
     kept_ptr,
     key_blocks_ptr,
-    key_first_stride,
+    key_first_step,
     key_stride,
     layer_stride,
     head_stride,
     slab_elems,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
@@ -97,20 +100,24 @@ def row_moments_kernel(
     kept = tl.load(kept_ptr + head)
     if kept == 0:
         return
-    first = tl.load(firsts_ptr + segment).to(tl.int64)
-    keys_at = keys_ptr + first * key_first_stride + head // HEADS * layer_stride + head % HEADS * head_stride
+    offset = head // HEADS * layer_stride + head % HEADS * head_stride
+    keys_at = begin_of(keys_ptr, firsts_ptr, segment, key_first_step, offset, PAGES, UNIT)
     tokens_at = positions_ptr + (segment * tl.num_programs(1) + head) * SEGMENT + tl.arange(0, _BLOCK)
     dims = tl.arange(0, COLUMNS)
     inside = dims < HEAD_DIM
 
     total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
     for start in range(0, kept, _BLOCK):
-        total += _bounded(keys_at, tokens_at + start, key_stride, HEAD_DIM)
+        token = tl.load(tokens_at + start)
+        at = row_starts(firsts_ptr, segment, token, token >= 0, key_first_step, key_stride, TOKENS, PAGES, UNIT)
+        total += _bounded(keys_at, at, HEAD_DIM)
     mean = _averaged(total, kept, COLUMNS).to(tl.float16)
 
     total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
     for start in range(0, kept, _BLOCK):
-        distance = _bounded(keys_at, tokens_at + start, key_stride, HEAD_DIM) - mean.to(tl.float32)[None, :]
+        token = tl.load(tokens_at + start)
+        at = row_starts(firsts_ptr, segment, token, token >= 0, key_first_step, key_stride, TOKENS, PAGES, UNIT)
+        distance = _bounded(keys_at, at, HEAD_DIM) - mean.to(tl.float32)[None, :]
         total += distance * distance
     spread = tl.sqrt_rn(tl.sqrt_rn(_averaged(total, kept, COLUMNS)))
     spread = tl.maximum(spread, 2.0**-24).to(tl.float16)
@@ -139,12 +146,12 @@ def write_moments(
         positions,
         kept,
         key_blocks,
-        source.key_first_stride,
+        source.key_first_step,
         source.key_stride,
         source.layer_stride,
         source.head_stride,
         slabs.stride(0),
-        HEADS=source.heads,
+        **source.constants,
         SEGMENT=positions.shape[2],
         HEAD_DIM=head_dim,
         num_warps=4,

@@ -1,7 +1,7 @@
 """Seal: score finished segments, choose what each head keeps, write it to the slabs.
 
-Segments come from tails or from a chunk (`Source`). "Heads" may be those of one layer, or of all layers at once: then
-one launch of each kernel seals what a decode step has filled.
+Segments come from pages of the pool or from a chunk (`Source`). "Heads" may be those of one layer, or of all layers at
+once: then one launch of each kernel seals what a decode step has filled.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
 from sgl_ragged.attention.kernels.dims import cells, columns
+from sgl_ragged.attention.kernels.pages import begin_of, page_units, row_starts, unit
 from sgl_ragged.attention.kernels.row_moments import centred, write_moments
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, SINKS
@@ -35,46 +36,57 @@ _SINKS = tl.constexpr(SINKS)
 class Source:
     """Where finished segments lie, all numbers in elements of `keys` and `values`.
 
-    Key element (segment, head, token, i) is at firsts[segment] * key_first_stride + head // heads * layer_stride +
-    head % heads * head_stride + token * key_stride + i, where `heads` counts the heads of one layer; values likewise.
-    `firsts` are integers [segments], `num_heads` counts the heads of all layers that are sealed.
+    A segment lies in K pages of `tokens` tokens each, or, as in a chunk, in one piece; `firsts`, int32 [segments, K],
+    contiguous, say where. Key element (segment, head, token, i) is at firsts[segment, token // tokens] * unit *
+    key_first_step + head // heads * layer_stride + head % heads * head_stride + token % tokens * key_stride + i, where
+    `heads` counts the heads of one layer; values likewise. `num_heads` counts the heads of all layers that are sealed.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     firsts: torch.Tensor
-    key_first_stride: int
-    value_first_stride: int
+    unit: int
+    key_first_step: int
+    value_first_step: int
     key_stride: int
     value_stride: int
     layer_stride: int
     head_stride: int
     heads: int
     num_heads: int
+    tokens: int
 
     @staticmethod
-    def of_tails(tails: torch.Tensor, rows: torch.Tensor, layer: int | None) -> Source:
-        """Full tails [rows, layers, 2 (K, V), heads, capacity, d] of some rows, of one layer or of all (None)."""
-        _, layers, _, heads, capacity, dim = tails.shape
+    def of_tails(tails: torch.Tensor, pages: torch.Tensor, layer: int | None) -> Source:
+        """Full open segments with these pages, int32 [segments, K], of one layer or of all (None).
+
+        tails: [slots, layers, 2 (K, V), heads, T, d], `Tails.data`.
+        """
+        _, layers, _, heads, each, dim = tails.shape
         start = 0 if layer is None else layer
-        row, layer_stride = tails.stride(0), tails.stride(1)
+        step, layer_stride = page_units(tails), tails.stride(1)
         count = heads if layer is not None else layers * heads
         keys, values = tails[:, start, 0], tails[:, start, 1]
-        return Source(keys, values, rows, row, row, dim, dim, layer_stride, capacity * dim, heads, count)
+        strides = step, step, dim, dim, layer_stride, each * dim
+        return Source(keys, values, pages.contiguous(), unit(tails), *strides, heads, count, each)
 
     @staticmethod
     def of_chunk(keys: torch.Tensor, values: torch.Tensor, first_tokens: torch.Tensor) -> Source:
         """Segments of a chunk's keys and values [tokens, heads, d] that start at some of its tokens."""
         _, heads, dim = keys.shape
         key, value = keys.stride(0), values.stride(0)
-        return Source(keys, values, first_tokens, key, value, key, value, 0, dim, heads, heads)
+        return Source(keys, values, first_tokens[:, None], 1, key, value, key, value, 0, dim, heads, heads, 0)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What kernels take of it as constants."""
+        return dict(HEADS=self.heads, TOKENS=self.tokens, PAGES=self.firsts.shape[1], UNIT=self.unit)
 
 
 @triton.jit
-def _rows(pointer, rows, stride, valid, HEAD_DIM: tl.constexpr):
+def _rows(pointer, at, valid, HEAD_DIM: tl.constexpr):
     dims = tl.arange(0, columns(HEAD_DIM))
-    at = rows[:, None].to(tl.int64) * stride + dims[None, :]
-    return tl.load(pointer + at, mask=cells(valid, HEAD_DIM), other=0.0)
+    return tl.load(pointer + at[:, None] + dims[None, :], mask=cells(valid, HEAD_DIM), other=0.0)
 
 
 @triton.jit
@@ -83,13 +95,16 @@ def score_kernel(
     values_ptr,
     firsts_ptr,
     scores_ptr,
-    key_first_stride,
-    value_first_stride,
+    key_first_step,
+    value_first_step,
     key_stride,
     value_stride,
     layer_stride,
     head_stride,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     SCORER: tl.constexpr,
     SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -97,10 +112,9 @@ def score_kernel(
 ):
     segment = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(firsts_ptr + segment).to(tl.int64)
     offset = head // HEADS * layer_stride + head % HEADS * head_stride
-    keys_at = keys_ptr + first * key_first_stride + offset
-    values_at = values_ptr + first * value_first_stride + offset
+    keys_at = begin_of(keys_ptr, firsts_ptr, segment, key_first_step, offset, PAGES, UNIT)
+    values_at = begin_of(values_ptr, firsts_ptr, segment, value_first_step, offset, PAGES, UNIT)
     scores_at = scores_ptr + (segment * tl.num_programs(1) + head) * SEGMENT
     tokens = tl.arange(0, BLOCK_T)
 
@@ -108,7 +122,9 @@ def score_kernel(
     if SCORER == "keydiff":
         for start in range(0, SEGMENT, BLOCK_T):
             token = start + tokens
-            keys = _rows(keys_at, token, key_stride, token < SEGMENT, HEAD_DIM).to(tl.float32)
+            inside = token < SEGMENT
+            at = row_starts(firsts_ptr, segment, token, inside, key_first_step, key_stride, TOKENS, PAGES, UNIT)
+            keys = _rows(keys_at, at, inside, HEAD_DIM).to(tl.float32)
             norm = tl.sqrt(tl.sum(keys * keys, axis=1))
             anchor += tl.sum(keys / tl.maximum(norm, 1e-12)[:, None], axis=0)
         anchor = anchor / SEGMENT
@@ -117,14 +133,16 @@ def score_kernel(
     for start in range(0, SEGMENT, BLOCK_T):
         token = start + tokens
         inside = token < SEGMENT
-        keys = _rows(keys_at, token, key_stride, inside, HEAD_DIM).to(tl.float32)
+        at = row_starts(firsts_ptr, segment, token, inside, key_first_step, key_stride, TOKENS, PAGES, UNIT)
+        keys = _rows(keys_at, at, inside, HEAD_DIM).to(tl.float32)
         norm = tl.sqrt(tl.sum(keys * keys, axis=1))
         if SCORER == "keydiff":
             score = -tl.sum(keys / tl.maximum(norm, 1e-12)[:, None] * anchor[None, :], axis=1)
         elif SCORER == "key_norm":
             score = -norm
         else:
-            values = _rows(values_at, token, value_stride, inside, HEAD_DIM).to(tl.float32)
+            at = row_starts(firsts_ptr, segment, token, inside, value_first_step, value_stride, TOKENS, PAGES, UNIT)
+            values = _rows(values_at, at, inside, HEAD_DIM).to(tl.float32)
             score = tl.sqrt(tl.sum(values * values, axis=1)) / tl.maximum(norm, 1.1754943508222875e-38)
         tl.store(scores_at + token, score, mask=inside)
 
@@ -188,14 +206,17 @@ def gather_kernel(
     positions_ptr,
     kept_ptr,
     key_blocks_ptr,
-    key_first_stride,
-    value_first_stride,
+    key_first_step,
+    value_first_step,
     key_stride,
     value_stride,
     layer_stride,
     head_stride,
     slab_elems,
     HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+    UNIT: tl.constexpr,
     SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -208,16 +229,17 @@ def gather_kernel(
     row = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
     kept = tl.load(kept_ptr + head)
     inside = row < kept
-    at = (segment * tl.num_programs(1) + head) * SEGMENT
-    token = tl.load(positions_ptr + at + row, mask=inside, other=0)
-    first = tl.load(firsts_ptr + segment).to(tl.int64)
+    chosen_at = positions_ptr + (segment * tl.num_programs(1) + head) * SEGMENT
+    token = tl.load(chosen_at + row, mask=inside, other=0)
     offset = head // HEADS * layer_stride + head % HEADS * head_stride
-    keys_at = keys_ptr + first * key_first_stride + offset
-    values_at = values_ptr + first * value_first_stride + offset
+    keys_at = begin_of(keys_ptr, firsts_ptr, segment, key_first_step, offset, PAGES, UNIT)
+    values_at = begin_of(values_ptr, firsts_ptr, segment, value_first_step, offset, PAGES, UNIT)
     slot = tl.load(slots_ptr + segment).to(tl.int64)
     target = slabs_ptr + slot * slab_elems + tl.load(key_blocks_ptr + head) * 16
-    keys = _rows(keys_at, token, key_stride, inside, HEAD_DIM)
-    values = _rows(values_at, token, value_stride, inside, HEAD_DIM)
+    at = row_starts(firsts_ptr, segment, token, inside, key_first_step, key_stride, TOKENS, PAGES, UNIT)
+    keys = _rows(keys_at, at, inside, HEAD_DIM)
+    at = row_starts(firsts_ptr, segment, token, inside, value_first_step, value_stride, TOKENS, PAGES, UNIT)
+    values = _rows(values_at, at, inside, HEAD_DIM)
     if KEY_BITS == 0:
         dims = tl.arange(0, columns(HEAD_DIM))
         rows_at = row[:, None] * HEAD_DIM + dims[None, :]
@@ -256,13 +278,13 @@ def score(source: Source, scorer: str, segment: int, head_dim: int) -> torch.Ten
         source.values,
         source.firsts,
         scores,
-        source.key_first_stride,
-        source.value_first_stride,
+        source.key_first_step,
+        source.value_first_step,
         source.key_stride,
         source.value_stride,
         source.layer_stride,
         source.head_stride,
-        HEADS=source.heads,
+        **source.constants,
         SCORER=scorer,
         SEGMENT=segment,
         HEAD_DIM=head_dim,
@@ -331,14 +353,14 @@ def gather(
         positions,
         kept,
         key_blocks,
-        source.key_first_stride,
-        source.value_first_stride,
+        source.key_first_step,
+        source.value_first_step,
         source.key_stride,
         source.value_stride,
         source.layer_stride,
         source.head_stride,
         slabs.stride(0),
-        HEADS=source.heads,
+        **source.constants,
         SEGMENT=segment,
         HEAD_DIM=head_dim,
         BLOCK_R=rows,

@@ -18,7 +18,8 @@ class Tile:
     """Rows of queries and of keys that a CTA works on, its warps, and the depth of its software pipeline.
 
     `precision` is what tl.dot does with float32: three TF32 products, which agree with float32 to about 1e-6, or plain
-    float32 arithmetic, which is slower and takes fewer registers. Other dtypes do not look at it.
+    float32 arithmetic, which is slower and takes fewer registers. Other dtypes do not look at it. `registers`: the most
+    per thread, where the compiler is to be told: it may else spill to make room for more CTAs than shared memory does.
 
     The figures are those that spill on none of the architectures and leave the loads pipelined
     (`benchmarks/kernel_resources.py`).
@@ -29,22 +30,28 @@ class Tile:
     warps: int
     stages: int = 3
     precision: str = "tf32x3"
+    registers: int | None = None
 
 
-def decode_tile(head_dim: int, itemsize: int, *, centred: bool = False) -> Tile:
+def decode_tile(head_dim: int, itemsize: int, *, fp8: bool = False, form: SlabFormat = WIDE) -> Tile:
     """The tile of the decode kernel; 16 query rows, the fewest that a tensor core takes.
 
     Args:
         itemsize: bytes per element of the queries, whose dtype keys and values are brought to.
-        centred: whether keys of slabs are, whose tiles are of one segment.
+        fp8: whether slabs are.
+        form: of slabs; where keys are centred, tiles are of one segment.
     """
-    if centred and itemsize == 2:
+    if form.centred and itemsize == 2:
         return Tile(16, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
     if itemsize == 4:
         if head_dim <= 64:
             return Tile(16, 16, 4)
         return Tile(16, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
-    return Tile(16, 64, 4) if head_dim <= 128 else Tile(16, 32, 8)
+    if head_dim > 128:
+        return Tile(16, 32, 8)
+    # Shared memory has room for three of these at most, and 168 registers are a third of all.
+    wide = head_dim > 64 and not fp8 and not form.quantised
+    return Tile(16, 64, 4, registers=168 if wide else None)
 
 
 def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = False, form: SlabFormat = WIDE) -> Tile:

@@ -1,0 +1,133 @@
+"""Open segments that nobody fills any more, kept for whoever goes on with the same tokens. Without SGLang.
+
+An open segment is uncompressed, so keys and values in it are functions of the tokens before them, and any of its
+beginnings is of use. Entries belong to the sealed prefix behind which they lie; of several, the one is found that has
+most tokens in common with what is asked for. Those that were used longest ago go first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+LEAST_TOKENS = 16
+"""Tokens that are worth copying pages for instead of computing them."""
+
+MOST_BRANCHES = 32
+"""Entries behind one prefix: each is compared with what is asked for."""
+
+Key = tuple[int, Hashable, bytes]
+
+
+@dataclass(eq=False)
+class Entry:
+    """tokens: int64 [count], behind the prefix. pages: int64 [n], which hold them; the entry's until it is dropped."""
+
+    key: Key
+    tokens: np.ndarray
+    pages: torch.Tensor
+    used: int = field(default=0)
+
+
+class OpenCache:
+    """See above; everything but the contents of pages is on the host.
+
+    `num_pages`: of all entries. `reused_tokens`: found and used since the start.
+    """
+
+    def __init__(self) -> None:
+        self.reused_tokens = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: all pages are free."""
+        self._entries: dict[Key, list[Entry]] = {}
+        self._lengths: dict[tuple[int, Hashable], int] = {}
+        self._clock = itertools.count(1)
+        self.num_pages = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+    def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
+        """The entry that goes on longest with a sequence, and for how many tokens, if it is worth it.
+
+        Args:
+            prefix: tokens that are sealed. name: which sequences may share.
+            tokens: of the sequence. end: how many of these may be found.
+        """
+        if end - prefix < LEAST_TOKENS or (prefix, name) not in self._lengths:
+            return None
+        wanted = np.array(tokens[prefix:end], np.int64)
+        entries = self._entries.get(_key(prefix, name, tokens), ())
+        found = max(entries, key=lambda entry: _common(entry.tokens, wanted), default=None)
+        count = 0 if found is None else _common(found.tokens, wanted)
+        if found is None or count < LEAST_TOKENS:
+            return None
+        self.touch(found)
+        return found, count
+
+    def touch(self, entry: Entry) -> None:
+        entry.used = next(self._clock)
+
+    def has(self, prefix: int, name: Hashable, tokens: array, end: int) -> bool:
+        """True if an entry holds all tokens from `prefix` to `end`."""
+        found = self.find(prefix, name, tokens, end)
+        return found is not None and found[1] == end - prefix
+
+    def add(self, prefix: int, name: Hashable, tokens: array, end: int, pages: torch.Tensor) -> list[Entry]:
+        """Keep tokens from `prefix` to `end`, which lie in `pages`. Returns the entries that are dropped for it."""
+        key = _key(prefix, name, tokens)
+        entry = Entry(key, np.array(tokens[prefix:end], np.int64), pages)
+        self.touch(entry)
+        others = self._entries.setdefault(key, [])
+        others.append(entry)
+        self._lengths[prefix, name] = self._lengths.get((prefix, name), 0) + 1
+        self.num_pages += len(pages)
+        covered = [one for one in others[:-1] if _common(one.tokens, entry.tokens) == len(one.tokens)]
+        rest = [one for one in others if one not in covered]
+        oldest = sorted(rest, key=lambda one: one.used)[: max(len(rest) - MOST_BRANCHES, 0)]
+        for one in (*covered, *oldest):
+            self.remove(one)
+        return [*covered, *oldest]
+
+    def remove(self, entry: Entry) -> None:
+        """Drop an entry; its pages are the caller's."""
+        others = self._entries[entry.key]
+        others.remove(entry)
+        if not others:
+            del self._entries[entry.key]
+        length = entry.key[:2]
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
+        self.num_pages -= len(entry.pages)
+
+    def oldest(self, pages: int, spared: Collection[Entry] = ()) -> list[Entry]:
+        """Entries that were used longest ago, with so many pages if there are so many; none of those spared."""
+        every = sorted((one for own in self._entries.values() for one in own), key=lambda one: one.used)
+        found: list[Entry] = []
+        for entry in every:
+            if pages <= 0:
+                break
+            if entry not in spared:
+                found.append(entry)
+                pages -= len(entry.pages)
+        return found
+
+
+def _common(first: np.ndarray, second: np.ndarray) -> int:
+    """Tokens with which both begin."""
+    length = min(len(first), len(second))
+    differ = np.flatnonzero(first[:length] != second[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+def _key(prefix: int, name: Hashable, tokens: array) -> Key:
+    return prefix, name, hashlib.blake2b(memoryview(tokens)[:prefix], digest_size=16).digest()

@@ -1,0 +1,179 @@
+"""Which pages open segments have: how many is known on the host, which ones on the device. Without SGLang.
+
+Pages are handed out batch by batch, before the batch is described, and go back when the segment is sealed. They are
+read until then: a batch that finishes a segment leaves its pages to the next batch, which may write to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sgl_ragged.mem_pool.open_cache import OpenCache
+from sgl_ragged.mem_pool.open_pages import OpenPages
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.tails import BEFORE, NOW, Tails
+from sgl_ragged.mem_pool.transfer import to_device
+
+Cell = tuple[int, int, int]
+"""Row, which, and place in `Tails.table`."""
+
+
+@dataclass
+class _Changes:
+    """What a batch changes: pages for these cells, rows whose segment is finished, pages that go back behind it."""
+
+    first: list[Cell] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+    then: list[Cell] = field(default_factory=list)
+    retired: list[Cell] = field(default_factory=list)
+
+
+class OpenSegments:
+    """See above.
+
+    `store` has the tails, whose table is written, and counts the batches that have been described. `kept`: those of
+    requests that have ended, where the radix cache keeps any.
+    """
+
+    def __init__(self, store: SlabStore) -> None:
+        self.store, self.kept = store, OpenCache()
+        self.reset()
+
+    @property
+    def _tails(self) -> Tails:
+        return self.store.tails
+
+    def reset(self) -> None:
+        """Forget everything: all pages are free."""
+        self.store.forget_copies()
+        self.kept.clear()
+        self._held: dict[int, int] = {}
+        self._retired: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def pages(self) -> OpenPages:
+        return self._tails.open_pages
+
+    @property
+    def held(self) -> int:
+        """Pages that requests have beside one for each of their segments."""
+        return sum(self._held.values())
+
+    @property
+    def returning(self) -> int:
+        """Pages that nobody will read any more."""
+        return sum(len(pages) for batch, pages in self._retired if batch < self.store.batches)
+
+    @property
+    def in_use(self) -> int:
+        """Pages that are neither free nor for one segment each."""
+        return self.held + sum(len(pages) for _, pages in self._retired) - self.returning
+
+    def take_back(self) -> list[torch.Tensor]:
+        """Pages that nobody will read any more, int64 each; they are the caller's then."""
+        now = self.store.batches
+        back = [pages for batch, pages in self._retired if batch < now]
+        self._retired = [(batch, pages) for batch, pages in self._retired if batch >= now]
+        return back
+
+    def extend_demand(self, prefixes: Sequence[int], ends: Sequence[int]) -> int:
+        """Pages that chunks from positions `prefixes` to `ends` need beside one for each segment that they begin."""
+        return sum(map(self._extend_demand, prefixes, ends))
+
+    def decode_demand(self, lengths: Sequence[int]) -> int:
+        """The same for one token each, with which requests have `lengths` tokens."""
+        return sum(map(self._decode_demand, lengths))
+
+    def _extend_demand(self, prefix: int, end: int) -> int:
+        segment, extra = self.pages.segment, self.pages.extra
+        (before, was), (behind, rest) = divmod(prefix, segment), divmod(end, segment)
+        if before == behind or was == 0:
+            return extra(rest) - extra(was)
+        # What is finished is full first, and has its stage.
+        return extra(segment) - extra(was) + 1 + extra(rest)
+
+    def _decode_demand(self, length: int) -> int:
+        place = (length - 1) % self.pages.segment
+        return (place > 0 and place % self.pages.tokens == 0) + (length % self.pages.segment == 0)
+
+    def extend(self, rows: Sequence[int], prefixes: Sequence[int], ends: Sequence[int], pages: torch.Tensor) -> None:
+        """Hand out `pages`, int64 [extend_demand], to chunks of requests with these rows."""
+        changes, (segment, extra, stage) = _Changes(), (self.pages.segment, self.pages.extra, self.pages.most - 1)
+        for row, prefix, end in zip(rows, prefixes, ends, strict=True):
+            (before, was), (behind, rest) = divmod(prefix, segment), divmod(end, segment)
+            has = self._held.get(row, 0)
+            if before < behind:
+                changes.finished.append(row)
+                if was:
+                    changes.then += [(row, BEFORE, place) for place in range(has, stage + 1)]
+                    changes.retired += [(row, BEFORE, place) for place in range(stage + 1)]
+                has = 0
+            changes.then += [(row, NOW, place) for place in range(has, extra(rest))]
+            self._hold(row, extra(rest))
+        self._write(changes, pages)
+
+    def decode(self, rows: Sequence[int], lengths: Sequence[int], pages: torch.Tensor) -> None:
+        """Hand out `pages`, int64 [decode_demand], to requests that have `lengths` tokens with their next one."""
+        changes, stage = _Changes(), self.pages.most - 1
+        for row, length in zip(rows, lengths, strict=True):
+            place = (length - 1) % self.pages.segment
+            if place > 0 and place % self.pages.tokens == 0:
+                changes.first.append((row, NOW, place // self.pages.tokens - 1))
+                self._hold(row, place // self.pages.tokens)
+            if length % self.pages.segment == 0:
+                # Decode amid prefill is described as a chunk, which looks for what it finishes there.
+                changes.finished.append(row)
+                changes.then.append((row, BEFORE, stage))
+                changes.retired += [(row, BEFORE, held) for held in (*range(self._held.get(row, 0)), stage)]
+                self._hold(row, 0)
+        self._write(changes, pages)
+
+    @property
+    def reusable(self) -> int:
+        """Tokens of an open segment of which all that is needed lies in its pages."""
+        return self._tails.reusable
+
+    def extra_pages(self, row: int, tokens: int) -> torch.Tensor:
+        """int64: the extra pages of the first tokens of a request's open segment; they stay its own."""
+        return self._tails.table[row, NOW, : self.pages.extra(tokens)].long()
+
+    def give_up(self, row: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, and those behind them; all of them are the caller's."""
+        pages = self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
+        return pages[: self.pages.extra(tokens)], pages[self.pages.extra(tokens) :]
+
+    def adopt(self, row: int, pages: torch.Tensor) -> None:
+        """Let a request that begins have these extra pages, int64, of the segment that it goes on with."""
+        if len(pages):
+            self._tails.table[row, NOW, : len(pages)] = pages.to(torch.int32)
+            self._hold(row, len(pages))
+
+    def release(self, row: int) -> torch.Tensor:
+        """Pages that a request leaves which ends, int64: they are the caller's."""
+        return self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
+
+    def _hold(self, row: int, count: int) -> None:
+        if count:
+            self._held[row] = count
+        else:
+            self._held.pop(row, None)
+
+    def _write(self, changes: _Changes, pages: torch.Tensor) -> None:
+        if not (changes.first or changes.finished or changes.then):
+            return
+        table = self._tails.table
+        cells = [np.array(part, np.int32).reshape(-1, 3).T for part in (changes.first, changes.then, changes.retired)]
+        host = [column for part in cells for column in part]
+        columns = [column.long() for column in to_device([*host, np.array(changes.finished, np.int32)], table.device)]
+        first, then, retired, finished = columns[:3], columns[3:6], columns[6:9], columns[9]
+        table[tuple(first)] = pages[: len(changes.first)].to(torch.int32)
+        table[finished, BEFORE] = table[finished, NOW]
+        table[tuple(then)] = pages[len(changes.first) :].to(torch.int32)
+        if changes.retired:
+            # A stage of decode is read as that of the segment that is open now.
+            table[finished, NOW, -1] = table[finished, BEFORE, -1]
+            self._retired.append((self.store.batches, table[tuple(retired)].long()))

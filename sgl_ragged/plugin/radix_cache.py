@@ -1,0 +1,198 @@
+"""SGLang's radix cache, which keeps open segments, too: a prompt is found to its last token, not to its last border.
+
+What the tree holds ends at a border. Behind it an entry of `mem_pool.open_cache` may go on: to SGLang the prefix is
+that much longer, and what is beyond the tree's part is the request's own, as with a session. Its pages are copies: the
+entry stays for others. When a request ends, its open segment's pages become an entry; when a prompt has been prefilled,
+a copy of them does. Entries go before anything of the tree does.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS, Entry
+from sgl_ragged.plugin.allocator import SlabAllocator
+from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.windows.sglang_pool import slab_allocator
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+
+_HIT = "_sgl_ragged_open_hit"
+"""Attribute of a request that holds the entry which was found last for it, and how many of its tokens."""
+
+
+class OpenRadixCache(UnifiedRadixCache):
+    """See above."""
+
+    def __init__(self, params: Any) -> None:
+        self.slabs: SlabAllocator = slab_allocator(params.token_to_kv_pool_allocator)
+        self.entries = self.slabs.open_segments.kept
+        super().__init__(params)
+        self._found: set[Entry] = set()
+        self._locations: dict[str, torch.Tensor] = {}
+        self._kept_rows: dict[int, int] = {}
+
+    def reset(self) -> None:
+        super().reset()
+        self.entries.clear()
+        self._found, self._locations, self._kept_rows = set(), {}, {}
+
+    # What is found.
+
+    def begin_batch(self) -> None:
+        """Before requests of a batch are chosen: what has been found for others may go."""
+        self._found = set()
+
+    def match_prefix(self, params: Any) -> Any:
+        result = super().match_prefix(params)
+        key, req, prefix = params.key, params.req, result.device_prefix_len
+        if self.disable or req is None or result.host_hit_length or result.cache_protected_len is not None:
+            return result
+        end = min(len(key), prefix + min(self.slabs.open_segments.reusable, self.page_size - 1))
+        found = self.entries.find(prefix, _name(key), key.token_ids, end)
+        if found is None:
+            return result
+        self._found.add(found[0])
+        setattr(req, _HIT, found)
+        return result._replace(device_prefix_len=prefix + found[1], cache_protected_len=prefix)
+
+    def prefix_device_indices(self, req: Req) -> torch.Tensor:
+        locations = self._locations.get(req.rid)
+        if locations is None:
+            return super().prefix_device_indices(req)
+        root = self.root_node_handle(req.extra_key)
+        path = self.tree_core.collect_full_device_indices(req.last_node, root)
+        assert len(path) == req.kv.cache_protected_len, (req.rid, len(path), req.kv.cache_protected_len)
+        return torch.cat([path, locations])
+
+    def take_hits(self, reqs: list[Req]) -> dict[int, torch.Tensor]:
+        """Pages for what requests of a prefill batch were promised of open segments, with their tokens.
+
+        Returns:
+            Extra pages, int64, by index of the request. They are the caller's; a page of its own has the request.
+        """
+        hits = []
+        for index, req in enumerate(reqs):
+            if not req.kv.holds_kv and req.prefix_len > req.kv.cache_protected_len:
+                entry, count = getattr(req, _HIT)
+                assert count == req.prefix_len - req.kv.cache_protected_len, (req.rid, count, req.prefix_len)
+                hits.append((index, entry, 1 + self.slabs.open_segments.pages.extra(count), count))
+        self._locations, self._found = {}, {entry for _, entry, _, _ in hits}
+        needed, size = sum(pages for _, _, pages, _ in hits), self.page_size
+        if not needed:
+            return {}
+        self.slabs.evict_to_free_tokens(self, needed * size)
+        # Where there is no room for copies of all, the last that needs an entry takes its pages.
+        scarce = self.slabs.available_size() < needed * size
+        last = {entry: index for index, entry, _, _ in hits} if scarce else {}
+        given: dict[int, torch.Tensor] = {}
+        for index, entry, pages, count in hits:
+            if last.get(entry) == index:
+                self.entries.remove(entry)
+                own = entry.pages[:pages]
+                self.slabs.free_page_ids(entry.pages[pages:])
+            else:
+                own = self._copied(entry.pages[:pages])
+            self._locations[reqs[index].rid] = own[0] * size + torch.arange(count, device=own.device)
+            given[index] = own[1:]
+            self.entries.reused_tokens += count
+        self._found = set()
+        return given
+
+    def _copied(self, pages: torch.Tensor) -> torch.Tensor:
+        """New pages with the same content, once the next batch is described. There must be free ones."""
+        own = self.slabs.alloc(len(pages) * self.page_size)
+        if own is None:
+            raise RuntimeError(f"no room for {len(pages)} pages of open segments: {self.available_and_evictable_str()}")
+        own = own[:: self.page_size] // self.page_size
+        self.slabs.open_segments.store.defer_copy(pages, own)
+        return own
+
+    # What is kept.
+
+    def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        super().checkpoint(req, up_to=up_to, **kwargs)
+        kv = req.kv
+        prefix, count = kv.cache_protected_len, up_to - kv.cache_protected_len
+        if self.disable or not kv.holds_kv or not LEAST_TOKENS <= count < self.page_size:
+            return
+        # A token beyond these may be on its way already. If it fills the segment, a slab is written there.
+        if kv.kv_allocated_len // self.page_size > up_to // self.page_size:
+            return
+        name, tokens = (req.extra_key, req.cache_salt or None), req.full_untruncated_fill_ids
+        if self.entries.has(prefix, name, tokens, up_to):
+            return
+        own = self.req_to_token_pool.req_to_token[kv.req_pool_idx, prefix : prefix + 1].long() // self.page_size
+        if req.finished():
+            extra = self.slabs.open_segments.give_up(kv.req_pool_idx, count)
+            self.slabs.free_page_ids(extra[1])
+            self._kept_rows[kv.req_pool_idx] = prefix
+            self._keep(prefix, name, tokens, up_to, torch.cat([own, extra[0]]))
+        elif up_to >= len(req.origin_input_ids):
+            pages = torch.cat([own, self.slabs.open_segments.extra_pages(kv.req_pool_idx, count)])
+            if self.slabs.available_size() >= 2 * len(pages) * self.page_size:
+                self._keep(prefix, name, tokens, up_to, self._copied(pages))
+
+    def _keep(self, prefix: int, name: Hashable, tokens: array, up_to: int, pages: torch.Tensor) -> None:
+        for entry in self.entries.add(prefix, name, tokens, up_to, pages):
+            self.slabs.free_page_ids(entry.pages)
+
+    def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
+        prefix = self._kept_rows.pop(kv.req_pool_idx, None)
+        if prefix is not None:
+            border = prefix + self.page_size
+            ranges = [(border if start == prefix else start, end) for start, end in ranges]
+            ranges = [(start, end) for start, end in ranges if start < end]
+        super().free_kv_row(kv, ranges)
+
+    # What goes.
+
+    def evict(self, params: Any) -> Any:
+        return self._evicted(super().evict, params)
+
+    def evict_for_alloc(self, params: Any, **more: Any) -> Any:
+        return self._evicted(super().evict_for_alloc, params, **more)
+
+    def _evicted(self, original: Callable, params: Any, **more: Any) -> Any:
+        """Drop entries first, those that have just been found last of all."""
+        size, wanted = self.page_size, params.num_tokens
+        freed = self._drop(self.entries.oldest(-(-wanted // size), self._found))
+        result = original(replace(params, num_tokens=max(wanted - freed, 0)), **more)
+        result.num_tokens_evicted += freed
+        return result
+
+    def _drop(self, entries: list[Entry]) -> int:
+        """Tokens that it frees."""
+        for entry in entries:
+            self.entries.remove(entry)
+            self.slabs.free_page_ids(entry.pages)
+        return sum(len(entry.pages) for entry in entries) * self.page_size
+
+    def evictable_size(self) -> int:
+        return super().evictable_size() + self.entries.num_pages * self.page_size
+
+    def full_evictable_size(self) -> int:
+        return super().full_evictable_size() + self.entries.num_pages * self.page_size
+
+
+def _name(key: Any) -> Hashable:
+    return key.extra_key, key.cache_salt
+
+
+def keep_open_segments(options: RaggedOptions, original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
+    """Has SGLang make this cache where it makes its own, with nothing beside slabs in its pages."""
+    if cache_class is None and not ctx.disable_radix_cache and not ctx.is_hybrid_swa and not ctx.is_hybrid_ssm:
+        cache_class = OpenRadixCache
+    return original(ctx, cache_class=cache_class)
+
+
+def open_cache_of(batch: Any) -> OpenRadixCache | None:
+    """The cache of a batch, if it keeps open segments."""
+    return batch.tree_cache if isinstance(batch.tree_cache, OpenRadixCache) else None

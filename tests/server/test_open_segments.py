@@ -1,0 +1,124 @@
+"""Open segments on a real server: what a finished request, or a prompt, leaves of them is found to its last token.
+
+SGLang's own strict checks run after every batch: no page is lost, and none is in two places.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.demo import MODEL
+from benchmarks.recall import task
+from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS
+from tests.models import make_profile
+from tests.server.client import flush, found_of, generate, generate_all, server_settings
+from tests.server.test_bounded_history import STRICT
+
+pytestmark = pytest.mark.server
+
+SEGMENT, RATIO, NEW = 64, 0.3, 40
+
+
+def document(seed: int, length: int) -> list[int]:
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("open")
+    make_profile(MODEL, folder / "profile.safetensors", segment=SEGMENT)
+    return [
+        *(
+            "--dtype",
+            "float32",
+            "--skip-tokenizer-init",
+            "--max-running-requests",
+            "8",
+            "--chunked-prefill-size",
+            "256",
+        ),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
+        *("--ragged-profile", str(folder / "profile.safetensors")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(flags, tmp_path_factory, servers):
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with servers.serve(MODEL, *flags, "--kv-bytes", "24MiB", log=log, env=STRICT) as server:
+        assert server_settings(server)["open_page_tokens"] < SEGMENT / 3
+        yield server
+
+
+def alone(server, prompt):
+    flush(server)
+    answer = generate(server, prompt, NEW)
+    assert answer.cached == 0
+    return answer
+
+
+def assert_same(found, wanted):
+    assert found.tokens == wanted.tokens
+    np.testing.assert_allclose(found.output_logprobs, wanted.output_logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [SEGMENT + LEAST_TOKENS + 1, 5 * SEGMENT - 1, 4 * SEGMENT + 30])
+def test_a_turn_goes_on_behind_the_last_token(server, length):
+    prompt = document(1, length)
+    flush(server)
+    first = generate(server, prompt, NEW)
+    turn = prompt + first.tokens + document(2, 21)
+    found = generate(server, turn, NEW)
+    # The last answered token has no keys yet when the request ends.
+    assert found.cached == found_of(length + NEW - 1, SEGMENT)
+    assert_same(found, alone(server, turn))
+
+
+def test_two_go_on_at_once_from_one_open_segment(server):
+    prompt = document(3, 3 * SEGMENT + 40)
+    turns = [prompt + document(seed, 25 + seed) for seed in (4, 5, 6)]
+    wanted = [alone(server, turn) for turn in turns]
+    flush(server)
+    generate(server, prompt, 2)
+    for found, want in zip(generate_all(server, turns, NEW), wanted, strict=True):
+        assert found.cached == len(prompt)
+        assert_same(found, want)
+
+
+def test_a_shared_prompt_is_found_to_its_last_token(server):
+    """Its answer has sealed the segment in which it ends."""
+    system = document(7, 2 * SEGMENT + 35)
+    others = [system + document(seed, 70) for seed in (8, 9)]
+    wanted = [alone(server, other) for other in others]
+    flush(server)
+    generate(server, system, SEGMENT)
+    for other, want in zip(others, wanted, strict=True):
+        found = generate(server, other, NEW)
+        assert found.cached == len(system)
+        assert_same(found, want)
+
+
+def test_what_two_prompts_share_within_a_segment(server):
+    """Of an open segment any beginning is of use."""
+    base = document(10, 2 * SEGMENT + 50)
+    other = base[: 2 * SEGMENT + 33] + document(11, 90)
+    want = alone(server, other)
+    flush(server)
+    generate(server, base, 2)
+    found = generate(server, other, NEW)
+    shared = next(i for i, (a, b) in enumerate(zip(base, other, strict=False)) if a != b)
+    assert found.cached == shared >= 2 * SEGMENT + 33
+    assert_same(found, want)
+
+
+def test_open_segments_go_before_anything_of_the_tree(server):
+    """A crowd that does not fit: everybody is answered as alone, and what is cached behind borders makes room."""
+    prompts = [document(20 + seed, 300 + 13 * seed) for seed in range(12)]
+    wanted = [alone(server, prompt) for prompt in prompts[:4]]
+    flush(server)
+    for _ in range(2):
+        found = generate_all(server, prompts, NEW)
+        for have, want in zip(found, wanted, strict=False):
+            assert_same(have, want)
+    assert max(answer.cached for answer in found) >= 256
