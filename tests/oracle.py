@@ -150,11 +150,11 @@ class Oracle:
         layers = range(self.model.config.num_hidden_layers)
         kinds = getattr(self.model.config, "layer_types", None) or ["full_attention"] * len(layers)
         whole = [layer for layer in layers if kinds[layer] == "full_attention"]
-        self.numbers = {layer: number for number, layer in enumerate(whole)}
+        self.layer_indices = {layer: number for number, layer in enumerate(whole)}
 
     def _attention(self, module, query, key, value, attention_mask, scaling, sliding_window=None, s_aux=None, **_):
         per_head = query.shape[1] // key.shape[1]
-        number = self.numbers.get(module.layer_idx)
+        number = self.layer_indices.get(module.layer_idx)
         assert (number is None) == (sliding_window is not None)
         output = torch.empty_like(query)
         key, value = (self.stored(module.layer_idx, x) for x in (key, value))

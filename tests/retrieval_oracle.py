@@ -65,7 +65,7 @@ class RetrievalOracle(Oracle):
         raise AssertionError("what is seen does not settle")
 
     def _attention(self, module, query, key, value, *args, **more):
-        number = self.numbers[module.layer_idx]
+        number = self.layer_indices[module.layer_idx]
         per_head = query.shape[1] // key.shape[1]
         for pivot, (layer, head) in enumerate(self.pivots):
             if layer == number:

@@ -105,7 +105,7 @@ def test_values_are_fitted_behind_the_codes_of_keys(form):
     """Of a head that keeps 48 tokens: what the definition makes of what was chosen, in codes."""
     layer, head, kept = 0, 1, 48
     (keys, values), coded = segments(len(NUMBERS), layer), FORMATS[form]
-    scores = get_scorer("keydiff").score(SegmentData(keys, values, numbers=NUMBERS))
+    scores = get_scorer("keydiff").score(SegmentData(keys, values, segment_indices=NUMBERS))
     own = torch.tensor([head])
     places = keep_positions(rank_positions(scores, NUMBERS == 0)[:, own], kept)
     references = References.of(codebook(layer), DIM**-0.5).heads(own)

@@ -103,7 +103,7 @@ TOKENS = torch.zeros(1, 1, 16)
 )
 def test_a_layer_that_asks_for_more_than_causal_attention_is_refused(forward, k, options, words):
     backend = object.__new__(RaggedAttnBackend)
-    backend.numbers = {3: 0}
+    backend.layer_indices = {3: 0}
     with pytest.raises(RaggedConfigError, match=words):
         getattr(backend, forward)(TOKENS, k, k, LAYER, None, **options)
 

@@ -98,11 +98,11 @@ def test_expected_attention_of_gaussian_queries(mean, variance, expected):
     statistics = {"query_mean": torch.tensor([[[mean]]]), "query_covariance": torch.tensor([[[[variance]]]])}
     statistics |= {"rope_frequencies": torch.zeros(1, 0), "rope_order": torch.zeros(1, 1)}
     keys, values = torch.tensor([[0.0], [1.0], [-2.0]]), torch.tensor([[1.0], [-2.0], [1.0]])
-    later = one_head(keys, values, statistics=statistics, numbers=torch.tensor([1]))
+    later = one_head(keys, values, statistics=statistics, segment_indices=torch.tensor([1]))
     torch.testing.assert_close(get_scorer("expected_attention").score(later)[0, 0], torch.tensor(expected))
     sinks = torch.full((4, 1), 9.0)
     first = one_head(
-        torch.cat([sinks, keys]), torch.cat([sinks, values]), statistics=statistics, numbers=torch.tensor([0])
+        torch.cat([sinks, keys]), torch.cat([sinks, values]), statistics=statistics, segment_indices=torch.tensor([0])
     )
     scores = get_scorer("expected_attention").score(first)[0, 0]
     torch.testing.assert_close(scores, torch.tensor([0.0] * 4 + expected))
@@ -140,7 +140,7 @@ def test_expected_attention_is_that_of_queries_behind_the_segment(neox):
     mean, covariance = seen_from_the_end(before[:1], torch.zeros(1, size, size).double(), rope.frequencies)
     statistics = {"query_mean": mean[None].float(), "query_covariance": covariance[None].float()}
     statistics |= {"rope_frequencies": rope.frequencies[None].float(), "rope_order": rope.order[None].float()}
-    data = one_head(keys.float(), values, statistics=statistics, numbers=torch.tensor([number]))
+    data = one_head(keys.float(), values, statistics=statistics, segment_indices=torch.tensor([number]))
     found = get_scorer("expected_attention").score(data)[0, 0]
     torch.testing.assert_close(found, want.float(), atol=1e-5, rtol=1e-3)
 
@@ -225,7 +225,7 @@ def random_segments(name: str, segments: int, heads: int, seed: int, length: int
             "rope_frequencies": rand(1, 3),
             "rope_order": torch.arange(8.0)[None],
         },
-        numbers=torch.arange(segments),
+        segment_indices=torch.arange(segments),
     )
 
 
@@ -238,7 +238,7 @@ def pick(data: SegmentData, segment: int, head: int) -> SegmentData:
         token_scores=None if data.token_scores is None else data.token_scores[one],
         scale=data.scale,
         statistics={n: t if len(t) == 1 else t[one[1]] for n, t in data.statistics.items()},
-        numbers=data.numbers[one[0]],
+        segment_indices=data.segment_indices[one[0]],
     )
 
 

@@ -101,8 +101,8 @@ def test_a_decode_step_sees_what_is_before_it(lengths):
     view = decode_view(table, rows, on_host, tails, DecodeView.empty(5, 8, tails))
     for row, length, index in zip(rows.tolist(), lengths, range(len(lengths)), strict=True):
         position = max(length - 1, 0)
-        assert int(view.rows[index]) == row
-        assert int(view.places[index]) == position % SEGMENT
+        assert int(view.req_pool_indices[index]) == row
+        assert int(view.open_offsets[index]) == position % SEGMENT
         assert int(view.seen[index]) == position // SEGMENT
         assert int(view.open_lengths[index]) == min(length, position % SEGMENT + 1)
         seen = view.slots[index, : position // SEGMENT].tolist()
@@ -110,8 +110,9 @@ def test_a_decode_step_sees_what_is_before_it(lengths):
         assert view.pages[index].tolist() == [row * 8 + position // SEGMENT, 100 * row + 1]
     full = filled(table, rows, lengths, tails)
     wanted = [(row, n // SEGMENT - 1) for row, n in zip(rows.tolist(), lengths, strict=True) if n and n % SEGMENT == 0]
-    found = [] if full is None else list(zip(full.rows.tolist(), full.numbers.tolist(), strict=True))
+    found = []
     if full is not None:
+        found = list(zip(full.req_pool_indices.tolist(), full.segment_indices.tolist(), strict=True))
         assert full.slots.tolist() == [row * 8 + number for row, number in wanted]
         assert full.pages.tolist() == [[100 * row + 2, 100 * row + 1] for row, _ in wanted]
     assert found == wanted

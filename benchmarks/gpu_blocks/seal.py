@@ -129,7 +129,7 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
                 rows=rows,
                 pages=tails.pages(rows, tails.stages(rows, NOW), NOW),
                 slots=(stage.table[1 : count + 1, 0] // model.segment).long(),
-                numbers=torch.zeros(count, dtype=torch.int64, device=context.device),
+                segment_indices=torch.zeros(count, dtype=torch.int64, device=context.device),
             )
 
             def call(operations=operations, pending=pending) -> None:

@@ -21,7 +21,7 @@ class Copies:
 
     tokens: torch.Tensor
     requests: torch.Tensor
-    places: torch.Tensor
+    open_offsets: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -104,12 +104,12 @@ class Operations(ABC):
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
         """A view as `extend` takes it: one transfer to the device. Copies what is about to be sealed to its stages."""
         host = [*view.open_copies.T, *view.rest_copies.T, *view.tail_seals.T, *view.chunk_seals.T]
-        host += [*view.open_numbers]
+        host += [*view.open_segments]
         if self.block_m is not None:
             host.append(view.tiles(self.store.q_per_kv, self.block_m))
-        columns = to_device(host, view.rows.device)
+        columns = to_device(host, view.req_pool_indices.device)
         tail_request, tail_number, chunk_request, chunk_number, first_token, before, behind = columns[6:13]
-        tails, rows, slots = self.store.tails, view.rows, view.pages
+        tails, rows, slots = self.store.tails, view.req_pool_indices, view.pages
         # Of a segment that is finished the tokens are read from its stage on: its own page is where its slab goes.
         finished = before < behind
         own = torch.where(finished, tails.stages(rows, BEFORE), _slots_of(slots, before))
@@ -195,8 +195,8 @@ class Operations(ABC):
         if len(copies):
             self.append(layer, keys, values, copies, pages)
             if scorer_inputs is not None:
-                own, inputs = pages[copies.requests], scorer_inputs[copies.tokens]
-                self.store.tails.append_inputs(layer, own, view.rows[copies.requests], copies.places, inputs)
+                own, rows = pages[copies.requests], view.req_pool_indices[copies.requests]
+                self.store.tails.append_inputs(layer, own, rows, copies.open_offsets, scorer_inputs[copies.tokens])
 
     @abstractmethod
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:

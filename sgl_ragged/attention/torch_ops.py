@@ -43,7 +43,7 @@ class DecodePart:
         if kept not in self._masks:
             view, device = self.view, self.view.slots.device
             history = torch.arange(view.slots.shape[1] * kept, device=device) < view.seen[:, None] * kept
-            tail = torch.arange(self.longest_tail, device=device) <= view.places[:, None]
+            tail = torch.arange(self.longest_tail, device=device) <= view.open_offsets[:, None]
             self._masks[kept] = torch.cat([history, tail], dim=1)[:, None, None, :]
         return self._masks[kept]
 
@@ -72,36 +72,36 @@ class TorchOps(Operations):
         """A view as `decode` takes it: in parts whose history fits the processor's cache."""
         # Behind what is seen anything may lie; what a mask hides must be finite.
         unseen = torch.arange(view.slots.shape[1], device=view.slots.device) >= view.seen[:, None]
-        view = replace(view, slots=view.slots.masked_fill(unseen, 0), places=view.places.long())
+        view = replace(view, slots=view.slots.masked_fill(unseen, 0), open_offsets=view.open_offsets.long())
         tails, each = self.store.tails, self.store.tails.open_pages.tokens
-        last = view.places[:, None] // each
-        begun = (view.places % each == 0) & (view.rows > 0)
+        last = view.open_offsets[:, None] // each
+        begun = (view.open_offsets % each == 0) & (view.req_pool_indices > 0)
         tails.clear(view.pages[begun].gather(1, last[begun]).flatten())
         # Of who has a longer tail in the batch more pages are read: in their place, one that was cleared.
         beyond = torch.arange(view.pages.shape[1], device=last.device) > last
         view = replace(view, pages=torch.where(beyond, view.pages[:, :1], view.pages))
         size, longest = len(view), view.slots.shape[1] * self._segment_bytes
-        pieces = 1 if view.rows.is_cuda else min(size, -(-size * longest // CACHE_BYTES))
+        pieces = 1 if view.req_pool_indices.is_cuda else min(size, -(-size * longest // CACHE_BYTES))
         at_once = -(-size // max(1, pieces))
         parts = []
         for start in range(0, size, at_once):
             own = view[start : start + at_once]
             own = replace(own, slots=own.slots[:, : int(own.seen.max())].long())
-            real = None if bool((own.rows > 0).all()) else own.rows.nonzero()[:, 0]
-            parts.append(DecodePart(slice(start, start + at_once), own, int(own.places.max()) + 1, real))
+            real = None if bool((own.req_pool_indices > 0).all()) else own.req_pool_indices.nonzero()[:, 0]
+            parts.append(DecodePart(slice(start, start + at_once), own, int(own.open_offsets.max()) + 1, real))
         return tuple(parts)
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
         batch = super().extend_batch(view)
         begun = view.begun(self.store.tails.open_pages.tokens)
         if begun:
-            requests, indices = torch.tensor(begun, device=view.rows.device).T
+            requests, indices = torch.tensor(begun, device=view.req_pool_indices.device).T
             self.store.tails.clear(batch.next_pages[requests, indices])
         return batch
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
         tokens = copies.tokens.long()
-        self.store.append(layer, pages[copies.requests], copies.places, keys[tokens], values[tokens])
+        self.store.append(layer, pages[copies.requests], copies.open_offsets, keys[tokens], values[tokens])
 
     def seal_chunks(
         self,
@@ -160,7 +160,7 @@ def _append(
     scorer_inputs: torch.Tensor | None,
 ) -> None:
     """Write a token per request to the tails."""
-    rows, pages, places = part.view.rows, part.view.pages, part.view.places
+    rows, pages, places = part.view.req_pool_indices, part.view.pages, part.view.open_offsets
     if part.real is not None:
         rows, pages, places, keys, values = (x[part.real] for x in (rows, pages, places, keys, values))
         scorer_inputs = None if scorer_inputs is None else scorer_inputs[part.real]
@@ -235,14 +235,14 @@ def _entries(
     """
     entries = [[history[part]] for part in (0, 1)]
     if band.attends_open:
-        tail = store.tails.read(layer, pages, piece.place)[0] if piece.place else None
+        tail = store.tails.read(layer, pages, piece.offset)[0] if piece.offset else None
         for part in (0, 1):
             if tail is not None:
                 entries[part].append(movable(tail[part]).index_select(0, heads).view(tail.dtype).to(own[part].dtype))
             entries[part].append(own[part][:, tokens])
     seen_keys, seen_values = (torch.cat(parts, dim=1) for parts in entries)
     mask = torch.ones((piece.tokens, seen_keys.shape[1]), dtype=torch.bool, device=history.device)
-    return seen_keys, seen_values, mask.tril(diagonal=history.shape[2] + piece.place)
+    return seen_keys, seen_values, mask.tril(diagonal=history.shape[2] + piece.offset)
 
 
 def _attend_part_of_batch(

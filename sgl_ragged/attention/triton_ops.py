@@ -175,7 +175,7 @@ class TritonOps(Operations):
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
         tails = self.store.tails.data
         keys, values = head_rows(keys), head_rows(values)
-        append.append(tails, layer, keys, values, copies.tokens, copies.requests, copies.places, pages)
+        append.append(tails, layer, keys, values, copies.tokens, copies.requests, copies.open_offsets, pages)
 
     def attend_chunks(
         self,
@@ -225,10 +225,10 @@ class TritonOps(Operations):
     ) -> torch.Tensor:
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
-        tokens = head_rows(keys), head_rows(values), numbers, numbers, view.places, view.pages
+        tokens = head_rows(keys), head_rows(values), numbers, numbers, view.open_offsets, view.pages
         append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None)
         if scorer_inputs is not None:
-            store.tails.append_inputs(layer, view.pages, view.rows, view.places, scorer_inputs)
+            store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
         return self.attend(layer, queries, batch, lse)
 
     def attend(

@@ -72,7 +72,7 @@ class TritonSealer:
         else:
             every = [store.scorer.score(store.segment_data(number, segments)) for number in layers]
             scores = torch.cat(every, dim=1).float().contiguous()
-        positions = chosen = seal.choose(scores, segments.numbers.to(torch.int32), heads.total)
+        positions = chosen = seal.choose(scores, segments.segment_indices.to(torch.int32), heads.total)
         if layout.shared:
             stored = heads.first[:, None] + torch.arange(layout.segment, device=scores.device)
             positions = positions.gather(2, stored.clamp_max_(layout.segment - 1).expand_as(positions))

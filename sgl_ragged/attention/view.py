@@ -29,22 +29,23 @@ Seen = Callable[[int, int], Sequence[int] | None]
 class DecodeView:
     """One query per request, padding included. All on one device.
 
-    rows: int64 [batch], of SGLang's table. pages: int32 [batch, K], of the open segments (`Tails.pages`).
-    places: int32 [batch], where the new token goes in its segment.
+    req_pool_indices: int64 [batch], rows of SGLang's table. pages: int32 [batch, K], of the open segments
+        (`Tails.pages`).
+    open_offsets: int32 [batch], where the new token goes in its segment.
     open_lengths: int32 [batch], tokens of the open segment with the new one; 0 for padding of no length.
     slots: int32 [batch, most], slots of the sealed segments that each query sees, in position order.
     seen: int32 [batch], how many of them count.
     """
 
-    rows: torch.Tensor
+    req_pool_indices: torch.Tensor
     pages: torch.Tensor
-    places: torch.Tensor
+    open_offsets: torch.Tensor
     open_lengths: torch.Tensor
     slots: torch.Tensor
     seen: torch.Tensor
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.req_pool_indices)
 
     def __getitem__(self, requests: slice) -> DecodeView:
         """The view of some of the requests; shares memory."""
@@ -54,12 +55,12 @@ class DecodeView:
     def empty(cls, batch: int, most: int, tails: Tails) -> DecodeView:
         """Room for `decode_view` to write a batch to: zeros, which are padding."""
         device = tails.table.device
-        rows = torch.zeros(batch, dtype=torch.int64, device=device)
-        places, open_lengths, seen = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
+        req_pool_indices = torch.zeros(batch, dtype=torch.int64, device=device)
+        open_offsets, open_lengths, seen = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
         pages, slots = (
             torch.zeros((batch, width), dtype=torch.int32, device=device) for width in (tails.open_pages.most, most)
         )
-        return cls(rows, pages, places, open_lengths, slots, seen)
+        return cls(req_pool_indices, pages, open_offsets, open_lengths, slots, seen)
 
 
 def decode_view(
@@ -80,20 +81,20 @@ def decode_view(
     """
     view, segment = out[: len(rows)], tails.segment
     table = SegmentTable(req_to_token, segment)
-    view.rows.copy_(rows)
-    view.places.copy_(lengths)
-    view.places.sub_(1).clamp_min_(0)
-    torch.div(view.places, segment, rounding_mode="floor", out=view.seen)
-    view.pages.copy_(tails.pages(view.rows, table.slots(view.rows, view.seen), NOW))
-    view.places.remainder_(segment)
+    view.req_pool_indices.copy_(rows)
+    view.open_offsets.copy_(lengths)
+    view.open_offsets.sub_(1).clamp_min_(0)
+    torch.div(view.open_offsets, segment, rounding_mode="floor", out=view.seen)
+    view.pages.copy_(tails.pages(view.req_pool_indices, table.slots(view.req_pool_indices, view.seen), NOW))
+    view.open_offsets.remainder_(segment)
     view.open_lengths.copy_(lengths)
-    torch.minimum(view.open_lengths, view.places + 1, out=view.open_lengths)
+    torch.minimum(view.open_lengths, view.open_offsets + 1, out=view.open_lengths)
     if in_view is None:
-        slots = table.first_slots(view.rows, view.slots.shape[1])
+        slots = table.first_slots(view.req_pool_indices, view.slots.shape[1])
     else:
         view.seen.clamp_max_(in_view.shape[1])
-        numbers = in_view[:, : view.slots.shape[1]].index_select(0, view.rows)
-        slots = table.slots(view.rows[:, None], numbers)
+        numbers = in_view[:, : view.slots.shape[1]].index_select(0, view.req_pool_indices)
+        slots = table.slots(view.req_pool_indices[:, None], numbers)
     view.slots[:, : slots.shape[1]].copy_(slots)
     return view
 
@@ -133,18 +134,18 @@ def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int
 class Piece:
     """Tokens of a chunk that lie in one segment: their queries see the same sealed segments.
 
-    request: its index in the batch. number: the segment's, in its sequence.
+    request: its index in the batch. segment_index: the segment's, in its sequence.
     first_token: index in the batch of the first token. tokens: how many there are.
-    place: of the first token in the segment: as many tokens of the segment are in the tail already.
+    offset: of the first token in the segment: as many tokens of the segment are in the tail already.
     finished: whether the chunk ends the segment.
     listed: which of the view's lists the queries see. seen: how many slots of it.
     """
 
     request: int
-    number: int
+    segment_index: int
     first_token: int
     tokens: int
-    place: int
+    offset: int
     finished: bool
     listed: int
     seen: int
@@ -159,14 +160,14 @@ the piece's rows in this tile; slots that it sees; tokens of its segment that ar
 class ExtendView:
     """Chunks of several requests. Tokens are numbered through the batch, requests in batch order.
 
-    rows: int64 [requests], of SGLang's table.
+    req_pool_indices: int64 [requests], rows of SGLang's table.
     pages: int32 [requests, most], slots of each request's segments, those included that its chunk finishes or leaves
         open.
     lists: int32 [lists, most], slots that pieces see; a piece's `seen` says how many of its list count.
     prefixes, lengths: tokens before each chunk and in it.
     """
 
-    rows: torch.Tensor
+    req_pool_indices: torch.Tensor
     pages: torch.Tensor
     lists: torch.Tensor
     pieces: tuple[Piece, ...]
@@ -180,20 +181,20 @@ class ExtendView:
 
     @functools.cached_property
     def open_copies(self) -> np.ndarray:
-        """int32 [copies, 3] of (token, request, place): tokens of segments that their tails hold already.
+        """int32 [copies, 3] of (token, request, offset): tokens of segments that their tails hold already.
 
         They are written before anything is sealed.
         """
-        return _copies([piece for piece in self.pieces if piece.place])
+        return _copies([piece for piece in self.pieces if piece.offset])
 
     @functools.cached_property
     def rest_copies(self) -> np.ndarray:
         """Like `open_copies`: tokens of segments that are open afterwards. Written once tails are read."""
-        return _copies([piece for piece in self.pieces if not piece.place and not piece.finished])
+        return _copies([piece for piece in self.pieces if not piece.offset and not piece.finished])
 
     @functools.cached_property
-    def open_numbers(self) -> np.ndarray:
-        """int32 [2, requests]: numbers of the segments that are open before each chunk and behind it."""
+    def open_segments(self) -> np.ndarray:
+        """int32 [2, requests]: indices of the segments that are open before each chunk and behind it."""
         before = np.array(self.prefixes, np.int32)
         return np.stack([before, before + np.array(self.lengths, np.int32)]) // self.segment
 
@@ -212,14 +213,14 @@ class ExtendView:
 
     @functools.cached_property
     def tail_seals(self) -> np.ndarray:
-        """int32 [segments, 2] of (request, number): finished segments that lie in tails, once `open_copies` are in."""
-        found = [(p.request, p.number) for p in self.pieces if p.finished and p.place]
+        """int32 [segments, 2] of (request, segment index): finished, and in tails once `open_copies` are in."""
+        found = [(p.request, p.segment_index) for p in self.pieces if p.finished and p.offset]
         return np.array(found, np.int32).reshape(-1, 2)
 
     @functools.cached_property
     def chunk_seals(self) -> np.ndarray:
-        """int32 [segments, 3] of (request, number, first token): finished segments that lie in their chunks."""
-        found = [(p.request, p.number, p.first_token) for p in self.pieces if p.finished and not p.place]
+        """int32 [segments, 3] of (request, segment index, first token): finished segments that lie in their chunks."""
+        found = [(p.request, p.segment_index, p.first_token) for p in self.pieces if p.finished and not p.offset]
         return np.array(found, np.int32).reshape(-1, 3)
 
     @functools.cached_property
@@ -235,7 +236,7 @@ class ExtendView:
         A tile has `block_m` rows, pairs of a token and a query head.
         """
         found = [
-            (p.request, p.first_token, p.tokens, row, p.seen, p.place, p.listed)
+            (p.request, p.first_token, p.tokens, row, p.seen, p.offset, p.listed)
             for p in self.pieces
             for row in range(0, p.tokens * q_per_kv, block_m)
         ]
@@ -271,10 +272,10 @@ def extend_view(
                 pieces.append(
                     Piece(
                         request=request,
-                        number=number,
+                        segment_index=number,
                         first_token=start + begin - prefix,
                         tokens=end - begin,
-                        place=begin % segment,
+                        offset=begin % segment,
                         finished=end == (number + 1) * segment,
                         listed=request if numbers is None else len(rows) + len(own_lists) - 1,
                         seen=number if numbers is None else len(numbers),
@@ -302,5 +303,5 @@ def _copies(pieces: list[Piece]) -> np.ndarray:
     parts = [np.empty((0, 3), np.int32)]
     for piece in pieces:
         count = np.arange(piece.tokens, dtype=np.int32)
-        parts.append(np.stack([piece.first_token + count, np.full_like(count, piece.request), piece.place + count], 1))
+        parts.append(np.stack([piece.first_token + count, np.full_like(count, piece.request), piece.offset + count], 1))
     return np.concatenate(parts)

@@ -12,15 +12,15 @@ import torch
 class InTails:
     """Full open segments.
 
-    rows: int64 [segments], their requests' rows of SGLang's table. pages: int32 [segments, K], where their tokens lie,
+    req_pool_indices: int64 [segments], rows of SGLang's table. pages: int32 [segments, K], where their tokens lie,
     the first of them the stages (`Tails.stage`). slots: int64 [segments], the slabs they go to.
-    numbers: integers [segments], their numbers in their sequences, from 0.
+    segment_indices: integers [segments], their numbers in their sequences, from 0.
     """
 
-    rows: torch.Tensor
+    req_pool_indices: torch.Tensor
     pages: torch.Tensor
     slots: torch.Tensor
-    numbers: torch.Tensor
+    segment_indices: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -30,7 +30,7 @@ class InTails:
 class InChunk:
     """Segments that lie in a chunk of one layer.
 
-    firsts: integers [segments], index of each segment's first token. slots, numbers: as in `InTails`.
+    firsts: integers [segments], index of each segment's first token. slots, segment_indices: as in `InTails`.
     keys, values: [tokens, heads, head_dim], keys after RoPE, in the cache's dtype.
     scorer_inputs: [tokens, heads, elements], what the scorer needs of each token beside these, if anything.
     run: index of the first token where each segment lies behind the one before, so that nothing needs to be gathered;
@@ -39,7 +39,7 @@ class InChunk:
 
     firsts: torch.Tensor
     slots: torch.Tensor
-    numbers: torch.Tensor
+    segment_indices: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     scorer_inputs: torch.Tensor | None

@@ -239,7 +239,7 @@ class SlabStore:
         )
         inputs = None
         if isinstance(segments, InTails):
-            inputs = self.tails.segment_inputs(layer, segments.pages, segments.rows)
+            inputs = self.tails.segment_inputs(layer, segments.pages, segments.req_pool_indices)
         elif segments.scorer_inputs is not None:
             every = self._of_segments(segments, segments.scorer_inputs)
             inputs = every[:, :, self.layout.segment - self.tails.places :].to(self.tails.inputs.dtype)
@@ -249,7 +249,7 @@ class SlabStore:
         elif inputs is not None:
             queries = inputs.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
         scale, statistics = self.scales[layer], self.statistics[layer]
-        return SegmentData(keys, values, queries, token_scores, scale, statistics, segments.numbers)
+        return SegmentData(keys, values, queries, token_scores, scale, statistics, segments.segment_indices)
 
     def _of_segments(self, segments: InChunk, tokens: torch.Tensor) -> torch.Tensor:
         """[segments, heads, S, ...] of what a chunk has of each token, [tokens, heads, ...]; a view for a run."""
@@ -282,7 +282,7 @@ class SlabStore:
         """
         if self._pending:
             pending, self._pending = self._pending, []
-            parts = ([getattr(one, name) for one in pending] for name in ("rows", "pages", "slots", "numbers"))
+            parts = ([getattr(one, name) for one in pending] for name in InTails.__dataclass_fields__)
             segments = InTails(*(torch.cat(part) for part in parts))
             self.tails.stage(segments.slots, segments.pages)
             self.seal(None, segments)

@@ -26,9 +26,9 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> torch.Tenso
     every_key, every_value = (movable(part) for part in rows)
     if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
         scores = store.scorer.score(store.segment_data(layer, segments, rows))
-        order = rank_positions(scores, segments.numbers == 0)
+        order = rank_positions(scores, segments.segment_indices == 0)
         if store.corrector is not None:
-            every_key, every_value = store.corrector(layer, (every_key, every_value), order, segments.numbers)
+            every_key, every_value = store.corrector(layer, (every_key, every_value), order, segments.segment_indices)
     for index, band in enumerate(store.layout.bands[layer]):
         if band.kept == 0:
             continue

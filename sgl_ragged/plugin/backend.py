@@ -88,7 +88,7 @@ class RaggedAttnBackend(AttentionBackend):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
         self.others = others
         layers = _attention_layers(model_runner.model, pool)
-        self.numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
+        self.layer_indices = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
         use_codebook(self.store)
@@ -99,7 +99,7 @@ class RaggedAttnBackend(AttentionBackend):
             observer.prepare(model_runner.model, self.store)
         self.epilogues = (*epilogues, *pool.epilogues)
         self._behind = {
-            number: [one for one in self.epilogues if one.needed(number)] for number in self.numbers.values()
+            number: [one for one in self.epilogues if one.needed(number)] for number in self.layer_indices.values()
         }
         self._observed: ExtendView | None = None
         self._token_scores: dict[int, torch.Tensor] = {}
@@ -207,7 +207,7 @@ class RaggedAttnBackend(AttentionBackend):
 
         Raises RaggedConfigError where the model asks for more than that (`_refuse_call`).
         """
-        if layer.layer_id not in self.numbers:
+        if layer.layer_id not in self.layer_indices:
             return self._other().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
@@ -215,7 +215,7 @@ class RaggedAttnBackend(AttentionBackend):
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
             queries, keys, values, inputs = heads
-            number = self.numbers[layer.layer_id]
+            number = self.layer_indices[layer.layer_id]
             hidden_states = self._hidden_states.pop(layer.layer_id, None)
             self.observer.extend(self.store, number, queries, keys, values, self._observed, inputs, hidden_states)
         return output
@@ -231,7 +231,7 @@ class RaggedAttnBackend(AttentionBackend):
         **more: Any,
     ) -> torch.Tensor:
         """Attention of one token per request; shapes and errors as in `forward_extend`."""
-        if layer.layer_id not in self.numbers:
+        if layer.layer_id not in self.layer_indices:
             return self._other().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks = more.pop("sinks", None)
         _refuse_call(layer, k, v, save_kv_cache, more)
@@ -256,7 +256,7 @@ class RaggedAttnBackend(AttentionBackend):
         sinks: [query heads], the layer's learned sinks, or None.
         """
         queries, keys, values, scorer_inputs = heads = self._heads(q, k, v, layer)
-        number = self.numbers[layer.layer_id]
+        number = self.layer_indices[layer.layer_id]
         if self.pool.layer_transfer_counter is not None:
             # Slabs on their way from the host: this layer's part must be there.
             self.pool.layer_transfer_counter.wait_until(number)
@@ -283,8 +283,8 @@ class RaggedAttnBackend(AttentionBackend):
         """Before an attention layer runs, score its tokens from what enters it, or keep that for the observer."""
         for parent in model.modules():
             for child in parent.children():
-                if isinstance(child, RadixAttention) and child.layer_id in self.numbers:
-                    statistics = self.store.statistics[self.numbers[child.layer_id]]
+                if isinstance(child, RadixAttention) and child.layer_id in self.layer_indices:
+                    statistics = self.store.statistics[self.layer_indices[child.layer_id]]
                     parent.register_forward_pre_hook(
                         self._token_score_hook(child.layer_id, statistics, parent), with_kwargs=True
                     )

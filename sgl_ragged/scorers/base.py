@@ -25,7 +25,7 @@ class SegmentData:
     scale: what attention multiplies logits by.
     statistics: this layer's tensors [heads, ...], or [1, ...] where all heads share them, by the names in
         `Scorer.statistics`.
-    numbers: integers [segments], the segments' numbers in their sequences, from 0: a function of the prefix alone.
+    segment_indices: integers [segments], the segments' numbers in their sequences, from 0: functions of the prefix.
     """
 
     keys: torch.Tensor
@@ -34,7 +34,7 @@ class SegmentData:
     token_scores: torch.Tensor | None = None
     scale: float = 1.0
     statistics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    numbers: torch.Tensor | None = None
+    segment_indices: torch.Tensor | None = None
 
 
 class Scorer(ABC):

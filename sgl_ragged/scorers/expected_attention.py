@@ -48,16 +48,16 @@ class ExpectedAttention(Scorer):
         return None
 
     def score(self, segment: SegmentData) -> torch.Tensor:
-        assert segment.numbers is not None, "the position of the segment is known where it is sealed"
+        assert segment.segment_indices is not None, "the position of the segment is known where it is sealed"
         length = segment.keys.shape[2]
         mean, covariance = segment.statistics["query_mean"].float(), segment.statistics["query_covariance"].float()
         keys = segment.keys.float()[..., segment.statistics["rope_order"][0].long()]
-        ends = (segment.numbers + 1) * length
+        ends = (segment.segment_indices + 1) * length
         keys = turn(keys, -ends[:, None, None], segment.statistics["rope_frequencies"][0])[:, :, None]
         linear = (keys @ mean[..., None])[..., 0]
         quadratic = ((keys @ covariance) * keys).sum(dim=-1)
         logits = segment.scale * linear + segment.scale**2 / 2 * quadratic
-        sinks = (segment.numbers == 0)[:, None] & (torch.arange(length, device=keys.device) < SINKS)
+        sinks = (segment.segment_indices == 0)[:, None] & (torch.arange(length, device=keys.device) < SINKS)
         weights = logits.masked_fill(sinks[:, None, None], -torch.inf).softmax(dim=-1).mean(dim=2)
         return weights * segment.values.float().norm(dim=-1)
 
