@@ -8,6 +8,7 @@ a copy of them does. Entries go before anything of the tree does: to the tier be
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from sgl_ragged.windows.sglang_pool import slab_allocator
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+
+logger = logging.getLogger(__name__)
 
 _HIT = "_sgl_ragged_open_hit"
 """Attribute of a request that holds the `Hit` which was found last for it."""
@@ -251,7 +254,9 @@ class OpenRadixCache(UnifiedRadixCache):
 def keep_open_segments(options: RaggedOptions, original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
     """Has SGLang make this cache where it makes its own, with nothing beside slabs in its pages."""
     if cache_class is None and not ctx.disable_radix_cache and not ctx.is_hybrid_swa and not ctx.is_hybrid_ssm:
-        cache_class = OpenRadixCache
+        return original(ctx, cache_class=OpenRadixCache)
+    cause = "sliding windows" if cache_class is None else cache_class.__name__
+    logger.info("open segments are not kept as cache (%s): prefixes are found up to their last border", cause)
     return original(ctx, cache_class=cache_class)
 
 
