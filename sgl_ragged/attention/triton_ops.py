@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, extend, quantize_fp8, tiles
+from sgl_ragged.attention.kernels import append, decode, describe, extend, quantize_fp8, tiles
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
+from sgl_ragged.attention.triton_warmup import warm_up
 from sgl_ragged.attention.view import DecodeView, ExtendView
 from sgl_ragged.mem_pool.layout import Band
-from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 LONG_CONTEXT = 4096
@@ -114,36 +114,26 @@ class TritonOps(Operations):
         return self._partial.nbytes + self._lse.nbytes
 
     def warm_up(self) -> None:
-        """Compile every kernel before a request waits for it. Writes to row 0 and slot 0, which hold nothing."""
-        store, layout = self.store, self.store.layout
-        device, length = store.slabs.device, layout.segment + 1
-        table = torch.zeros((1, 2 * layout.segment), dtype=torch.int32, device=device)
-        row = torch.zeros(1, dtype=torch.int64, device=device)
-        shape = (length, layout.num_heads, layout.head_dim)
-        keys = torch.ones(shape, dtype=store.query_dtype, device=device)
-        queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
-        scorer_inputs = None
-        if store.has_scorer_inputs:
-            scorer_inputs = store.tails.inputs.new_ones((length, layout.num_heads, store.tails.inputs.shape[-1]))
-        lengths = torch.ones_like(row)
-        # Layers with partial heads have kernels of their own.
-        kinds = {opens is None: layer for layer, opens in enumerate(self._opens)}
-        for whole, layer in kinds.items():
-            lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
-            batch = self.describe_extend(table, row, [0], [length])
-            self.extend(layer, queries, keys, keys, batch, scorer_inputs, lse)
-            pages = torch.zeros((1, store.tails.open_pages.most), dtype=torch.int32, device=device)
-            store.defer_seals(InTails(row, pages, row, torch.zeros_like(row)))
-            store.flush_pending_seals()
-            step = self.describe_decode(table, row, lengths, lengths.cpu())
-            first = None if scorer_inputs is None else scorer_inputs[:1]
-            self.decode(layer, queries[:1], keys[:1], keys[:1], step, first, None if lse is None else lse[:1])
+        """Compile every kernel before a request waits for it."""
+        warm_up(self)
+
+    def is_whole(self, layer: int) -> bool:
+        """True where no head of a layer is partial."""
+        return self._opens[layer] is None
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
         """Buffers that stay where they are: a view overwrites the one before."""
         if batch > self._max_batch:
             raise RuntimeError(f"a batch of {batch} requests does not fit the buffers, {self._max_batch}")
         return self._view
+
+    def describe_decode(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+    ) -> TritonDecodeBatch:
+        """As in `Operations`, in one launch."""
+        room, tails = self.room(len(rows), seq_lens_cpu), self.store.tails
+        view = describe.describe(req_to_token, rows, seq_lens, tails.table, tails.segment, room, self.in_view)
+        return self.decode_batch(view)
 
     def decode_batch(self, view: DecodeView) -> TritonDecodeBatch:
         return TritonDecodeBatch(view, self._work[id(self.cta_map.for_batch(len(view)))])
@@ -158,8 +148,13 @@ class TritonOps(Operations):
         self, num_tiles: int, most_seen: int
     ) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
         """Work of each layer's CTAs in prefill, and scratch for parts. Few tiles with a long history divide heads."""
+        long = most_seen * self.store.layout.segment >= LONG_CONTEXT
+        return self.divided(num_tiles) if long else (self._whole, None)
+
+    def divided(self, num_tiles: int) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+        """Work and scratch where heads are divided; whole heads if there are no tiles, or too many for that."""
         store = self.store
-        if not 0 < num_tiles <= self._few_tiles or most_seen * store.layout.segment < LONG_CONTEXT:
+        if not 0 < num_tiles <= self._few_tiles:
             return self._whole, None
         work = self._chunk_work[num_tiles - 1]
         rows = num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m

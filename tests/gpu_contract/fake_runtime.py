@@ -124,7 +124,8 @@ def specialised(parameter: Any, value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, torch.Tensor):
-        return f"*{value.dtype}", value.data_ptr() % 16 == 0 if isinstance(value, FakeCuda) else True
+        aligned = value.data_ptr() % 16 == 0 if isinstance(value, FakeCuda) else True
+        return f"*{value.dtype}", aligned and not parameter.do_not_specialize_on_alignment
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
