@@ -26,7 +26,18 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged.attention.kernels import append, decode, extend, parts, quantize_fp8, row_copy, row_moments, seal, tiles
+from sgl_ragged.attention.kernels import (
+    append,
+    decode,
+    describe,
+    extend,
+    parts,
+    quantize_fp8,
+    row_copy,
+    row_moments,
+    seal,
+    tiles,
+)
 from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
@@ -107,7 +118,15 @@ def builds(architecture: int) -> Iterator[Build]:
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
     words = {n: "*i32" if n.endswith("_ptr") else "i32" for n in row_copy.copy_rows_kernel.arg_names if not n.isupper()}
-    yield Build(row_copy.copy_rows_kernel, words, {"BLOCK": row_copy.BLOCK_WORDS}, 4, "fp32", 0)
+    for unit in row_copy.UNITS:
+        label = "" if unit > 1 else "copy_rows of single words"
+        constants = {"UNIT": unit, "BLOCK": row_copy.BLOCK_WORDS}
+        yield Build(row_copy.copy_rows_kernel, words, constants, 8, "fp32", 0, label)
+    types = {n: "*i32" if n.endswith("_ptr") else "i32" for n in describe.describe_kernel.arg_names if not n.isupper()}
+    types |= dict.fromkeys(("rows_ptr", "lengths_ptr", "req_pool_indices_ptr"), "*i64")
+    pages = _pages("bf16")["PAGES"]
+    constants = {"SEGMENT": SEGMENT, "PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe.BLOCK_SLOTS}
+    yield Build(describe.describe_kernel, types, constants, 4, "fp32", 0)
 
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
@@ -224,10 +243,13 @@ def _pages(dtype: str) -> dict[str, int]:
 
 def compile_build(build: Build, architecture: int) -> Resources:
     """Compile for an architecture (compute capability times ten) and read the result."""
+    unspecialised = {one.name for one in build.kernel.params if one.do_not_specialize}
     aligned = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(build.kernel.arg_names)
-        if name in build.types and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start", "words")))
+        if name in build.types
+        and name not in unspecialised
+        and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start", "words")))
     }
     signature = {n: build.types.get(n, "constexpr") for n in build.kernel.arg_names}
     source = ASTSource(build.kernel, signature, build.constants, aligned)

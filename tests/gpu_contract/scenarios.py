@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from sgl_ragged.attention.kernels.row_copy import copy_rows
+from sgl_ragged.attention.kernels import row_copy
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
@@ -15,6 +16,8 @@ from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.histories import Histories
 from sgl_ragged.history.segment_scores import SegmentScores
 from sgl_ragged.host_tier.codecs import make_codec
+from sgl_ragged.host_tier.score_transfer import ScoreTransfer
+from sgl_ragged.host_tier.sglang_pool import RaggedHostPool
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_format import K6V4, K8V4
@@ -24,7 +27,7 @@ from sgl_ragged.retrieval.settings import Retrieval
 from sgl_ragged.retrieval.sglang_watching import Watching
 from tests.gpu_contract.fake_tensor import pin
 from tests.gpu_contract.recording import REC
-from tests.gpu_contract.server import DIM, HEADS, LAYERS, ROWS, SEGMENT, Server, kept_counts
+from tests.gpu_contract.server import DIM, HEADS, LAYERS, ROWS, SEGMENT, SLOTS, Server, kept_counts
 from tests.gpu_contract.windowed import windows
 
 
@@ -164,25 +167,60 @@ def tier(name: str) -> None:
     """Slabs to rows of the host and back, as the host tier's controller asks for them."""
     server = Server("gate")
     store = server.pool.store
-    server.extend(f"{name}: extend, 1,024 tokens", [1], [0], [1024])
+    with REC.quiet():
+        row_copy.warm_up(store.slabs.device)
     for kind in ("exact", "fp8", "shared"):
         codec = make_codec(kind, store.layout, store.slabs.dtype)
         codec.watch(store)
         server.extend(f"{name}: extend, 1,024 tokens, {kind}", [1], [0], [1024])
-        for way, row_copy in (("kernel", copy_rows), ("direct", None)):
-            with REC.quiet():
-                rows = pin(torch.zeros((6, codec.row_bytes), dtype=torch.uint8))
-                slots, pages = torch.tensor([3, 4]), torch.tensor([1, 2])
-                on_device = (slots.to("cuda"), pages.to("cuda")) if row_copy else (slots, pages)
-            transfer = SlabTransfer(codec, rows, row_copy)
-            phase = f"{name}: {kind}, {way}, 2 slabs"
-            with REC.during(f"{phase} out"):
-                transfer.back_up(store.slabs, *on_device)
-            for what, indices in (("back", on_device), ("back, indices on the host", (slots, pages))):
-                with REC.during(f"{phase} {what}"):
-                    for REC.layer in range(store.layout.num_layers):
-                        transfer.restore(store.slabs, *indices, REC.layer)
-                REC.layer = None
+        REC.serving = True
+        for way, copy in (("kernel", row_copy.copy_rows), ("direct", None)):
+            _transfers(server, SlabTransfer(codec, _host_rows(6, codec.row_bytes), copy), f"{name}: {kind}, {way}")
+        REC.serving = False
+    for layers in (32, 30):
+        with REC.quiet():
+            scores = SimpleNamespace(values=torch.zeros((SLOTS, layers), device="cuda"))
+        transfer = ScoreTransfer(scores, 6, row_copy.copy_rows)
+        REC.serving = True
+        with REC.during(f"{name}: scores of {layers} layers"):
+            transfer.back_up(*_indices(True))
+            transfer.restore(*_indices(True))
+        REC.serving = False
+    _restored(server, f"{name}: what is loaded after all")
+
+
+def _host_rows(count: int, width: int) -> torch.Tensor:
+    with REC.quiet():
+        return pin(torch.zeros((count, width), dtype=torch.uint8))
+
+
+def _indices(on_device: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    with REC.quiet():
+        slots, pages = torch.tensor([3, 4]), torch.tensor([1, 2])
+        return (slots.to("cuda"), pages.to("cuda")) if on_device else (slots, pages)
+
+
+def _transfers(server: Server, transfer: SlabTransfer, name: str) -> None:
+    """SGLang hands over indices on the device, but where rows are copied one by one without kernels."""
+    slabs = server.pool.store.slabs
+    indices = _indices("kernel" in name)
+    with REC.during(f"{name}, 2 slabs out"):
+        transfer.back_up(slabs, *indices)
+    with REC.during(f"{name}, 2 slabs back"):
+        for REC.layer in range(server.layer_count):
+            transfer.restore(slabs, *indices, REC.layer)
+    REC.layer = None
+
+
+def _restored(server: Server, phase: str) -> None:
+    """Segments that were to be computed again, and that no request reads."""
+    codec = make_codec("exact", server.pool.store.layout, server.pool.store.slabs.dtype)
+    host = RaggedHostPool.__new__(RaggedHostPool)
+    host.scores, host._slabs = None, SlabTransfer(codec, _host_rows(6, codec.row_bytes), row_copy.copy_rows)
+    REC.serving = True
+    with REC.during(phase):
+        host.restore_all(server.pool, [3, 4], [1, 2])
+    REC.serving = False
 
 
 def split(name: str) -> None:
