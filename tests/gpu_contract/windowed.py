@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.profiles.geometry import WindowedLayers
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.windows.sglang_attention import window_backend
+from sgl_ragged.windows.sglang_feature import WINDOWS
 from sgl_ragged.windows.sglang_pool import RaggedHybridPool
 from tests.gpu_contract.fake_tensor import CAPTURED
 from tests.gpu_contract.recording import REC
@@ -62,6 +64,11 @@ def _publish() -> None:
     # That kernel of SGLang's is built by nvcc: two operations per layer stand for its one launch.
     memory_pool.can_use_store_cache = lambda *_: False
     backend_module.get_model = lambda: SimpleNamespace(quantization_param_path=None)
+    for seam in WINDOWS.seams:
+        if seam.hook is not None:
+            module, name = seam.target.rsplit(".", 1)
+            hook = functools.partial(pkgutil.resolve_name(seam.hook), None, pkgutil.resolve_name(seam.target))
+            setattr(pkgutil.resolve_name(module), name, hook)
 
 
 class HybridServer:
