@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, describe, extend, quantize_fp8, tiles
+from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
+from sgl_ragged.attention.kernels.append import GateInputs
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.attention.triton_warmup import warm_up
 from sgl_ragged.attention.view import DecodeView, ExtendView
 from sgl_ragged.mem_pool.layout import Band
+from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.scorers.gate import FoldedGate, Gate
 
 LONG_CONTEXT = 4096
 """Tokens of history from which a short chunk's heads are divided in prefill; below, merging parts is not worth it."""
@@ -43,10 +46,12 @@ class TritonDecodeBatch:
 
 @dataclass(frozen=True)
 class TritonExtendBatch(ExtendBatch):
-    """work: what the CTAs of each layer do. scratch: for their parts, as `kernels.extend.extend` takes it."""
+    """work: what the CTAs of each layer do. scratch: for their parts, as `kernels.extend.extend` takes it. places: of
+    `chunk_seals`, as `InChunk.places`."""
 
     work: tuple[LayerWork, ...]
     scratch: tuple[torch.Tensor, torch.Tensor] | None
+    places: torch.Tensor | None
 
 
 class TritonOps(Operations):
@@ -78,6 +83,9 @@ class TritonOps(Operations):
         self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8, form=layout.form)
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)
+        self._gates: list[FoldedGate] = []
+        if isinstance(store.scorer, Gate) and store.statistics[0]:
+            self._gates = [FoldedGate.of(own) for own in store.statistics]
         self._opens = [_opens(layer, device) for layer in layout.bands]
         self._whole = _layer_work(np.ones_like(layout.kept), layout.kept, device)
         # With more tiles than that, heads left whole fill half of the device or more.
@@ -142,7 +150,11 @@ class TritonOps(Operations):
         batch = super().extend_batch(view)
         assert batch.tiles is not None
         work, scratch = self._divide_chunks(len(batch.tiles), view.most_seen)
-        return TritonExtendBatch(**vars(batch), work=work, scratch=scratch)
+        firsts, places = batch.chunk_seals[0], None
+        if len(firsts) and self.store.scorer.scores_tokens_alone:
+            # Once for all layers.
+            places = firsts.long()[:, None] + torch.arange(self.store.layout.segment, device=firsts.device)
+        return TritonExtendBatch(**vars(batch), work=work, scratch=scratch, places=places)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int
@@ -166,6 +178,69 @@ class TritonOps(Operations):
         if not store.fp8:
             return super().to_cache(layer, keys, values)
         return quantize_fp8.quantize_fp8(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
+
+    def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
+        if sum(view.lengths) < len(queries):
+            return super().room_for_output(queries, view)
+        # Every token is in a tile, and is written.
+        return torch.empty_like(queries, memory_format=torch.contiguous_format)
+
+    def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As in `Operations`; of `gate`, `FoldedGate.features`, [tokens, features + heads]."""
+        if not self._gates:
+            return super().token_inputs(layer, hidden_states)
+        return self._gates[layer].features(hidden_states)
+
+    def made_up_inputs(self, tokens: int) -> torch.Tensor | None:
+        """Like `token_inputs` and `scorer_inputs`, to compile kernels with; None where the scorer needs nothing."""
+        store = self.store
+        if self._gates:
+            return self._gates[0].weights.new_ones((tokens, len(self._gates[0].weights)))
+        if not store.has_scorer_inputs:
+            return None
+        return store.tails.inputs.new_ones((tokens, store.layout.num_heads, store.tails.inputs.shape[-1]))
+
+    def _gate_inputs(self, layer: int, scorer_inputs: torch.Tensor | None) -> GateInputs | None:
+        """What the append kernel takes, if these are features."""
+        if scorer_inputs is None or scorer_inputs.dim() != 2:
+            return None
+        return GateInputs(scorer_inputs, self._gates[layer].output, self.store.tails.inputs)
+
+    def seal_chunks(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        batch: ExtendBatch,
+    ) -> None:
+        firsts, slots, numbers = batch.chunk_seals
+        if not len(firsts):
+            return
+        assert isinstance(batch, TritonExtendBatch)
+        if self._gate_inputs(layer, scorer_inputs) is not None:
+            assert scorer_inputs is not None
+            scorer_inputs = gate.gate_scores(scorer_inputs, self._gates[layer].output)[:, :, None]
+        chunk = InChunk(firsts, slots, numbers, keys, values, scorer_inputs, places=batch.places)
+        self.store.seal(layer, chunk)
+
+    def _store(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        copies: Copies,
+        pages: torch.Tensor,
+        view: ExtendView,
+    ) -> None:
+        gate_inputs = self._gate_inputs(layer, scorer_inputs)
+        if gate_inputs is None:
+            super()._store(layer, keys, values, scorer_inputs, copies, pages, view)
+            return
+        where = copies.tokens, copies.requests, copies.open_offsets, pages
+        tails = self.store.tails.data
+        append.append(tails, layer, head_rows(keys), head_rows(values), *where, gate=gate_inputs)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
         tails = self.store.tails.data
@@ -221,8 +296,9 @@ class TritonOps(Operations):
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
         tokens = head_rows(keys), head_rows(values), numbers, numbers, view.open_offsets, view.pages
-        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None)
-        if scorer_inputs is not None:
+        gate_inputs = self._gate_inputs(layer, scorer_inputs)
+        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None, gate_inputs)
+        if scorer_inputs is not None and gate_inputs is None:
             store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
         return self.attend(layer, queries, batch, lse)
 

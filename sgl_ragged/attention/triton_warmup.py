@@ -26,9 +26,7 @@ def warm_up(operations: TritonOps) -> None:
     shape = (length, layout.num_heads, layout.head_dim)
     keys = torch.ones(shape, dtype=store.query_dtype, device=device)
     queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
-    scorer_inputs = None
-    if store.has_scorer_inputs:
-        scorer_inputs = store.tails.inputs.new_ones((length, layout.num_heads, store.tails.inputs.shape[-1]))
+    scorer_inputs = operations.made_up_inputs(length)
     lengths = torch.ones_like(row)
     # Layers with partial heads have kernels of their own.
     kinds = {operations.is_whole(layer): layer for layer in range(layout.num_layers)}
