@@ -61,6 +61,9 @@ class Operations(ABC):
     """True where decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
+    adds_sinks: bool = False
+    """True where `decode` takes `sinks`, the layer's learned sinks [heads * q_per_kv], and the output has them."""
+
     block_m: int | None = None
     """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
 

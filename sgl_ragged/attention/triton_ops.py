@@ -68,6 +68,7 @@ class TritonOps(Operations):
     """
 
     captures_graphs = True
+    adds_sinks = True
 
     def __init__(
         self, store: SlabStore, cta_map: CtaMap, max_batch: int, max_segments: int, chunk_ctas: int = 0
@@ -292,6 +293,7 @@ class TritonOps(Operations):
         batch: TritonDecodeBatch,
         scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
@@ -300,16 +302,21 @@ class TritonOps(Operations):
         append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None, gate_inputs)
         if scorer_inputs is not None and gate_inputs is None:
             store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
-        return self.attend(layer, queries, batch, lse)
+        return self.attend(layer, queries, batch, lse, sinks)
 
     def attend(
-        self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, lse: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: TritonDecodeBatch,
+        lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
         work = batch.work[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         self.attend_parts(layer, queries, batch.view, work)
-        decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse)
+        decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse, sinks)
         return output
 
     def attend_parts(self, layer: int, queries: torch.Tensor, view: DecodeView, work: LayerWork) -> object:

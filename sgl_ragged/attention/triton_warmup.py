@@ -66,3 +66,6 @@ def _attention(
         for one in batches:
             operations.attend_chunks(layer, queries, keys, keys, one, output, lse)
         operations.attend(layer, queries, step, lse)
+    if operations.adds_sinks and operations.is_whole(layer):
+        for dtype in {operations.store.query_dtype, torch.float32}:
+            operations.attend(layer, queries, step, None, queries.new_zeros(queries[0, :, :, 0].numel(), dtype=dtype))

@@ -76,7 +76,7 @@ class Server:
         self.reads_hidden_states = chosen.reads_hidden_states
         pages = open_pages(chosen, [layout], PER_HEAD, dtype, torch.bfloat16)
         with REC.quiet():
-            self.sinks = torch.zeros(self.heads * PER_HEAD, device="cuda") if sinks else None
+            self.sinks = torch.zeros(self.heads * PER_HEAD, dtype=torch.bfloat16, device="cuda") if sinks else None
             self.pool = RaggedTokenToKVPool(
                 PoolSizes(layout, dtype.itemsize, pages, SLOTS, ROWS),
                 chosen,
