@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from sgl_ragged.attention.transfer import RowCopy
 from sgl_ragged.host_tier.slab_codec import SlabCodec
 from sgl_ragged.mem_pool.layout import SlabLayout
 
@@ -17,9 +17,6 @@ copy per slab each: with one per layer, 512 slabs of 32 layers would be 16,384 c
 
 ENCODED_AT_ONCE = 16
 """Slabs that a codec which computes is given at once: it bounds what it needs beside the pool."""
-
-RowCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int], int], None]
-"""`attention.kernels.row_copy.copy_rows`."""
 
 
 def layer_groups(layout: SlabLayout, groups: int = LAYER_GROUPS) -> tuple[tuple[int, int], ...]:

@@ -136,6 +136,27 @@ def specialised(parameter: Any, value: Any) -> Any:
     return "fp32"
 
 
+def _choose(values: Any) -> None:
+    positions = values["positions_ptr"].inner
+    positions.copy_(torch.arange(positions.shape[-1]).expand_as(positions))
+
+
+def _copy_rows(values: Any) -> None:
+    source, target, from_rows, to_rows = (
+        values[name].inner if isinstance(values[name], FakeCuda) else values[name]
+        for name in ("source_ptr", "target_ptr", "source_rows_ptr", "target_rows_ptr")
+    )
+    unit, start, begin = values["UNIT"], values["source_start"], values["target_start"]
+    words = values["length"] * unit
+    for one, other in zip(from_rows.tolist(), to_rows.tolist(), strict=True):
+        at, to = ((one * values["source_stride"] + start) * unit, (other * values["target_stride"] + begin) * unit)
+        target.view(-1)[to : to + words] = source.reshape(-1)[at : at + words]
+
+
+STAND_INS = {"choose_kernel": _choose, "copy_rows_kernel": _copy_rows}
+"""Of kernels that write what is an index of other tensors."""
+
+
 def _run(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Compiled:
     options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
     bound = self.signature.bind(*args, **kwargs)
@@ -158,10 +179,8 @@ def _run(self: JITFunction, *args: Any, grid: Any, warmup: bool = False, **kwarg
     REC.add("triton", name, note=f"grid {grid}")
     if REC.listens:
         REC.launches.append((name, grid))
-    if name == "choose_kernel":
-        # What it writes is an index of other tensors.
-        positions = values["positions_ptr"].inner
-        positions.copy_(torch.arange(positions.shape[-1]).expand_as(positions))
+    if name in STAND_INS:
+        STAND_INS[name](values)
     return Compiled(name, options.get("num_warps", 4))
 
 

@@ -17,7 +17,10 @@ UNITS = (4, 1)
 """Words that starts and lengths are multiples of: of 16 bytes, so that as many are moved at a time, or of 4."""
 
 
-@triton.jit(do_not_specialize=["source_stride", "target_stride", "source_start", "target_start", "length", "pairs"])
+@triton.jit(
+    do_not_specialize=["source_stride", "target_stride", "source_start", "target_start", "length", "pairs"],
+    do_not_specialize_on_alignment=["source_rows_ptr", "target_rows_ptr"],
+)
 def copy_rows_kernel(
     source_ptr,
     target_ptr,
