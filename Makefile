@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # The first release of SGLang that is served on; .venv has the last one.
 SGLANG_RELEASE ?= 0.5.22
 
-.PHONY: setup demo report test test-all architectures compat peers wheel lint clean
+.PHONY: setup demo report test test-all gpu-contract architectures compat peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -30,6 +30,10 @@ test: setup
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
 	$(PYTHON) -m pytest -n 2 --dist loadscope --thorough $(ARGS)
+
+# What the GPU path asks of the device, without one, against tests/gpu_contract/launches.json; ARGS=--update writes it.
+gpu-contract: setup
+	OMP_NUM_THREADS=1 $(PYTHON) -W ignore -m tests.gpu_contract $(ARGS)
 
 # Every model family that SGLang serves on CPUs, with text and with pictures (docs/models.md).
 architectures: setup

@@ -26,7 +26,19 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_ragged.attention.kernels import append, decode, extend, parts, quantize_fp8, row_copy, row_moments, seal, tiles
+from sgl_ragged.attention.kernels import (
+    append,
+    decode,
+    describe,
+    extend,
+    gate,
+    parts,
+    quantize_fp8,
+    row_copy,
+    row_moments,
+    seal,
+    tiles,
+)
 from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
@@ -42,6 +54,8 @@ HEAD_DIMS, PADDED_DIMS = (64, 128, 256), (80, 96)
 HEADS, Q_PER_KV, SEGMENT = 8, 4, 256
 TOKENS = 76
 """Of an open segment in a page: no power of two, and no divisor of the segment, as in general."""
+FEATURES = 128
+"""Of gates, as calibration trains them."""
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -107,7 +121,17 @@ def builds(architecture: int) -> Iterator[Build]:
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
     words = {n: "*i32" if n.endswith("_ptr") else "i32" for n in row_copy.copy_rows_kernel.arg_names if not n.isupper()}
-    yield Build(row_copy.copy_rows_kernel, words, {"BLOCK": row_copy.BLOCK_WORDS}, 4, "fp32", 0)
+    for unit in row_copy.UNITS:
+        label = "" if unit > 1 else "copy_rows of single words"
+        constants = {"UNIT": unit, "BLOCK": row_copy.BLOCK_WORDS}
+        yield Build(row_copy.copy_rows_kernel, words, constants, 8, "fp32", 0, label)
+    types = {n: "*i32" if n.endswith("_ptr") else "i32" for n in describe.describe_kernel.arg_names if not n.isupper()}
+    types |= dict.fromkeys(("rows_ptr", "lengths_ptr", "req_pool_indices_ptr"), "*i64")
+    pages = _pages("bf16")["PAGES"]
+    constants = {"SEGMENT": SEGMENT, "PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe.BLOCK_SLOTS}
+    yield Build(describe.describe_kernel, types, constants, 4, "fp32", 0)
+    types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in gate.gate_kernel.arg_names if not n.isupper()}
+    yield Build(gate.gate_kernel, types, {"FEATURES": FEATURES}, 1, "fp32", 0)
 
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
@@ -185,18 +209,20 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
     else:
         pointers |= {decode.combine_kernel: ["output_ptr"], extend.combine_tiles_kernel: ["output_ptr"]}
     others = {"scores_ptr": "*fp32", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
+    others |= dict.fromkeys(("features_ptr", "inputs_ptr"), "*fp32")
     others |= {"key_blocks_ptr": "*i64", "head_lse_ptr": "*fp32", "keys_ptr": "*bf16", "values_ptr": "*bf16"}
     # Constants of caches that hold keys and values as they are.
-    plain = {} if is_fp8 else {"key_reciprocal": None, "value_reciprocal": None}
+    plain: dict[str, None] = {} if is_fp8 else {"key_reciprocal": None, "value_reciprocal": None}
     others |= {} if plain else {"key_reciprocal": "fp32", "value_reciprocal": "fp32"}
+    plain["sinks_ptr"] = None
     for kernel, elements in pointers.items():
-        types = {}
+        types = {"output_ptr": "*fp32"} if kernel is append.append_kernel else {}
         for name in kernel.arg_names:
             if form.quantised and name == "slabs_ptr":
                 types[name] = "*u8"
             elif name in elements:
                 types[name] = element
-            elif not name.isupper() and name not in plain:
+            elif not name.isupper() and name not in plain and name not in types:
                 types[name] = others.get(name, "*i32" if name.endswith("_ptr") else "i32")
         constants = {"HEADS": HEADS, "Q_PER_KV": Q_PER_KV, "SEGMENT": SEGMENT, **_pages(dtype), "HEAD_DIM": dim}
         constants |= {
@@ -204,7 +230,12 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
             "BLOCK_T": seal.score_block(dim),
             "BLOCK_R": seal.gather_rows(form),
         }
-        constants |= {"LARGEST": FP8.get(dtype), "WIDTH": HEADS * dim, "BLOCK": quantize_fp8.MOST_BLOCK} | plain
+        constants |= {
+            "FEATURES": FEATURES,
+            "LARGEST": FP8.get(dtype),
+            "WIDTH": HEADS * dim,
+            "BLOCK": quantize_fp8.MOST_BLOCK,
+        } | plain
         constants |= {"KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -224,10 +255,13 @@ def _pages(dtype: str) -> dict[str, int]:
 
 def compile_build(build: Build, architecture: int) -> Resources:
     """Compile for an architecture (compute capability times ten) and read the result."""
+    unspecialised = {one.name for one in build.kernel.params if one.do_not_specialize}
     aligned = {
         (number,): [["tt.divisibility", 16]]
         for number, name in enumerate(build.kernel.arg_names)
-        if name in build.types and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start", "words")))
+        if name in build.types
+        and name not in unspecialised
+        and (name.endswith("_ptr") or name.endswith(("stride", "elems", "start", "words")))
     }
     signature = {n: build.types.get(n, "constexpr") for n in build.kernel.arg_names}
     source = ASTSource(build.kernel, signature, build.constants, aligned)

@@ -265,8 +265,9 @@ class Harness:
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
             lse = self.lse[layer] if self.gives_lse else None
             padded_inputs = padded[3] if len(padded) > 3 else None
-            output = self.operations.decode(layer, *padded[:3], batch, padded_inputs, lse)[:size]
-            if self.sinks is not None:
+            more = [self.sinks[layer].flatten()] if self.sinks is not None and self.operations.adds_sinks else []
+            output = self.operations.decode(layer, *padded[:3], batch, padded_inputs, lse, *more)[:size]
+            if self.sinks is not None and not more:
                 output = with_sinks(output, self.lse[layer, :size], self.sinks[layer])
             layers.append(output)
         self.lse = self.lse[:, :size]

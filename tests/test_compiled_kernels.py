@@ -28,7 +28,7 @@ from benchmarks.kernel_resources import (
     compile_build,
     markdown,
 )
-from sgl_ragged.attention.kernels import decode, extend, seal
+from sgl_ragged.attention.kernels import append, decode, extend, seal
 
 # Shared memory that one CTA may have, bytes (CUDA programming guide, compute capabilities).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -123,6 +123,26 @@ def test_partial_heads_compile_as_well(kernel):
     found = compile_build(dataclasses.replace(build, constants=build.constants | more), 90)
     assert found.spilled_bytes == 0, found
     assert kernel is decode.combine_kernel or found.async_depth >= 2, found
+
+
+def test_learned_sinks_compile_as_well():
+    build = one_build(decode.combine_kernel)
+    constants = {name: value for name, value in build.constants.items() if name != "sinks_ptr"}
+    found = compile_build(
+        dataclasses.replace(build, types=build.types | {"sinks_ptr": "*bf16"}, constants=constants), 90
+    )
+    assert found.spilled_bytes == 0, found
+
+
+def test_keys_alone_are_appended_without_a_gate():
+    """Of other scorers, others write what they need."""
+    build = one_build(append.append_kernel)
+    gone = ("features_ptr", "output_ptr", "inputs_ptr")
+    types = {name: kind for name, kind in build.types.items() if name not in gone}
+    constants = build.constants | dict.fromkeys(gone) | {"FEATURES": 0}
+    found = compile_build(dataclasses.replace(build, types=types, constants=constants), 90)
+    assert found.spilled_bytes == 0, found
+    assert found.narrow_loads < compile_build(build, 90).narrow_loads
 
 
 @pytest.mark.parametrize("kernel", [decode.decode_kernel, extend.extend_kernel, seal.score_kernel, seal.gather_kernel])

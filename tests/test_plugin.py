@@ -205,6 +205,19 @@ def test_bad_input_is_refused_in_one_line(llama, flags, words):
     assert words in refusal(llama, "--kv-pool", "ragged", *flags)
 
 
+def test_warns_of_a_pool_that_is_not_sized_after_captures(llama, monkeypatch):
+    from sgl_ragged.plugin import resolution
+
+    said: list[str] = []
+    monkeypatch.setattr(resolution.logger, "warning", said.append)
+    resolved(llama, "--kv-pool", "ragged")
+    assert said == []
+    monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
+    resolved(llama, "--kv-pool", "ragged")
+    (line,) = said
+    assert line.startswith("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING does nothing with --kv-pool ragged")
+
+
 def test_environment_that_would_skip_sealing_is_refused(llama, monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     assert "unset it" in refusal(llama, "--kv-pool", "ragged")

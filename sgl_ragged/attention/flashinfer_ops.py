@@ -110,6 +110,7 @@ class FlashInferOps(TritonOps):
     """
 
     captures_graphs = False
+    adds_sinks = False
 
     def __init__(
         self,
@@ -212,9 +213,15 @@ class FlashInferOps(TritonOps):
         return on_device.long()
 
     def attend(
-        self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, lse: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: TritonDecodeBatch,
+        lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert lse is None, "split heads are refused with FlashInfer"
+        assert sinks is None, "they are added to the output, where there are any"
         assert isinstance(batch, FlashInferDecodeBatch)
         self.attend_parts(layer, queries, batch.open_view, batch.work[layer])
         # With one CTA per head, parts are heads.

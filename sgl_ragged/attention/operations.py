@@ -61,11 +61,23 @@ class Operations(ABC):
     """True where decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
+    adds_sinks: bool = False
+    """True where `decode` takes `sinks`, the layer's learned sinks [heads * q_per_kv], and the output has them."""
+
     block_m: int | None = None
     """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
 
     in_view: torch.Tensor | None = None
     """`Histories.table`, where histories are bounded: what the requests of a decode batch see."""
+
+    def token_scores(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, heads, 1]: `Scorer.token_scores` of hidden states [tokens, hidden size]."""
+        store = self.store
+        return store.scorer.token_scores(hidden_states, store.statistics[layer])[:, :, None]
+
+    def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[tokens, ...]: what `extend` and `decode` take as `scorer_inputs` in place of `token_scores`; nobody else."""
+        return self.token_scores(layer, hidden_states)
 
     @abstractmethod
     def reserve(self, max_batch: int) -> None:
@@ -143,7 +155,8 @@ class Operations(ABC):
         Args:
             queries: [tokens, heads, q_per_kv, head_dim].
             keys, values: [tokens, heads, head_dim], keys after RoPE.
-            scorer_inputs: [tokens, heads, elements], what the store's scorer needs of each token, if anything.
+            scorer_inputs: [tokens, heads, elements], what the store's scorer needs of each token, if anything; or what
+                `token_inputs` makes of it.
             lse: float32 [tokens, heads, q_per_kv], all -inf, to be filled with the natural log-sum-exps of the logits;
                 layers with partial heads need it. They remain -inf where a head attends to nothing here, and its
                 output is 0.
@@ -155,7 +168,7 @@ class Operations(ABC):
         store = self.store
         # What is scored and read must not depend on whether a token came through the cache: it is as there.
         keys, values = self.to_cache(layer, keys, values)
-        output = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        output = self.room_for_output(queries, batch.view)
         if not batch.view.pieces:
             return output
         self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, batch.view)
@@ -164,6 +177,11 @@ class Operations(ABC):
         self.attend_chunks(layer, queries, keys, values, batch, output, lse)
         self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, batch.view)
         return output
+
+    def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
+        """What `attend_chunks` writes to: like queries [tokens, heads, q_per_kv, head_dim], zeros for tokens of no
+        chunk."""
+        return torch.zeros_like(queries, memory_format=torch.contiguous_format)
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`SlabStore.to_cache` of a chunk's keys and values [tokens, heads, head_dim]."""
@@ -214,8 +232,8 @@ class Operations(ABC):
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> object:
-        """The attention of `extend` alone, to keys and values as the cache holds them, into `output`, all zeros, and
-        `lse`."""
+        """The attention of `extend` alone, to keys and values as the cache holds them, into `output`, as
+        `room_for_output` gives it, and `lse`."""
 
     @abstractmethod
     def decode(

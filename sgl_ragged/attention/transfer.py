@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+RowCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int], int], None]
+"""`attention.kernels.row_copy.copy_rows`."""
 
 
 def head_rows(x: torch.Tensor) -> torch.Tensor:

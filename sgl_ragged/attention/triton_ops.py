@@ -12,14 +12,17 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, extend, quantize_fp8, tiles
+from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
+from sgl_ragged.attention.kernels.append import GateInputs
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
+from sgl_ragged.attention.triton_warmup import warm_up
 from sgl_ragged.attention.view import DecodeView, ExtendView
 from sgl_ragged.mem_pool.layout import Band
-from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.scorers.gate import FoldedGate, Gate
 
 LONG_CONTEXT = 4096
 """Tokens of history from which a short chunk's heads are divided in prefill; below, merging parts is not worth it."""
@@ -43,10 +46,12 @@ class TritonDecodeBatch:
 
 @dataclass(frozen=True)
 class TritonExtendBatch(ExtendBatch):
-    """work: what the CTAs of each layer do. scratch: for their parts, as `kernels.extend.extend` takes it."""
+    """work: what the CTAs of each layer do. scratch: for their parts, as `kernels.extend.extend` takes it. places: of
+    `chunk_seals`, as `InChunk.places`."""
 
     work: tuple[LayerWork, ...]
     scratch: tuple[torch.Tensor, torch.Tensor] | None
+    places: torch.Tensor | None
 
 
 class TritonOps(Operations):
@@ -63,6 +68,7 @@ class TritonOps(Operations):
     """
 
     captures_graphs = True
+    adds_sinks = True
 
     def __init__(
         self, store: SlabStore, cta_map: CtaMap, max_batch: int, max_segments: int, chunk_ctas: int = 0
@@ -78,6 +84,9 @@ class TritonOps(Operations):
         self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8, form=layout.form)
         self.block_m = self.extend_tile.block_m
         self._sealer = store.sealer = TritonSealer(layout, device)
+        self._gates: list[FoldedGate] = []
+        if isinstance(store.scorer, Gate) and store.statistics[0]:
+            self._gates = [FoldedGate.of(own) for own in store.statistics]
         self._opens = [_opens(layer, device) for layer in layout.bands]
         self._whole = _layer_work(np.ones_like(layout.kept), layout.kept, device)
         # With more tiles than that, heads left whole fill half of the device or more.
@@ -114,36 +123,26 @@ class TritonOps(Operations):
         return self._partial.nbytes + self._lse.nbytes
 
     def warm_up(self) -> None:
-        """Compile every kernel before a request waits for it. Writes to row 0 and slot 0, which hold nothing."""
-        store, layout = self.store, self.store.layout
-        device, length = store.slabs.device, layout.segment + 1
-        table = torch.zeros((1, 2 * layout.segment), dtype=torch.int32, device=device)
-        row = torch.zeros(1, dtype=torch.int64, device=device)
-        shape = (length, layout.num_heads, layout.head_dim)
-        keys = torch.ones(shape, dtype=store.query_dtype, device=device)
-        queries = keys[:, :, None].expand(-1, -1, store.q_per_kv, -1).contiguous()
-        scorer_inputs = None
-        if store.has_scorer_inputs:
-            scorer_inputs = store.tails.inputs.new_ones((length, layout.num_heads, store.tails.inputs.shape[-1]))
-        lengths = torch.ones_like(row)
-        # Layers with partial heads have kernels of their own.
-        kinds = {opens is None: layer for layer, opens in enumerate(self._opens)}
-        for whole, layer in kinds.items():
-            lse = None if whole else queries.new_empty(queries.shape[:3], dtype=torch.float32)
-            batch = self.describe_extend(table, row, [0], [length])
-            self.extend(layer, queries, keys, keys, batch, scorer_inputs, lse)
-            pages = torch.zeros((1, store.tails.open_pages.most), dtype=torch.int32, device=device)
-            store.defer_seals(InTails(row, pages, row, torch.zeros_like(row)))
-            store.flush_pending_seals()
-            step = self.describe_decode(table, row, lengths, lengths.cpu())
-            first = None if scorer_inputs is None else scorer_inputs[:1]
-            self.decode(layer, queries[:1], keys[:1], keys[:1], step, first, None if lse is None else lse[:1])
+        """Compile every kernel before a request waits for it."""
+        warm_up(self)
+
+    def is_whole(self, layer: int) -> bool:
+        """True where no head of a layer is partial."""
+        return self._opens[layer] is None
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
         """Buffers that stay where they are: a view overwrites the one before."""
         if batch > self._max_batch:
             raise RuntimeError(f"a batch of {batch} requests does not fit the buffers, {self._max_batch}")
         return self._view
+
+    def describe_decode(
+        self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
+    ) -> TritonDecodeBatch:
+        """As in `Operations`, in one launch."""
+        room, tails = self.room(len(rows), seq_lens_cpu), self.store.tails
+        view = describe.describe(req_to_token, rows, seq_lens, tails.table, tails.segment, room, self.in_view)
+        return self.decode_batch(view)
 
     def decode_batch(self, view: DecodeView) -> TritonDecodeBatch:
         return TritonDecodeBatch(view, self._work[id(self.cta_map.for_batch(len(view)))])
@@ -152,14 +151,23 @@ class TritonOps(Operations):
         batch = super().extend_batch(view)
         assert batch.tiles is not None
         work, scratch = self._divide_chunks(len(batch.tiles), view.most_seen)
-        return TritonExtendBatch(**vars(batch), work=work, scratch=scratch)
+        firsts, places = batch.chunk_seals[0], None
+        if len(firsts) and self.store.scorer.scores_tokens_alone:
+            # Once for all layers.
+            places = firsts.long()[:, None] + torch.arange(self.store.layout.segment, device=firsts.device)
+        return TritonExtendBatch(**vars(batch), work=work, scratch=scratch, places=places)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int
     ) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
         """Work of each layer's CTAs in prefill, and scratch for parts. Few tiles with a long history divide heads."""
+        long = most_seen * self.store.layout.segment >= LONG_CONTEXT
+        return self.divided(num_tiles) if long else (self._whole, None)
+
+    def divided(self, num_tiles: int) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
+        """Work and scratch where heads are divided; whole heads if there are no tiles, or too many for that."""
         store = self.store
-        if not 0 < num_tiles <= self._few_tiles or most_seen * store.layout.segment < LONG_CONTEXT:
+        if not 0 < num_tiles <= self._few_tiles:
             return self._whole, None
         work = self._chunk_work[num_tiles - 1]
         rows = num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m
@@ -171,6 +179,69 @@ class TritonOps(Operations):
         if not store.fp8:
             return super().to_cache(layer, keys, values)
         return quantize_fp8.quantize_fp8(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
+
+    def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
+        if sum(view.lengths) < len(queries):
+            return super().room_for_output(queries, view)
+        # Every token is in a tile, and is written.
+        return torch.empty_like(queries, memory_format=torch.contiguous_format)
+
+    def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As in `Operations`; of `gate`, `FoldedGate.features`, [tokens, features + heads]."""
+        if not self._gates:
+            return super().token_inputs(layer, hidden_states)
+        return self._gates[layer].features(hidden_states)
+
+    def made_up_inputs(self, tokens: int) -> torch.Tensor | None:
+        """Like `token_inputs` and `scorer_inputs`, to compile kernels with; None where the scorer needs nothing."""
+        store = self.store
+        if self._gates:
+            return self._gates[0].weights.new_ones((tokens, len(self._gates[0].weights)))
+        if not store.has_scorer_inputs:
+            return None
+        return store.tails.inputs.new_ones((tokens, store.layout.num_heads, store.tails.inputs.shape[-1]))
+
+    def _gate_inputs(self, layer: int, scorer_inputs: torch.Tensor | None) -> GateInputs | None:
+        """What the append kernel takes, if these are features."""
+        if scorer_inputs is None or scorer_inputs.dim() != 2:
+            return None
+        return GateInputs(scorer_inputs, self._gates[layer].output, self.store.tails.inputs)
+
+    def seal_chunks(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        batch: ExtendBatch,
+    ) -> None:
+        firsts, slots, numbers = batch.chunk_seals
+        if not len(firsts):
+            return
+        assert isinstance(batch, TritonExtendBatch)
+        if self._gate_inputs(layer, scorer_inputs) is not None:
+            assert scorer_inputs is not None
+            scorer_inputs = gate.gate_scores(scorer_inputs, self._gates[layer].output)[:, :, None]
+        chunk = InChunk(firsts, slots, numbers, keys, values, scorer_inputs, places=batch.places)
+        self.store.seal(layer, chunk)
+
+    def _store(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        copies: Copies,
+        pages: torch.Tensor,
+        view: ExtendView,
+    ) -> None:
+        gate_inputs = self._gate_inputs(layer, scorer_inputs)
+        if gate_inputs is None:
+            super()._store(layer, keys, values, scorer_inputs, copies, pages, view)
+            return
+        where = copies.tokens, copies.requests, copies.open_offsets, pages
+        tails = self.store.tails.data
+        append.append(tails, layer, head_rows(keys), head_rows(values), *where, gate=gate_inputs)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:
         tails = self.store.tails.data
@@ -222,23 +293,30 @@ class TritonOps(Operations):
         batch: TritonDecodeBatch,
         scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         store, view = self.store, batch.view
         numbers = self._numbers[: len(view)]
         tokens = head_rows(keys), head_rows(values), numbers, numbers, view.open_offsets, view.pages
-        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None)
-        if scorer_inputs is not None:
+        gate_inputs = self._gate_inputs(layer, scorer_inputs)
+        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None, gate_inputs)
+        if scorer_inputs is not None and gate_inputs is None:
             store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
-        return self.attend(layer, queries, batch, lse)
+        return self.attend(layer, queries, batch, lse, sinks)
 
     def attend(
-        self, layer: int, queries: torch.Tensor, batch: TritonDecodeBatch, lse: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        batch: TritonDecodeBatch,
+        lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
         work = batch.work[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         self.attend_parts(layer, queries, batch.view, work)
-        decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse)
+        decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse, sinks)
         return output
 
     def attend_parts(self, layer: int, queries: torch.Tensor, view: DecodeView, work: LayerWork) -> object:

@@ -69,6 +69,8 @@ class TritonSealer:
             source = seal.Source.of_chunk(head_rows(segments.keys), head_rows(segments.values), segments.firsts)
         if store.scorer.name in seal.SCORED:
             scores = seal.score(source, store.scorer.name, layout.segment, layout.head_dim)
+        elif store.scorer.scores_tokens_alone:
+            scores = _token_scores(store, layer, segments)
         else:
             every = [store.scorer.score(store.segment_data(number, segments)) for number in layers]
             scores = torch.cat(every, dim=1).float().contiguous()
@@ -88,3 +90,19 @@ class TritonSealer:
             layout.form,
         )
         return list(chosen.unflatten(1, (len(layers), layout.num_heads)).unbind(1))
+
+
+def _token_scores(store: SlabStore, layer: int | None, segments: Finished) -> torch.Tensor:
+    """float32 [segments, heads, S], contiguous: what tokens were given when they came. layer: None for all."""
+    if isinstance(segments, InTails):
+        if layer is None:
+            return store.tails.segment_inputs_of_all_layers(segments.pages)[..., 0].contiguous()
+        found = store.tails.segment_inputs(layer, segments.pages, segments.req_pool_indices)
+        assert found is not None
+        return found[..., 0].contiguous()
+    assert segments.scorer_inputs is not None, "tokens are scored before their segment is sealed"
+    scores = segments.scorer_inputs[..., 0]
+    places = segments.places
+    if places is None:
+        places = segments.firsts[:, None] + torch.arange(store.layout.segment, device=scores.device)
+    return scores[places].transpose(1, 2).contiguous()

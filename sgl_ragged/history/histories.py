@@ -18,6 +18,7 @@ from sgl_ragged.attention.view import Seen
 from sgl_ragged.history.bound import BoundedHistory, HistoryBound
 from sgl_ragged.history.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.transfer import sent
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]
 """From this rank's float32 [n] to the sum over ranks, the same numbers on all of them."""
@@ -136,8 +137,8 @@ class Histories:
                 line[: len(history.in_view)] = torch.tensor(history.in_view, dtype=torch.int32)
                 self._ask(row, history)
             lines.append(line)
-        changed = _sent(torch.tensor(req_pool_indices), self.table.device)
-        self.table[changed] = _sent(torch.stack(lines), self.table.device)
+        changed = sent(torch.tensor(req_pool_indices), self.table.device)
+        self.table[changed] = sent(torch.stack(lines), self.table.device)
 
     def _ask(self, row: int, history: BoundedHistory) -> None:
         segment_indices = history.unscored(history.sealed + 1)
@@ -170,11 +171,6 @@ class Histories:
     def _gather(self, row: int, segment_indices: list[int]) -> torch.Tensor:
         """float32 [segments]: scores of these segments of a row's request, the same on all ranks."""
         assert self.scores is not None
-        on_device = _sent(torch.tensor(segment_indices), self.table.device)
+        on_device = sent(torch.tensor(segment_indices), self.table.device)
         slots = self._slots.slots(row, on_device)
         return self._over_ranks(self.scores.of(slots.long()))
-
-
-def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on the device; the host does not wait for it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sgl_ragged.host_tier.slab_codec import SlabCodec
-from sgl_ragged.mem_pool.layout import Band, SlabLayout
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_store import SlabStore
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 """448. Torch's cast of what is larger gives NaN, so values are clamped to it."""
 
 SCALE_BYTES = torch.float32.itemsize
+
+WIDE_BYTES = 64 << 20
+"""Of float32 numbers that are made of slabs at a time."""
 
 
 class Fp8Codec(SlabCodec):
@@ -34,6 +40,7 @@ class Fp8Codec(SlabCodec):
     def __init__(self, layout: SlabLayout, dtype: torch.dtype) -> None:
         super().__init__(layout, dtype)
         self._layer_scales = 2 * layout.num_heads * SCALE_BYTES
+        self._tables: dict[torch.device, _Parts] = {}
 
     @property
     def row_bytes(self) -> int:
@@ -43,50 +50,72 @@ class Fp8Codec(SlabCodec):
         """Where a layer's part of the row starts."""
         return layer * self._layer_scales + int(self.layout.layer_start[layer])
 
-    def _bands(self, layer: int) -> Iterator[tuple[Band, int, slice]]:
-        """Bands of a layer with the first of their scales and the place of their elements, both within the layer."""
-        first = 0
-        for band in self.layout.bands[layer]:
-            elems = len(band.heads) * 2 * band.kept * self.layout.head_dim
-            if elems:
-                yield band, first, slice(band.offset, band.offset + elems)
-            first += 2 * len(band.heads)
+    def watch(self, store: SlabStore) -> None:
+        # Made now: sending it there waits for the device.
+        self._parts(store.slabs.device)
+
+    def _parts(self, device: torch.device) -> _Parts:
+        if device not in self._tables:
+            self._tables[device] = _Parts.of(self.layout, device)
+        return self._tables[device]
 
     def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        most = torch.finfo(self.dtype).max
-        rows = torch.zeros((len(slabs), self.row_bytes), dtype=torch.uint8, device=slabs.device)
-        for layer in range(self.layout.num_layers):
-            scales, elements = self._parts(rows[:, self._layer_byte(layer) : self._layer_byte(layer + 1)])
-            start, stop = (int(one) for one in self.layout.layer_start[layer : layer + 2])
-            here = slabs[:, start:stop]
-            for band, first, place in self._bands(layer):
-                count = 2 * len(band.heads)
-                values = here[:, place].float().nan_to_num(0.0, most, -most).unflatten(1, (count, -1))
-                largest = values.abs().amax(dim=2, keepdim=True)
-                # Not zero where all are: nothing is divided by it.
-                scale = (largest / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
-                scales[:, first : first + count] = scale[..., 0]
-                stored = (values / scale).clamp(-LARGEST, LARGEST).to(FP8)
-                elements[:, place] = stored.flatten(1).view(torch.uint8)
-        return rows
+        at_once = max(1, WIDE_BYTES // (self.layout.slab_elems * torch.float32.itemsize))
+        return torch.cat([self._encoded(some) for some in slabs.split(at_once)])
+
+    def _encoded(self, slabs: torch.Tensor) -> torch.Tensor:
+        parts, most = self._parts(slabs.device), torch.finfo(self.dtype).max
+        values = slabs.float().nan_to_num(0.0, most, -most).unflatten(1, (-1, self.layout.head_dim))
+        of_rows = values.abs().amax(dim=2)
+        largest = of_rows.index_select(1, parts.rows.flatten()).unflatten(1, parts.rows.shape).amax(dim=2)
+        # Not zero where all are: nothing is divided by it.
+        scale = (largest / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
+        if parts.empty is not None:
+            scale.masked_fill_(parts.empty, 0.0)
+        values.div_(scale.index_select(1, parts.part_of_row)[..., None]).clamp_(-LARGEST, LARGEST)
+        elements = values.to(FP8).flatten(1).view(torch.uint8)
+        scales = scale.view(torch.uint8).split(self._layer_scales, dim=1)
+        layers = elements.split(self.layout.layer_elems.tolist(), dim=1)
+        return torch.cat([piece for both in zip(scales, layers, strict=True) for piece in both], dim=1)
 
     def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
-        from_byte, to_byte = self._layer_byte(first), self._layer_byte(end)
-        here = rows[:, from_byte:to_byte].to(device, non_blocking=True)
-        start, stop = (int(self.layout.layer_start[layer]) for layer in (first, end))
-        slabs = torch.empty((len(rows), stop - start), dtype=self.dtype, device=device)
-        most = torch.finfo(self.dtype).max
-        for layer in range(first, end):
-            byte, elem = self._layer_byte(layer) - from_byte, int(self.layout.layer_start[layer]) - start
-            scales, elements = self._parts(here[:, byte : byte + self._layer_byte(layer + 1) - self._layer_byte(layer)])
-            for band, number, place in self._bands(layer):
-                count = 2 * len(band.heads)
-                stored = elements[:, place].view(FP8).float().unflatten(1, (count, -1))
-                # 448 times a rounded scale may be more than the largest number it was made of.
-                values = (stored * scales[:, number : number + count, None]).clamp_(-most, most)
-                slabs[:, elem + place.start : elem + place.stop] = values.flatten(1).to(self.dtype)
-        return slabs
+        here = rows[:, self._layer_byte(first) : self._layer_byte(end)].to(device, non_blocking=True)
+        lengths = [length for layer in range(first, end) for length in (self._layer_scales, self._layer_elems(layer))]
+        pieces = here.split(lengths, dim=1)
+        scale, elements = (torch.cat(pieces[kind::2], dim=1) for kind in range(2))
+        most, dim = torch.finfo(self.dtype).max, self.layout.head_dim
+        from_row, to_row = (int(self.layout.layer_start[layer]) // dim for layer in (first, end))
+        part_of_row = self._parts(device).part_of_row[from_row:to_row] - 2 * self.layout.num_heads * first
+        values = elements.view(FP8).float().unflatten(1, (-1, dim))
+        values.mul_(scale.view(torch.float32).index_select(1, part_of_row)[..., None])
+        # 448 times a rounded scale may be more than the largest number it was made of.
+        return values.clamp_(-most, most).to(self.dtype).flatten(1)
 
-    def _parts(self, layers_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a layer's part of rows: scales float32 [slabs, 2 heads], elements uint8 [slabs, elements]."""
-        return layers_row[:, : self._layer_scales].view(torch.float32), layers_row[:, self._layer_scales :]
+    def _layer_elems(self, layer: int) -> int:
+        return int(self.layout.layer_elems[layer])
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Keys or values of a head are a part of the slab, whose rows have head_dim elements.
+
+    rows: int64 [parts, most], the rows of each part, the first again behind the last. part_of_row: int64 [rows].
+    empty: bool [parts], those without rows; None if there are none.
+    """
+
+    rows: torch.Tensor
+    part_of_row: torch.Tensor
+    empty: torch.Tensor | None
+
+    @classmethod
+    def of(cls, layout: SlabLayout, device: torch.device) -> _Parts:
+        counts = np.array([band.kept for bands in layout.bands for band in bands for _ in range(2 * len(band.heads))])
+        firsts = np.cumsum(counts) - counts
+        place = np.arange(counts.max())
+        rows = firsts[:, None] + np.where(place < counts[:, None], place, 0)
+        empty = counts == 0
+        return cls(
+            torch.from_numpy(np.where(empty[:, None], 0, rows)).to(device),
+            torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
+            torch.from_numpy(empty).to(device) if empty.any() else None,
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_ragged.attention.transfer import RowCopy
 from sgl_ragged.history.segment_scores import SegmentScores
-from sgl_ragged.host_tier.slab_transfer import RowCopy
 
 
 class ScoreTransfer:

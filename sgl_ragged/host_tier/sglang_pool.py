@@ -55,9 +55,10 @@ class RaggedHostPool(HostKVCache):
         )
         row_copy = None
         if self._device_type == "cuda" and layout != DIRECT_LAYOUT:
-            from sgl_ragged.attention.kernels.row_copy import copy_rows
+            from sgl_ragged.attention.kernels.row_copy import copy_rows, warm_up
 
             row_copy = copy_rows
+            warm_up(torch.device(pool.device))
         self._row_copy = row_copy
         self._slabs = SlabTransfer(codec, self.kv_buffer, row_copy)
         known = segment_scores(pool)
@@ -116,6 +117,15 @@ class RaggedHostPool(HostKVCache):
         if layer == 0 and self.scores is not None:
             self.scores.restore(slots, pages)
         self._slabs.restore(device_pool.store.slabs, slots, pages, layer)
+
+    def restore_all(self, device_pool: RaggedTokenToKVPool, slots: list[int], pages: list[int]) -> None:
+        """Read whole slabs back. Does not wait for the device."""
+        own, other = torch.tensor(slots), torch.tensor(pages)
+        if self._slabs.indexed_on_device:
+            device = device_pool.store.slabs.device
+            own, other = (one.pin_memory().to(device, non_blocking=True) for one in (own, other))
+        for layer in range(device_pool.layer_num):
+            self.restore(device_pool, own, other, layer)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         """The stored form of a row: the slab, its segment's scores, if there are any, and the footer."""

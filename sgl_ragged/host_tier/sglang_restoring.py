@@ -89,9 +89,7 @@ class Restorer:
             for index in range(len(batch.reqs)):
                 self._compute_prefix(worker, batch, index)
         if self._host_pages:
-            slots, host_pages = torch.tensor(list(self._host_pages)), torch.tensor(list(self._host_pages.values()))
-            for layer in range(self.pool.layer_num):
-                self._host.restore(self.pool, slots, host_pages, layer)
+            self._host.restore_all(self.pool, list(self._host_pages), list(self._host_pages.values()))
             self._host_pages.clear()
 
     def _compute_prefix(self, worker: Any, batch: Any, index: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from sgl_ragged.attention.transfer import RowCopy
 from sgl_ragged.host_tier.slab_codec import SlabCodec
 from sgl_ragged.mem_pool.layout import SlabLayout
 
@@ -17,9 +17,6 @@ copy per slab each: with one per layer, 512 slabs of 32 layers would be 16,384 c
 
 ENCODED_AT_ONCE = 16
 """Slabs that a codec which computes is given at once: it bounds what it needs beside the pool."""
-
-RowCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, int], int], None]
-"""`attention.kernels.row_copy.copy_rows`."""
 
 
 def layer_groups(layout: SlabLayout, groups: int = LAYER_GROUPS) -> tuple[tuple[int, int], ...]:
@@ -44,13 +41,19 @@ class SlabTransfer:
         self.groups = layer_groups(codec.layout)
         self._row_copy = row_copy if codec.exact else None
         self._itemsize = codec.dtype.itemsize
+        self._pairs: list[tuple[int, int]] = []
+
+    @property
+    def indexed_on_device(self) -> bool:
+        """Whether slots and pages are to be where the slabs are; else on the host."""
+        return self._row_copy is not None
 
     def back_up(self, slabs: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Write slabs [slots of the pool, slab_elems] to rows; slots and pages are integers [slabs]."""
         if self._row_copy is not None:
             self._row_copy(slabs, self.rows, slots, pages, (0, self.codec.row_bytes), 0)
             return
-        pairs = list(zip(slots.tolist(), pages.tolist(), strict=True))
+        pairs = _pairs(slots, pages)
         if self.codec.exact:
             for slot, page in pairs:
                 self.rows[page].copy_(self.codec.encode(slabs[slot : slot + 1], [slot])[0], non_blocking=True)
@@ -58,7 +61,7 @@ class SlabTransfer:
         for first in range(0, len(pairs), ENCODED_AT_ONCE):
             some = pairs[first : first + ENCODED_AT_ONCE]
             taken = [slot for slot, _ in some]
-            encoded = self.codec.encode(slabs[taken], taken)
+            encoded = self.codec.encode(torch.cat([slabs[slot : slot + 1] for slot in taken]), taken)
             for row, (_, page) in zip(encoded, some, strict=True):
                 self.rows[page].copy_(row, non_blocking=True)
 
@@ -74,11 +77,17 @@ class SlabTransfer:
             pages, slots = pages.to(slabs.device), slots.to(slabs.device)
             self._row_copy(self.rows, slabs, pages, slots, (here, behind), here)
             return
+        if layer == 0:
+            # Once for all layers: where they are on the device, this waits for it.
+            self._pairs = _pairs(slots, pages)
         group = next((one for one in self.groups if one[0] == layer), None)
         if group is None:
             return
         first, end = (int(start[one]) for one in group)
-        pairs: Sequence[tuple[int, int]] = list(zip(slots.tolist(), pages.tolist(), strict=True))
-        for slot, page in pairs:
+        for slot, page in self._pairs:
             found = self.codec.decode(self.rows[page : page + 1], *group, slabs.device)
             slabs[slot, first:end].copy_(found[0], non_blocking=True)
+
+
+def _pairs(slots: torch.Tensor, pages: torch.Tensor) -> list[tuple[int, int]]:
+    return list(zip(slots.tolist(), pages.tolist(), strict=True))

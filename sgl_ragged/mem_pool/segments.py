@@ -35,6 +35,7 @@ class InChunk:
     scorer_inputs: [tokens, heads, elements], what the scorer needs of each token beside these, if anything.
     run: index of the first token where each segment lies behind the one before, so that nothing needs to be gathered;
         None where they may lie anywhere.
+    places: int64 [segments, S], the index of each of their tokens, if somebody has made it.
     """
 
     firsts: torch.Tensor
@@ -44,6 +45,7 @@ class InChunk:
     values: torch.Tensor
     scorer_inputs: torch.Tensor | None
     run: int | None = None
+    places: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -282,8 +282,10 @@ class SlabStore:
         """
         if self._pending:
             pending, self._pending = self._pending, []
-            parts = ([getattr(one, name) for one in pending] for name in InTails.__dataclass_fields__)
-            segments = InTails(*(torch.cat(part) for part in parts))
+            segments = pending[0]
+            if len(pending) > 1:
+                parts = ([getattr(one, name) for one in pending] for name in InTails.__dataclass_fields__)
+                segments = InTails(*(torch.cat(part) for part in parts))
             self.tails.stage(segments.slots, segments.pages)
             self.seal(None, segments)
         deferred, self._deferred = self._deferred, []

@@ -122,6 +122,12 @@ class Tails:
         full = self.read(layer, pages, self.segment)
         return full[:, 0], full[:, 1]
 
+    def segment_inputs_of_all_layers(self, pages: torch.Tensor) -> torch.Tensor:
+        """`segment_inputs` of all layers, one behind the other: [n, layers * heads, S, elements]. They lie in pages."""
+        found = self.inputs.index_select(0, pages.flatten()).unflatten(0, pages.shape)
+        # [n, K, layers, heads, T, elements] -> [n, layers * heads, K * T, elements]
+        return found.movedim(1, 3).flatten(3, 4).flatten(1, 2)[:, :, : self.segment]
+
     def segment_inputs(self, layer: int, pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """[n, heads, places, elements] of full open segments; None where the scorer needs nothing more."""
         if not self.places:

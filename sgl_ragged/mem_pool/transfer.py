@@ -8,6 +8,11 @@ import numpy as np
 import torch
 
 
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the device, for which the host does not wait."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """int32 copies on the device, sent as one; each starts 16 bytes aligned, which kernels are compiled for.
 

@@ -102,7 +102,7 @@ class RaggedAttnBackend(AttentionBackend):
             number: [one for one in self.epilogues if one.needed(number)] for number in self.layer_indices.values()
         }
         self._observed: ExtendView | None = None
-        self._token_scores: dict[int, torch.Tensor] = {}
+        self._token_inputs: dict[int, torch.Tensor] = {}
         self._hidden_states: dict[int, torch.Tensor] = {}
         if self.store.scorer.reads_hidden_states or (observer is not None and observer.reads_hidden_states):
             self._read_hidden_states(model_runner.model)
@@ -262,6 +262,9 @@ class RaggedAttnBackend(AttentionBackend):
             self.pool.layer_transfer_counter.wait_until(number)
         if not self._behind[number] and sinks is None:
             return operation(number, queries, keys, values, self.forward_metadata, scorer_inputs).flatten(1), heads
+        if not self._behind[number] and self.operations.adds_sinks and operation == self.operations.decode:
+            output = operation(number, queries, keys, values, self.forward_metadata, scorer_inputs, None, sinks)
+            return output.flatten(1), heads
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)
         output = operation(number, queries, keys, values, self.forward_metadata, scorer_inputs, lse)
         for epilogue in self._behind[number]:
@@ -274,7 +277,7 @@ class RaggedAttnBackend(AttentionBackend):
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
         scorer_inputs = None
         if self.store.scorer.reads_hidden_states:
-            scorer_inputs = self._token_scores.pop(layer.layer_id)[: len(queries), :, None]
+            scorer_inputs = self._token_inputs.pop(layer.layer_id)[: len(queries)]
         elif self.store.has_scorer_inputs:
             scorer_inputs = queries.flatten(2)
         return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), scorer_inputs
@@ -284,12 +287,10 @@ class RaggedAttnBackend(AttentionBackend):
         for parent in model.modules():
             for child in parent.children():
                 if isinstance(child, RadixAttention) and child.layer_id in self.layer_indices:
-                    statistics = self.store.statistics[self.layer_indices[child.layer_id]]
-                    parent.register_forward_pre_hook(
-                        self._token_score_hook(child.layer_id, statistics, parent), with_kwargs=True
-                    )
+                    parent.register_forward_pre_hook(self._token_input_hook(child.layer_id, parent), with_kwargs=True)
 
-    def _token_score_hook(self, layer_id: int, statistics: Any, parent: torch.nn.Module) -> Callable[..., None]:
+    def _token_input_hook(self, layer_id: int, parent: torch.nn.Module) -> Callable[..., None]:
+        number = self.layer_indices[layer_id]
         signature = inspect.signature(parent.forward)
         if "hidden_states" not in signature.parameters:
             raise RaggedConfigError(
@@ -300,7 +301,9 @@ class RaggedAttnBackend(AttentionBackend):
         def hook(_module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
             hidden_states = signature.bind(*args, **kwargs).arguments["hidden_states"]
             if self.store.scorer.reads_hidden_states:
-                self._token_scores[layer_id] = self.store.scorer.token_scores(hidden_states, statistics)
+                # Observers are shown scores, not what operations make of them.
+                of = self.operations.token_inputs if self.observer is None else self.operations.token_scores
+                self._token_inputs[layer_id] = of(number, hidden_states)
             if self.observer is not None and self.observer.reads_hidden_states:
                 self._hidden_states[layer_id] = hidden_states
 

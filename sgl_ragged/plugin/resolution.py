@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,8 @@ from sgl_ragged.plugin.model_support import (
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, RaggedOptions
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, hook_launcher, seams_for
+
+logger = logging.getLogger(__name__)
 
 DISABLED = "disabled"
 """SGLang's name for no CUDA graphs."""
@@ -205,13 +208,20 @@ def refuse_segment(segment: int, device: str) -> None:
 
 
 def refuse_environment() -> None:
-    """Raise RaggedConfigError for environment variables of SGLang that do not go with --kv-pool ragged."""
+    """Raise RaggedConfigError for environment variables of SGLang that do not go with --kv-pool ragged, and warn of one
+    that is in vain."""
     from sglang.srt.environ import envs
 
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
         raise RaggedConfigError(
             "SGLANG_ENABLE_METADATA_GLUE_GRAPH captures what runs before a decode step, and --kv-pool ragged seals "
             "segments there, on the host's word; unset it"
+        )
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        logger.warning(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING does nothing with --kv-pool ragged: prefill is not captured, so "
+            "SGLang leaves room for it, and the pool is that much smaller than the token pool; say --kv-bytes or "
+            "--mem-fraction-static for another size"
         )
 
 

@@ -6,6 +6,7 @@ import torch
 
 from sgl_ragged.attention.merge import merge_states
 from sgl_ragged.mem_pool.kv_dtype import movable
+from sgl_ragged.mem_pool.transfer import sent
 
 
 class Overlays:
@@ -38,8 +39,10 @@ class Overlays:
     def install(self, row: int, satellites: torch.Tensor | slice, kv_rows: torch.Tensor, counts: torch.Tensor) -> None:
         """Replace the overlays of some satellites of a row; tensors on the host, as `Reservoir.gather` gives them."""
         device = self.kv_rows.device
-        movable(self.kv_rows)[row, satellites] = movable(kv_rows).to(device, non_blocking=True)
-        self.counts[row, satellites] = counts.to(device, non_blocking=True)
+        if isinstance(satellites, torch.Tensor):
+            satellites = sent(satellites, device)
+        movable(self.kv_rows)[row, satellites] = sent(movable(kv_rows), device)
+        self.counts[row, satellites] = sent(counts, device)
 
     def clear(self, row: int) -> None:
         """A row's request sees nothing that was fetched."""

@@ -72,10 +72,11 @@ class Pivots:
         found = slots[named // segment], named % segment, base, torch.stack(tops)
         if not slots.is_cuda:
             return PivotTopK(*found)
-        host = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in found]
-        for target, part in zip(host, found, strict=True):
-            target.copy_(part, non_blocking=True)
-        return PivotTopK(*host)
+        every = torch.cat([part.flatten() for part in found])
+        host = torch.empty(every.shape, dtype=every.dtype, pin_memory=True)
+        host.copy_(every, non_blocking=True)
+        parts = zip(host.split([part.numel() for part in found]), found, strict=True)
+        return PivotTopK(*(part.view(like.shape) for part, like in parts))
 
     def _attended(
         self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int

@@ -8,9 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
+from sgl_ragged.attention.transfer import RowCopy
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.segments import Sealed
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.transfer import sent
 from sgl_ragged.retrieval.settings import entry_rows
 
 NOWHERE = -1
@@ -53,6 +55,13 @@ class Reservoir:
         self._copied: torch.cuda.Event | None = None
         self._freed: list[torch.Tensor] = []
         self.bytes_written = 0
+        self._known: OrderedDict[int, tuple[torch.Tensor, list[int]]] = OrderedDict()
+        self._row_copy: RowCopy | None = None
+        if store.slabs.is_cuda:
+            from sgl_ragged.attention.kernels.row_copy import copy_rows, warm_up
+
+            warm_up(store.slabs.device)
+            self._row_copy = copy_rows
         store.on_seal.append(self._sealed)
 
     def __len__(self) -> int:
@@ -131,7 +140,7 @@ class Reservoir:
         return found.view(self._data.dtype), counts.int()
 
     def _sealed(self, store: SlabStore, sealed: Sealed) -> None:
-        slots = sealed.segments.slots.tolist()
+        slots = self._slots_of(sealed.segments.slots)
         if sealed.layers[0] == 0:
             self._settle()
             for slot in slots:
@@ -141,12 +150,23 @@ class Reservoir:
         entries = [self._entries[slots[number]] for number in present]
         if not present:
             return
+        where = sent(torch.tensor([present, entries]), store.slabs.device)
         for one in sealed.layers:
-            self._write(store, one, sealed, present, entries)
+            self._write(store, one, sealed, where)
             self._layers[entries] = one + 1
         if store.slabs.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
+
+    def _slots_of(self, slots: torch.Tensor) -> list[int]:
+        """The same on the host. All layers of a batch seal the same segments, and only the first waits for these."""
+        known = self._known.get(id(slots))
+        if known is None or known[0] is not slots:
+            known = self._known[id(slots)] = slots, slots.tolist()
+            # A batch has two kinds of them: those that were open, and those that lie in its chunks.
+            while len(self._known) > 2:
+                self._known.popitem(last=False)
+        return known[1]
 
     def _settle(self) -> None:
         freed, self._freed = self._freed, []
@@ -161,32 +181,42 @@ class Reservoir:
         self._layers[entry] = 0
         self._entries[slot] = entry
 
-    def _write(self, store: SlabStore, layer: int, sealed: Sealed, present: list[int], entries: list[int]) -> None:
-        """Copy what the satellites of a layer dropped of some finished segments to their entries."""
-        if not self.satellites[layer]:
+    def _write(self, store: SlabStore, layer: int, sealed: Sealed, where: torch.Tensor) -> None:
+        """Copy what the satellites of a layer dropped of some finished segments to their entries.
+
+        Args:
+            where: int64 [2, segments], which of the segments, and their entries.
+        """
+        heads = self.satellites[layer]
+        if not heads:
             return
-        layout = self.layout
-        keys, values = (movable(part)[present] for part in store.segment_rows(layer, sealed.segments))
+        layout, (present, entries) = self.layout, where
+        keys, values = (movable(part) for part in store.segment_rows(layer, sealed.segments))
+        kept = sealed.kept(layer, layout.segment)
+        if len(present) < len(kept):
+            keys, values, kept = (part.index_select(0, present) for part in (keys, values, kept))
         # Those that were dropped first, ascending.
-        order = sealed.kept(layer, layout.segment)[present].to(torch.uint8).argsort(dim=-1, stable=True)
-        host = torch.tensor(entries)
-        for index, head in enumerate(self.satellites[layer]):
-            satellite = self.first[layer] + index
+        order = kept.to(torch.uint8).argsort(dim=-1, stable=True)
+        shape = (len(present), len(heads), layout.segment)
+        row_indices = torch.full(shape, NOWHERE, dtype=torch.int16, device=order.device)
+        numbers = torch.arange(layout.segment, dtype=torch.int16, device=order.device)
+        rows = []
+        for index, head in enumerate(heads):
             count = layout.segment - int(layout.totals[layer][head])
             dropped = order[:, head, :count]
-            row_indices = torch.full((len(present), layout.segment), NOWHERE, dtype=torch.int16, device=order.device)
-            ranks = torch.arange(count, dtype=torch.int16, device=order.device).expand_as(dropped)
-            row_indices.scatter_(1, dropped, ranks)
+            row_indices[:, index].scatter_(1, dropped, numbers[:count].expand_as(dropped))
             picked = dropped[..., None].expand(-1, -1, layout.head_dim)
-            both = torch.cat([part[:, head].gather(1, picked) for part in (keys, values)], dim=-1)
-            first = int(self._first_row[satellite])
-            self._to_host(movable(self._data)[:, first : first + count], host, both)
-            self._to_host(self._row_indices[:, satellite], host, row_indices)
+            rows.append(torch.cat([part[:, head].gather(1, picked) for part in (keys, values)], dim=-1))
+        first = self.first[layer]
+        self._to_host(movable(self._data), int(self._first_row[first]), entries, torch.cat(rows, dim=1))
+        self._to_host(self._row_indices, first, entries, row_indices)
 
-    def _to_host(self, target: torch.Tensor, entries: torch.Tensor, source: torch.Tensor) -> None:
+    def _to_host(self, target: torch.Tensor, first: int, entries: torch.Tensor, source: torch.Tensor) -> None:
+        """Write to `target` [entries, rows, elements] from row `first` on: source [segments, rows, elements]."""
         self.bytes_written += source.nbytes
-        if not source.is_cuda:
-            target[entries] = source
+        if self._row_copy is None:
+            target[entries, first : first + source.shape[1]] = source
             return
-        for number, entry in enumerate(entries.tolist()):
-            target[entry].copy_(source[number], non_blocking=True)
+        own = torch.arange(len(source), device=source.device)
+        row_bytes = source[0, 0].nbytes if source.shape[1] else 0
+        self._row_copy(source, target, own, entries, (0, source.shape[1] * row_bytes), first * row_bytes)

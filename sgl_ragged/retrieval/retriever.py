@@ -180,9 +180,9 @@ class Retriever:
                     named = self.pivots.name(number, *asking, window.slots_after, window.start)
                 window.named_after[number] = named
                 self._bases.setdefault(window.row, {})[number] = named.base
-                if queries.is_cuda:
-                    # Prefill waits: the layer's satellites need what was named at once.
-                    torch.cuda.current_stream().synchronize()
+            if queries.is_cuda and self.pivots.at(layer):
+                # Prefill waits: the layer's satellites need what was named at once.
+                torch.cuda.current_stream().synchronize()
             if window.named and len(self._heads[layer]):
                 self._see_window(layer, window, queries, output, lse)
                 if len(window.slots_after) > len(window.slots):

@@ -69,6 +69,9 @@ class Scorer(ABC):
     reads_hidden_states: bool = False
     """True where `token_scores` is to be called with the input of every attention layer."""
 
+    scores_tokens_alone: bool = False
+    """True where `score` gives back `SegmentData.token_scores` and looks at nothing else of a segment."""
+
     @abstractmethod
     def score(self, segment: SegmentData) -> torch.Tensor:
         """Score tokens; higher is kept first. NaN ranks last, ties go to the earlier token.

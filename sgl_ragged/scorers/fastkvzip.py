@@ -36,6 +36,7 @@ class FastKVzip(Scorer):
         }
     )
     reads_hidden_states = True
+    scores_tokens_alone = True
 
     def token_scores(self, hidden_states: torch.Tensor, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
         gate = {name: statistics[name].float() for name in self.statistics}

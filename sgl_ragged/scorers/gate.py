@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -16,6 +17,43 @@ STEP = 2.0**-10
 What enters the first layer is the token alone, so a token that is repeated ties with itself. Decode and prefill
 multiply matrices of other shapes, and their last bits would choose among such tokens, each in its own way.
 """
+
+
+@dataclass(frozen=True)
+class FoldedGate:
+    """A layer's network with fewer operations: `skip z + output gelu(hidden z + bias)` of z = (x - m) * s.
+
+    weights: float32 [features + heads, hidden size], hidden and skip times s. offset: float32 [features + heads], what
+    is added to their products with x. output: float32 [heads, features].
+    """
+
+    weights: torch.Tensor
+    offset: torch.Tensor
+    output: torch.Tensor
+
+    @classmethod
+    def of(cls, statistics: Mapping[str, torch.Tensor]) -> FoldedGate:
+        """From `Gate.statistics` of one layer."""
+        mean, scale, hidden, bias = (statistics[name][0].double() for name in Gate.shared_statistics)
+        weights = torch.cat([hidden, statistics["skip"].double()]) * scale
+        offset = -(weights @ mean)
+        offset[: len(bias)] += bias
+        return cls(weights.float(), offset.float(), statistics["output"].float().contiguous())
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, features + heads]: features before their activation, then what skips them, of hidden states
+        [tokens, hidden size]."""
+        return torch.addmm(self.offset, hidden_states.float(), self.weights.T)
+
+    def scores(self, features: torch.Tensor) -> torch.Tensor:
+        """`Gate.token_scores` of `features`, but for last bits; `attention.kernels.gate` is the same by a kernel."""
+        shut, skipped = features.split([self.output.shape[1], self.output.shape[0]], dim=1)
+        return rounded(skipped + gelu(shut) @ self.output.T)
+
+
+def rounded(scores: torch.Tensor) -> torch.Tensor:
+    """The nearest multiples of STEP."""
+    return (scores / STEP).round() * STEP
 
 
 class Gate(Scorer):
@@ -41,6 +79,7 @@ class Gate(Scorer):
         }
     )
     reads_hidden_states = True
+    scores_tokens_alone = True
     trained = True
 
     def token_scores(self, hidden_states: torch.Tensor, statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -48,7 +87,7 @@ class Gate(Scorer):
         inputs = (hidden_states.float() - mean) * scale
         features = gelu(inputs @ hidden.T + bias)
         scores = inputs @ statistics["skip"].float().T + features @ statistics["output"].float().T
-        return (scores / STEP).round() * STEP
+        return rounded(scores)
 
     def score(self, segment: SegmentData) -> torch.Tensor:
         assert segment.token_scores is not None, "tokens are scored before their segment is sealed"

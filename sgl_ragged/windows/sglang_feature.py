@@ -44,6 +44,7 @@ class Windows(Feature):
                 *("window_kv_indptr", "translator", "plan", "req_pool_indices", "sliding_window_size", "seq_lens"),
                 *("bs", "device", "token_to_kv_pool", "window_kv_indices"),
             ),
+            "sgl_ragged.windows.sglang_hooks.make_room",
         ),
     )
 

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.attention.kernels.row_copy import BLOCK_WORDS, copy_rows
+from sgl_ragged.attention.kernels.row_copy import BLOCK_WORDS, PROGRAMS, copy_rows
 from sgl_ragged.host_tier.codecs import CODECS
 from sgl_ragged.host_tier.score_transfer import ScoreTransfer
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 
-@pytest.mark.parametrize("words", [1, 7, BLOCK_WORDS, BLOCK_WORDS + 3])
-def test_parts_of_rows(words):
+@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize("words", [1, 7, 16, BLOCK_WORDS, BLOCK_WORDS + 3])
+def test_parts_of_rows(words, programs, monkeypatch):
+    monkeypatch.setattr("sgl_ragged.attention.kernels.row_copy.PROGRAMS", programs)
     source = torch.randint(0, 256, (5, 4 * (words + 6)), dtype=torch.uint8)
     target = torch.zeros((4, 4 * (words + 9)), dtype=torch.uint8)
     copy_rows(source, target, torch.tensor([4, 0]), torch.tensor([1, 3]), (8, 8 + 4 * words), 12)
@@ -24,6 +26,21 @@ def test_parts_of_rows(words):
     for row, other in ((1, 4), (3, 0)):
         wanted[row, 12 : 12 + 4 * words] = source[other, 8 : 8 + 4 * words]
     assert torch.equal(target, wanted)
+
+
+def test_a_large_copy_leaves_the_gpu_to_others(monkeypatch):
+    grids = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    monkeypatch.setattr("sgl_ragged.attention.kernels.row_copy.copy_rows_kernel", Launched())
+    slabs, rows = torch.zeros((2, 1 << 22), dtype=torch.uint8), torch.zeros(128, dtype=torch.int64)
+    copy_rows(slabs, slabs, rows, rows, (0, 1 << 22), 0)
+    copy_rows(slabs, slabs, rows[:1], rows[:1], (0, 64), 0)
+    assert grids == [(PROGRAMS,), (1,)]
 
 
 def test_nothing_to_copy():

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.dims import columns
+from sgl_ragged.attention.kernels.gate import gate_score
 from sgl_ragged.attention.kernels.pages import page_at, page_units, unit
 from sgl_ragged.attention.kernels.quantize_fp8 import reciprocals, saturated
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 
-@triton.jit
+@dataclass(frozen=True)
+class GateInputs:
+    """features, output: as `gate.gate_scores` takes them. inputs: float32 [slots, layers, heads, T, 1],
+    `Tails.inputs`."""
+
+    features: torch.Tensor
+    output: torch.Tensor
+    inputs: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["layer", "feature_stride"])
 def append_kernel(
     keys_ptr,
     values_ptr,
@@ -21,18 +34,24 @@ def append_kernel(
     requests_ptr,
     places_ptr,
     pages_ptr,
+    features_ptr,
+    output_ptr,
+    inputs_ptr,
     key_reciprocal,
     value_reciprocal,
     key_stride,
     value_stride,
     page_units,
     layer_start,
+    layer,
+    feature_stride,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LARGEST: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     copy = tl.program_id(0)
     head = tl.program_id(1)
@@ -51,6 +70,10 @@ def append_kernel(
         values = saturated(values, value_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
     tl.store(target, keys, mask=inside)
     tl.store(target + HEADS * TOKENS * HEAD_DIM, values, mask=inside)
+    if features_ptr is not None:
+        score = gate_score(features_ptr, output_ptr, token, head, feature_stride, FEATURES)
+        # A unit of 16 bytes is four of these.
+        tl.store(inputs_ptr + page_at(page, page_units, 4) + layer * HEADS * TOKENS + row, score)
 
 
 def append(
@@ -63,6 +86,7 @@ def append(
     places: torch.Tensor,
     pages: torch.Tensor,
     scales: KvScales | None = None,
+    gate: GateInputs | None = None,
 ) -> None:
     """Write keys and values of some tokens to tails. Changes `tails` alone.
 
@@ -72,6 +96,8 @@ def append(
         tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose open segment.
         pages: int32 [requests, K], contiguous, those of each request's open segment.
         scales: for FP8 tails, of keys and values that are still to be divided by them; else None.
+        gate: what scores of these tokens are made of, which lie beside keys and values in pages; None where there are
+            none, or others write what scorers need.
     """
     if len(tokens) == 0:
         return
@@ -84,16 +110,20 @@ def append(
         requests,
         places,
         pages,
+        *((gate.features, gate.output, gate.inputs) if gate is not None else (None, None, None)),
         *(reciprocals(scales) if scales is not None else (None, None)),
         keys.stride(0),
         values.stride(0),
         page_units(tails),
         layer * tails.stride(1),
+        layer,
+        gate.features.stride(0) if gate is not None else 0,
         HEADS=heads,
         TOKENS=each,
         PAGES=pages.shape[1],
         UNIT=unit(tails),
         HEAD_DIM=dim,
         LARGEST=torch.finfo(tails.dtype).max if scales is not None else None,
+        FEATURES=gate.output.shape[1] if gate is not None else 0,
         num_warps=1,
     )

@@ -152,6 +152,7 @@ def combine_kernel(
     parts_ptr,
     output_ptr,
     head_lse_ptr,
+    sinks_ptr,
     num_ctas,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
@@ -167,6 +168,9 @@ def combine_kernel(
     output, head_lse = merge_parts(partial_ptr, lse_ptr, place * Q_PER_KV + query, Q_PER_KV, parts, HEAD_DIM, BLOCK_P)
     if PARTIAL:
         tl.store(head_lse_ptr + (request * HEADS + head) * Q_PER_KV + query, head_lse)
+    if sinks_ptr is not None:
+        # As `attention.sinks.with_sinks`.
+        output *= tl.sigmoid(head_lse - tl.load(sinks_ptr + head * Q_PER_KV + query).to(tl.float32))
     dims = tl.arange(0, columns(HEAD_DIM))
     output_at = ((request * HEADS + head) * Q_PER_KV + query) * HEAD_DIM + dims
     tl.store(output_ptr + output_at, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -257,6 +261,7 @@ def combine_parts(
     num_ctas: int,
     output: torch.Tensor,
     head_lse: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Merge the parts of `decode_parts`. A head without rows gets zeros. Changes `output` and `head_lse` alone.
 
@@ -264,7 +269,9 @@ def combine_parts(
         parts: int32 [heads, 2], `cta_map.head_parts` of this layer.
         num_ctas: CTAs of this layer.
         output: [batch, heads, q_per_kv, d], contiguous.
-        head_lse: float32 [batch, heads, q_per_kv], contiguous, for log-sum-exps of all parts of each head, or None.
+        head_lse: float32 [batch, heads, q_per_kv], contiguous, for log-sum-exps of all parts of each head, without
+            sinks, or None.
+        sinks: [heads * q_per_kv] in any floating dtype, contiguous: learned sinks, or None.
     """
     batch, heads, per_head, dim = output.shape
     combine_kernel[(batch, heads, per_head)](
@@ -273,6 +280,7 @@ def combine_parts(
         parts,
         output,
         head_lse,
+        sinks,
         num_ctas,
         HEADS=heads,
         Q_PER_KV=per_head,
