@@ -9,10 +9,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import filled
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.histories import Histories
@@ -251,9 +250,7 @@ class Harness:
             if position and position % SEGMENT == 0:
                 self._begin_segment(row)
         batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
-        full = filled(self.table, rows, lengths.tolist(), self.store.tails)
-        if full is not None:
-            self.store.defer_seals(full)
+        commit(self.store, self.table, rows, lengths.tolist())
         ends = [position + 1 for position in positions]
         layers, self.lse = [], self._no_lse(size + padding)
         for layer in range(len(self.kept)):

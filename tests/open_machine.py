@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import filled
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import NOW
@@ -216,9 +216,7 @@ class OpenMachine(RuleBasedStateMachine):
         self.store.flush_pending_seals()
         table, lengths = self.table.req_to_token, lengths + 1
         described = self.operations.describe_decode(table, rows, lengths, lengths)
-        full = filled(table, rows, lengths.tolist(), self.store.tails)
-        if full is not None:
-            self.store.defer_seals(full)
+        commit(self.store, table, rows, lengths.tolist())
         ends = lengths.tolist()
         parts = [kv(self.tokens(r)[end - 1 : end], end - 1) for r, end in zip(self.running, ends, strict=True)]
         content = torch.cat(parts)
