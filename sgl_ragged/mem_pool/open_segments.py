@@ -172,7 +172,8 @@ class OpenSegments:
                 changes.retired += [(row, BEFORE, place) for place in range(self.pages.most)]
                 self._hold(row, 0)
                 self._full.add(row)
-        self._write(changes, self._tails.table.new_empty(0, dtype=torch.int64))
+        # The batch that wrote to them has been described, as that of a step of decode has not at this point.
+        self._write(changes, self._tails.table.new_empty(0, dtype=torch.int64), self.store.batches - 1)
 
     def is_full(self, row: int) -> bool:
         """True if a request's last chain has ended its segment: a slab is written, or about to be, where it began."""
@@ -209,7 +210,8 @@ class OpenSegments:
         else:
             self._held.pop(row, None)
 
-    def _write(self, changes: _Changes, pages: torch.Tensor) -> None:
+    def _write(self, changes: _Changes, pages: torch.Tensor, batches: int | None = None) -> None:
+        """batches: how many have been described before the one that is the last to write to pages that go back."""
         if not (changes.first or changes.finished or changes.then):
             return
         table = self._tails.table
@@ -223,4 +225,5 @@ class OpenSegments:
         if changes.retired:
             # A stage of decode is read as that of the segment that is open now.
             table[finished, NOW, -1] = table[finished, BEFORE, -1]
-            self._retired.append((self.store.batches, table[tuple(retired)].long()))
+            batches = self.store.batches if batches is None else batches
+            self._retired.append((batches, table[tuple(retired)].long()))
