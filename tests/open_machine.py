@@ -295,7 +295,11 @@ class OpenMachine(RuleBasedStateMachine):
         tree = self.tree.evictable_size() + self.tree.protected_size()
         held = (len(owned) + self.open.in_use) * SEGMENT
         assert self.allocator.available_size() + tree + held == PAGES * SEGMENT
-        assert self.open.held == sum(self.open.pages.extra(r.kv.kv_allocated_len % SEGMENT) for r in self.running)
+        assert self.open.held == sum(map(self._held, self.running))
+
+    def _held(self, req: Req) -> int:
+        """Pages that a request's open segment must have beside its own."""
+        return self.open.pages.extra(req.kv.kv_allocated_len % SEGMENT)
 
     def _entries(self) -> list[Any]:
         return [entry for own in self.tree.entries._entries.values() for entry in own]
