@@ -8,7 +8,6 @@ from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
-from sgl_ragged.host_tier.sglang_feature import HOST_TIER
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Seam, Worker
@@ -76,7 +75,6 @@ class Drafting(Feature):
         Conflict(case, HISTORY.case, "a chain is verified against all segments"),
         Conflict(case, RETRIEVAL.case, "pivots watch one query per step"),
         Conflict(case, WINDOWS.case, "pages of windows are not handed out for chains", "drop it"),
-        Conflict(case, HOST_TIER.case, "restoring segments has not been tested beside chains"),
         Conflict(case, FLASHINFER, "flashinfer does not plan for chains", "use --ragged-kernel triton"),
         Conflict(case, MIXED, "SGLang decodes drafts in batches of their own"),
         Conflict(case, M_ROPE, "positions of drafts beside pictures have not been tested", "drop it"),

@@ -7,6 +7,7 @@ SGLang's own strict checks run after every batch: no page is lost, and none is i
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.server.client import flush, found_of, server_settings
+from tests.models import make_profile
+from tests.server.client import flush, found_of, ragged_metrics, server_settings
 from tests.server.test_bounded_history import STRICT
 
 pytestmark = pytest.mark.server
@@ -197,3 +199,47 @@ def test_who_is_retracted_answers_the_same(character_model, servers, tmp_path, w
                 assert_same(have, want)
         flush(server)
         assert "etract" in server.log_text()
+
+
+def test_on_two_ranks_with_heads_in_parts(character_model, servers, tmp_path):
+    """Answers are those of one rank without drafts."""
+    profile = tmp_path / "profile.safetensors"
+    mu = np.array([[0.9, 0.7, 0.05, 0.1], [0.8, 0.3, 0.1, 0.05]])
+    make_profile(character_model, profile, segment=SEGMENT, mu=mu)
+    flags = (*FLAGS, "--ragged-profile", str(profile), "--kv-bytes", "24MiB")
+    cores = sorted(os.sched_getaffinity(0))
+    env = STRICT | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(2))}
+    prompts = PROMPTS[1:4]
+    with servers.serve(character_model, *flags, log=tmp_path / "one.log", env=STRICT) as server:
+        want = [ask(server, one) for one in prompts]
+    split = ("--tp", "2", "--ragged-fairkv", "split", *CHAINS)
+    with servers.serve(character_model, *flags, *split, log=tmp_path / "two.log", env=env) as server:
+        rounds = [[ask(server, one) for one in prompts] for _ in range(2)]
+        assert "heads placed on 2 ranks (split)" in server.log_text()
+    for found in rounds:
+        for have, one in zip(found, want, strict=True):
+            assert_same(have, one)
+    assert np.mean([one.per_step for one in rounds[1]]) > 3
+
+
+def test_what_comes_back_from_the_host_is_drafted_on(character_model, servers, tmp_path, plain):
+    tier = (
+        *("--enable-metrics", "--max-total-tokens", str(30 * SEGMENT), "--kv-bytes", "256MiB"),
+        *("--enable-hierarchical-cache", "--hicache-ratio", "6", "--hicache-write-policy", "write_through"),
+    )
+    first = prompt(60, 10 * SEGMENT - 15)
+    flush(plain)
+    answer = ask(plain, first, 100)
+    turn = first + answer.tokens + prompt(61, 40)
+    want = ask(plain, turn)
+    with servers.serve(character_model, *FLAGS, *CHAINS, *tier, log=tmp_path / "log", env=STRICT) as server:
+        for _ in range(2):
+            assert_same(ask(server, first, 100), answer)
+            for seed in range(70, 74):
+                ask(server, prompt(seed, 15 * SEGMENT), 1)
+            found = ask(server, turn)
+            assert found.cached >= 11 * SEGMENT
+            assert_same(found, want)
+        assert found.per_step > 3
+        assert ragged_metrics(server)["restored_segments_total/host"] > 11
+        flush(server)
