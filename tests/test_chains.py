@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sgl_ragged.attention.view import chain_view
 from sgl_ragged.drafts import torch_verify
 from sgl_ragged.drafts.chains import as_chains, end_at_border, require_chains
+from sgl_ragged.mem_pool.slab_format import FORMATS
 from tests.examples import examples
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
 
@@ -52,6 +53,23 @@ def test_what_is_accepted_is_as_decoded_one_by_one(scorer, lengths, accepted, pa
                 for harness, own in ((drafted, row), (single, 1))
             )
             assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("more", [{"form": FORMATS["k8v4"]}, {"dtype": torch.float8_e4m3fn}], ids=["codes", "fp8"])
+def test_caches_of_codes_and_fp8_are_the_same(more):
+    """Outputs of every token and the slab, against decoding one by one."""
+    length, counts = SEGMENT - 7, [3, 1, 3, 5]
+    sequences = [Sequence(SEGMENT + 6, *KEPT.shape, 2, 32, "keydiff", 0)]
+    drafted, single = (Harness(KEPT, 32, "keydiff", 1, 4, **more) for _ in range(2))
+    for harness in (drafted, single):
+        harness.extend(sequences, [0], [length])
+    for count in counts:
+        output = drafted.verify(sequences, [length], WIDTH, [count])[0]
+        want = torch.cat([single.decode(sequences, [length + place]) for place in range(count)])
+        torch.testing.assert_close(output, want, atol=1e-4, rtol=1e-3)
+        length += count
+    slot = int(drafted.table[1, 0]) // SEGMENT
+    assert torch.equal(drafted.store.slabs[slot].view(torch.uint8), single.store.slabs[slot].view(torch.uint8))
 
 
 def test_a_view_of_chains_ends_at_borders():

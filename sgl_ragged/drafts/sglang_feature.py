@@ -126,6 +126,7 @@ class Drafting(Feature):
             value = getattr(server_args, name)
             if value not in fine:
                 raise RaggedConfigError(f"{reason} ({name} is {value!r})")
+        _refuse_graphs(server_args)
         if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", -1)) > 0:
             raise RaggedConfigError("SGLANG_SIMULATE_ACC_LEN accepts drafts behind borders of segments; unset it")
         return True
@@ -159,6 +160,18 @@ class Drafting(Feature):
 
     def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
         return {"draft_tokens": settings and settings.width}
+
+
+def _refuse_graphs(server_args: Any) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
+
+    asked = {Phase.DECODE: server_args.cuda_graph_backend_decode}
+    for phase, given in (server_args.cuda_graph_config or {}).items():
+        asked[phase] = given.get("backend", asked.get(phase))
+    if asked[Phase.DECODE] not in (None, Backend.DISABLED):
+        raise RaggedConfigError(
+            "CUDA graphs of decode are not supported with drafts and --kv-pool ragged; drop the flag"
+        )
 
 
 DRAFTS = Drafting()
