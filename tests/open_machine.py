@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import filled
 from sgl_ragged.host_tier.open_store import OpenStore
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -230,9 +230,7 @@ class OpenMachine(RuleBasedStateMachine):
         self._describe()
         table, lengths = self.table.req_to_token, lengths + 1
         described = self.operations.describe_decode(table, rows, lengths, lengths)
-        full = filled(table, rows, lengths.tolist(), self.store.tails)
-        if full is not None:
-            self.store.defer_seals(full)
+        commit(self.store, table, rows, lengths.tolist())
         ends = lengths.tolist()
         parts = [kv(self.tokens(r)[end - 1 : end], end - 1) for r, end in zip(self.running, ends, strict=True)]
         content = torch.cat(parts)
@@ -311,7 +309,11 @@ class OpenMachine(RuleBasedStateMachine):
         tree = self.tree.evictable_size() + self.tree.protected_size()
         held = (len(owned) + self.open.in_use) * SEGMENT
         assert self.allocator.available_size() + tree + held == PAGES * SEGMENT
-        assert self.open.held == sum(self.open.pages.extra(r.kv.kv_allocated_len % SEGMENT) for r in self.running)
+        assert self.open.held == sum(map(self._held, self.running))
+
+    def _held(self, req: Req) -> int:
+        """Pages that a request's open segment must have beside its own."""
+        return self.open.pages.extra(req.kv.kv_allocated_len % SEGMENT)
 
     def _entries(self) -> list[Any]:
         return [entry for own in self.tree.entries._entries.values() for entry in own]

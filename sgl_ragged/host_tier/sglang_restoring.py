@@ -85,7 +85,7 @@ class Restorer:
         """Before the forward pass of a batch (SGLang's TpModelWorker, ScheduleBatch): compute what it lacks."""
         if not self._host_pages:
             return
-        if batch.forward_mode.is_extend():
+        if batch.forward_mode.is_extend_without_speculative():
             for index in range(len(batch.reqs)):
                 self._compute_prefix(worker, batch, index)
         if self._host_pages:

@@ -191,7 +191,9 @@ class OpenRadixCache(UnifiedRadixCache):
         if self.disable or not kv.holds_kv or not LEAST_TOKENS <= count < self.page_size:
             return
         # A token beyond these may be on its way already. If it fills the segment, a slab is written there.
-        if kv.kv_allocated_len // self.page_size > up_to // self.page_size:
+        if kv.kv_committed_len // self.page_size > up_to // self.page_size:
+            return
+        if self.slabs.open_segments.is_full(kv.req_pool_idx):
             return
         name, tokens = (req.extra_key, req.cache_salt or None), req.full_untruncated_fill_ids
         if self.entries.has(prefix, name, tokens, up_to):
