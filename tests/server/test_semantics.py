@@ -15,7 +15,7 @@ from benchmarks.recall import task
 from sgl_ragged.profiles.budgets import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle
-from tests.server.client import flush, found_of, generate, generate_all
+from tests.server.client import flush, generate, generate_all
 
 pytestmark = pytest.mark.server
 
@@ -107,7 +107,7 @@ def test_warm_cache_equals_cold(server, prompts, cold):
     generate_all(server, prompts, NEW)
     warm = [generate(server, prompt, NEW) for prompt in prompts]
     # Up to the last token but one where an open segment was left behind, else to the last border before it.
-    found = [found_of(len(p) - 1, SEGMENT) if len(p) % SEGMENT else len(p) - SEGMENT for p in prompts]
+    found = [len(p) - 1 if len(p) % SEGMENT else len(p) - SEGMENT for p in prompts]
     assert [answer.cached for answer in warm] == found
     assert_same(warm, cold)
 
@@ -139,7 +139,7 @@ def test_answers_extend_the_shared_prefix(server):
     turn = prompt + answer.tokens + document(12, 60)
     follow = generate(server, turn, 8)
     # The last answered token has no keys yet when the request ends.
-    assert follow.cached == found_of(len(prompt) + 199, SEGMENT)
+    assert follow.cached == len(prompt) + 199
     flush(server)
     assert_same([generate(server, turn, 8)], [follow])
 
