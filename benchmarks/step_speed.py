@@ -9,6 +9,10 @@ mean anything. At ratio 1 nothing is compressed: the difference to the token poo
 - extend: --extend new tokens after --context cached ones, until the first token;
 - decode: one step of --batch requests with --context cached tokens each: a run of 1 + --steps tokens less a run of 1.
 
+A pool written as ragged@0.3+draft=4 verifies chains of four tokens, drafted by n-grams: a "step" of decode is a token
+of each request then, however many of them the server computes at once. The same answers come in every round, so most
+drafts are right. SGLang's own pool runs no drafts on CPUs without AMX.
+
 --clock cpu counts CPU seconds of the servers' processes: where other programs take the cores, and with
 OMP_NUM_THREADS=1, so that no thread counts as busy that waits for another.
 """

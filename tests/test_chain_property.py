@@ -13,7 +13,7 @@ from sgl_ragged.drafts import torch_verify
 from sgl_ragged.drafts.sglang_chains import alloc_for_chains
 from tests.chain_machine import WIDTH, ChainMachine
 from tests.examples import examples
-from tests.open_machine import OPTIONS, SEGMENT
+from tests.open_machine import OPTIONS, PAGES, SEGMENT
 from tests.test_open_property import SERVING
 
 
@@ -36,6 +36,31 @@ def flags():
 
 ChainMachine.TestCase.settings = examples(60, stateful_step_count=25)
 TestLives = ChainMachine.TestCase
+
+
+@pytest.mark.parametrize("width", [WIDTH, SEGMENT])
+def test_who_is_alone_never_lacks_a_page(width, monkeypatch):
+    """As long as SGLang lets it become, whatever is accepted: nobody is there to be retracted."""
+    monkeypatch.setattr(eagle_utils, "get_alloc_reserve_per_decode", lambda: 2 * width)
+    monkeypatch.setattr("tests.chain_machine.WIDTH", width)
+    life = ChainMachine()
+    life.open.width = width
+    life.allocator.get_kvcache().views = None
+    room = 14 * SEGMENT
+    assert life.allocator.alloc(PAGES * SEGMENT - room) is not None
+    prompt = 3 * SEGMENT - 5
+    more = life.allocator.max_new_tokens_for_memory(
+        prompt, 10**6, token_capacity=room, sliding_window_size=None, chunk_size=None
+    )
+    longest = prompt + more
+    assert longest > 3 * SEGMENT
+    life.admit(streams=[0], length=prompt, chunk=SEGMENT)
+    request = life.running[0]
+    while request.kv.kv_committed_len < longest - 1:
+        assert life._has_room()
+        life._decode_step()
+        request.output_ids.append(1)
+    life.slabs_hold_what_the_oracle_says()
 
 
 def test_a_chain_ends_a_segment():

@@ -19,5 +19,14 @@ def test_pools_are_wide_unless_their_names_say_otherwise(name, slabs):
     assert (chosen["--kv-pool"], chosen["--ragged-ratio"], chosen["--ragged-slab-dtype"]) == ("ragged", "0.3", slabs)
 
 
+def test_drafts_are_sglangs():
+    pool = Pool.parse("ragged@0.3+draft=4+scorer=h2o")
+    assert pool.name == "ragged@0.3+draft=4+scorer=h2o"
+    assert " ".join(pool.flags) == (
+        "--ragged-scorer h2o --speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1 "
+        "--speculative-num-draft-tokens 4"
+    )
+
+
 def test_the_token_pool_has_no_ragged_flags():
     assert not [one for one in flags("token") if one.startswith("--ragged")]

@@ -17,6 +17,9 @@ from sgl_ragged.mem_pool.slab_format import WIDE
 SLABS = "slab-dtype"
 """The option that says how finished segments are stored."""
 
+DRAFT = "draft"
+"""The option that says how many tokens a chain of drafts has, which is told SGLang."""
+
 DECODE_LOG_INTERVAL = 8
 """Decode steps between two updates of a server's gauges; SGLang's own 40 is coarse beside short answers."""
 
@@ -26,7 +29,7 @@ class Pool:
     """SGLang's pool (`ratio` None), or the ragged one at a ratio.
 
     `options`: further options of the ragged pool and their values, without `--ragged-`: ("scorer", "gate"). Slabs are
-    wide unless one says otherwise, so that a name stays one configuration.
+    wide unless one says otherwise, so that a name stays one configuration. ("draft", "4"): chains of four tokens.
     """
 
     ratio: float | None
@@ -43,7 +46,12 @@ class Pool:
     @property
     def flags(self) -> list[str]:
         """The command-line flags of `options`."""
-        return [part for name, value in self.options for part in (f"--ragged-{name}", value)]
+        own = [part for name, value in self.options if name != DRAFT for part in (f"--ragged-{name}", value)]
+        drafts = [value for name, value in self.options if name == DRAFT]
+        if drafts:
+            own += ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
+            own += ["--speculative-num-draft-tokens", drafts[-1]]
+        return own
 
     @classmethod
     def parse(cls, text: str) -> Pool:

@@ -55,6 +55,10 @@ class Feature:
 _TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
 _FP8 = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/kernels.md)"
 _CODES = "two computations of a key that differ in its last bit may be rounded to neighbours (docs/slab-formats.md)"
+_CHAINS = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", "5"),
+)
 _FEW_BYTES = ("--ragged-ratio", "0.1")
 """Of more, codes would keep every token beside a cache in float32."""
 _CODEC = "a restored prefix is not what was served (docs/host-tier.md)"
@@ -82,6 +86,7 @@ FEATURES: dict[str, Feature] = {
         Feature("k6v4", "slabs in 6 and 4 bits", "slabs", ("--ragged-slab-dtype", "k6v4", *_FEW_BYTES), inexact=_CODES),
         Feature("k4v4", "slabs in 4 bits", "slabs", ("--ragged-slab-dtype", "k4v4", *_FEW_BYTES), inexact=_CODES),
         Feature("fit", "kept keys and values are fitted", flags=("--ragged-fit", "auto")),
+        Feature("drafts", "chains of drafts by n-grams", flags=_CHAINS),
         Feature("history", "bounded histories", flags=("--ragged-history", "{history}")),
         Feature("tier", "slabs in host memory", "tier", _TIER),
         Feature(

@@ -140,8 +140,8 @@ def reserve_tokens(allocator: SlabAllocator) -> int:
     """Tokens that a request may come to need beside those of its segments, one page each."""
     open_segments, size = allocator.open_segments, allocator.page_size
     pages = open_segments.pages.transient if allocator.resumes else open_segments.pages.most
-    # SGLang allocates pages for two chains ahead.
-    return (pages + -(-2 * open_segments.width // size)) * size
+    # SGLang allocates pages for two chains ahead, and leaves one page out of account itself.
+    return (pages + max(-(-2 * open_segments.width // size) - 1, 0)) * size
 
 
 def extend_tokens(allocator: SlabAllocator, prefix_lens_cpu: Any, seq_lens_cpu: Any) -> int:
