@@ -9,10 +9,9 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import filled
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.histories import Histories
@@ -251,9 +250,7 @@ class Harness:
             if position and position % SEGMENT == 0:
                 self._begin_segment(row)
         batch = self.operations.describe_decode(self.table, rows, lengths, lengths)
-        full = filled(self.table, rows, lengths.tolist(), self.store.tails)
-        if full is not None:
-            self.store.defer_seals(full)
+        commit(self.store, self.table, rows, lengths.tolist())
         ends = [position + 1 for position in positions]
         layers, self.lse = [], self._no_lse(size + padding)
         for layer in range(len(self.kept)):
@@ -272,6 +269,33 @@ class Harness:
             layers.append(output)
         self.lse = self.lse[:, :size]
         return torch.stack(layers, dim=1)
+
+    def verify(
+        self, sequences: list[Sequence], positions: list[int], width: int, accepted: list[int]
+    ) -> list[torch.Tensor]:
+        """One step with a chain of `width` tokens behind a position of each sequence, `accepted` of which are its own
+        and count; the others are anything. Each output of those [accepted, layers, heads, q_per_kv, d]."""
+        self.store.flush_pending_seals()
+        for row, position in enumerate(positions, start=1):
+            if position and position % SEGMENT == 0:
+                self._begin_segment(row)
+        rows, ends = torch.arange(1, len(sequences) + 1), [p + n for p, n in zip(positions, accepted, strict=True)]
+        batch = self.operations.describe_chains(self.table, rows, positions, width)
+        generator = torch.Generator().manual_seed(sum(ends))
+        layers = []
+        for layer in range(len(self.kept)):
+            own = [*self._rows(sequences, positions, ends, layer)]
+            inputs = self._scorer_inputs(sequences, positions, ends, layer)
+            padded = []
+            for tensor in own if inputs is None else [*own, inputs]:
+                chains = torch.randn(len(accepted), width, *tensor.shape[1:], generator=generator) * 3
+                for chain, right in zip(chains, tensor.split(accepted), strict=True):
+                    chain[: len(right)] = right
+                padded.append(chains.flatten(0, 1).to(tensor.dtype))
+            layers.append(self.operations.extend(layer, *padded[:3], batch, padded[3] if len(padded) > 3 else None))
+        commit(self.store, self.table, rows, ends)
+        outputs = torch.stack(layers, dim=1).unflatten(0, (len(accepted), width))
+        return [output[:count] for output, count in zip(outputs, accepted, strict=True)]
 
     def _begin_segment(self, row: int) -> None:
         self.store.tails.table[row] = self.store.tails.table[row].flip(0)

@@ -23,11 +23,12 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import filled
+from sgl_ragged.host_tier.open_store import OpenStore
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.mem_pool.tails import NOW
+from sgl_ragged.mem_pool.tails import NOW, Tails
 from sgl_ragged.plugin import allocator as hooks
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.radix_cache import OpenRadixCache
@@ -35,6 +36,7 @@ from sgl_ragged.scorers import get_scorer
 from tests.pool_machine import LAYOUT, SEGMENT, STREAMS, VOCABULARY, expected_slab, kv
 
 SCORER, PAGES, ROWS, LONGEST = "h2o", 40, 5, SEGMENT * 6
+HOST_PAGES = 8
 
 OPTIONS = RaggedOptions()
 
@@ -45,6 +47,7 @@ class OpenMachine(RuleBasedStateMachine):
         self.table = ReqToTokenPool(ROWS - 1, SEGMENT * PAGES, "cpu", enable_memory_saver=False)
         self.store = SlabStore(LAYOUT, get_scorer(SCORER), PAGES + 1, ROWS, torch.float32, "cpu")
         self.store.slabs[:] = torch.nan
+        self.store.defer_copy = self._promise
         self.open = OpenSegments(self.store)
         self.allocator = hooks.SlabAllocator(
             PAGES * SEGMENT,
@@ -64,11 +67,24 @@ class OpenMachine(RuleBasedStateMachine):
                 tree_components=(ComponentType.FULL,),
             )
         )
+        host = torch.empty((HOST_PAGES, self.store.slabs[0].nbytes), dtype=torch.uint8)
+        self.host = self.tree.below = OpenStore(self.store, host)
+        self.on_host = Tails(LAYOUT, host.view(torch.float32), torch.float32, 1, self.open.pages, (0, 0), torch.float32)
         self.operations = TorchOps(self.store)
         self.running: list[Req] = []
         self.waiting: list[Req] = []
         self.count = 0
         self.found = 0
+        self.promised: set[int] = set()
+
+    def _describe(self) -> None:
+        self.store.batches += 1
+        self.store.flush_pending_seals()
+        self.promised.clear()
+
+    def _promise(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.promised |= set(target.tolist())
+        SlabStore.defer_copy(self.store, source, target)
 
     @staticmethod
     def tokens(req: Req) -> list[int]:
@@ -105,8 +121,7 @@ class OpenMachine(RuleBasedStateMachine):
             seq_lens_cpu=seq_lens,
         )
         _, rows, _ = hooks.alloc_for_extend(OPTIONS, allocation.alloc_for_extend, batch)
-        self.store.batches += 1
-        self.store.flush_pending_seals()
+        self._describe()
         described = self.operations.describe_extend(self.table.req_to_token, rows, begins, lengths)
         content = torch.cat([kv(self.tokens(r)[a:b], a) for r, a, b in zip(reqs, begins, ends, strict=True)])
         for layer in range(LAYOUT.num_layers):
@@ -212,13 +227,10 @@ class OpenMachine(RuleBasedStateMachine):
             self.running, seq_lens=lengths, seq_lens_cpu=lengths, req_pool_indices=rows, req_pool_indices_cpu=rows
         )
         hooks.alloc_for_decode(OPTIONS, allocation.alloc_for_decode_default, batch, 1)
-        self.store.batches += 1
-        self.store.flush_pending_seals()
+        self._describe()
         table, lengths = self.table.req_to_token, lengths + 1
         described = self.operations.describe_decode(table, rows, lengths, lengths)
-        full = filled(table, rows, lengths.tolist(), self.store.tails)
-        if full is not None:
-            self.store.defer_seals(full)
+        commit(self.store, table, rows, lengths.tolist())
         ends = lengths.tolist()
         parts = [kv(self.tokens(r)[end - 1 : end], end - 1) for r, end in zip(self.running, ends, strict=True)]
         content = torch.cat(parts)
@@ -297,15 +309,27 @@ class OpenMachine(RuleBasedStateMachine):
         tree = self.tree.evictable_size() + self.tree.protected_size()
         held = (len(owned) + self.open.in_use) * SEGMENT
         assert self.allocator.available_size() + tree + held == PAGES * SEGMENT
-        assert self.open.held == sum(self.open.pages.extra(r.kv.kv_allocated_len % SEGMENT) for r in self.running)
+        assert self.open.held == sum(map(self._held, self.running))
+
+    def _held(self, req: Req) -> int:
+        """Pages that a request's open segment must have beside its own."""
+        return self.open.pages.extra(req.kv.kv_allocated_len % SEGMENT)
 
     def _entries(self) -> list[Any]:
         return [entry for own in self.tree.entries._entries.values() for entry in own]
 
     @invariant()
+    def the_host_holds_what_it_took(self) -> None:
+        entries = [entry for own in self.host._entries._entries.values() for entry in own]
+        pages = [page for entry in entries for page in entry.pages.tolist()]
+        assert sorted(pages + self.host._free) == list(range(HOST_PAGES))
+        if not self.store._deferred:
+            for entry in entries:
+                self._check_tail(entry.tokens.tolist(), entry.key[0], entry.pages[None], self.on_host)
+
+    @invariant()
     def open_segments_hold_their_tokens(self) -> None:
         tails = self.store.tails
-        copied = {int(page) for _, target in self.store._copies for page in target}
         for req in self.running:
             begin = req.kv.kv_committed_len // SEGMENT * SEGMENT
             tokens = self.tokens(req)[begin : req.kv.kv_committed_len]
@@ -314,13 +338,13 @@ class OpenMachine(RuleBasedStateMachine):
                 pages = tails.pages(row, torch.tensor(self._own(req)[-1:]), NOW)
                 self._check_tail(tokens, begin, pages)
         for entry in self._entries():
-            if not copied & set(entry.pages.tolist()):
+            if not self.promised & set(entry.pages.tolist()):
                 self._check_tail(entry.tokens.tolist(), entry.key[0], entry.pages[None])
 
-    def _check_tail(self, tokens: list[int], begin: int, pages: torch.Tensor) -> None:
+    def _check_tail(self, tokens: list[int], begin: int, pages: torch.Tensor, tails: Tails | None = None) -> None:
         expected = kv(tokens, begin).permute(1, 2, 3, 0, 4)
         for layer in range(LAYOUT.num_layers):
-            found = self.store.tails.read(layer, pages, len(tokens))[0]
+            found = (tails or self.store.tails).read(layer, pages, len(tokens))[0]
             np.testing.assert_array_equal(found.numpy(), expected[layer].numpy())
 
     @invariant()

@@ -19,9 +19,8 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
-from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.attention.view import filled
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -212,9 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
         rows = torch.tensor([request.row for request in self.running])
         lengths = torch.tensor([len(request.tokens) for request in self.running])
         batch = self.operations.describe_decode(self.table.req_to_token, rows, lengths, lengths)
-        full = filled(self.table.req_to_token, rows, lengths.tolist(), self.store.tails)
-        if full is not None:
-            self.store.defer_seals(full)
+        commit(self.store, self.table.req_to_token, rows, lengths.tolist())
         content = torch.cat([kv(r.tokens[-1:], len(r.tokens) - 1) for r in self.running])
         for layer in range(LAYOUT.num_layers):
             keys, values = content[:, layer, 0], content[:, layer, 1]

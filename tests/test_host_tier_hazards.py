@@ -135,7 +135,9 @@ def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
     tier.controller.start_writing()
     device = tier.allocator.alloc(SEGMENT)
     tier.pool.attached["tier"].mark(device, rows)
-    tier.pool.attached["tier"].run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    tier.pool.attached["tier"].run(
+        None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: False))
+    )
     assert torch.equal(tier.store.slabs[int(device[0]) // SEGMENT], content)
 
 
@@ -153,7 +155,7 @@ def test_a_page_that_was_given_back_is_not_computed_for_who_had_it(monkeypatch):
     history.returned.add(left)
     tier.pool.attached["tier"].mark(device, rows)
     batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: True),
         reqs=[None],
         req_pool_indices_cpu=torch.tensor([1]),
         prefix_lens=[4 * SEGMENT],
@@ -187,7 +189,9 @@ def test_scores_come_back_with_their_segments():
     tier.host.set_from_flat_data_page(other[0], page)
     device = tier.allocator.alloc(SEGMENT)
     tier.pool.attached["tier"].mark(device, other)
-    tier.pool.attached["tier"].run(None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: False)))
+    tier.pool.attached["tier"].run(
+        None, SimpleNamespace(forward_mode=SimpleNamespace(is_extend_without_speculative=lambda: False))
+    )
     assert torch.equal(tier.scores.values[device[:1] // SEGMENT], wanted)
     assert torch.equal(tier.store.slabs[device[0] // SEGMENT], tier.store.slabs[slot[0]])
 

@@ -117,6 +117,9 @@ def test_engine_takes_the_flags_as_keywords():
         Engine.server_args_class(model_path="m", kv_pool="ragged", ragged_ratio=1.5)
 
 
+CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -136,7 +139,10 @@ def test_engine_takes_the_flags_as_keywords():
         (("--ragged-scorer-weights", "gates.safetensors"), "'keydiff' has no weights"),
         (("--kv-bytes", "many"), "cannot read 'many'"),
         (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
-        (("--speculative-algorithm", "NGRAM"), "speculative decoding"),
+        (("--speculative-algorithm", "EAGLE"), "EAGLE is not supported with --kv-pool ragged, where NGRAM is; use"),
+        (("--speculative-algorithm", "NGRAM"), "chains, no trees: set --speculative-ngram-max-bfs-breadth 1"),
+        ((*CHAINS, "--speculative-ngram-external-corpus-path", "f"), "an external corpus"),
+        ((*CHAINS, "--ragged-history", "1024"), "--speculative-algorithm is not supported with --ragged-history"),
         (("--attention-backend", "torch_native"), "drop --attention-backend"),
         (("--kv-cache-dtype", "nvfp4"), "supports FP8; use --kv-cache-dtype fp8_e4m3"),
         (("--kv-cache-dtype", "mxfp8"), "supports FP8; use --kv-cache-dtype fp8_e4m3"),

@@ -81,10 +81,17 @@ def test_everything_that_sglang_asks_of_a_pool_is_overridden_or_harmless():
 
 def test_what_is_asked_about_tokens_raises(pool):
     refused = [n for n, f in vars(RaggedTokenToKVPool).items() if f is RaggedTokenToKVPool._no_token_access]
-    assert {"get_kv_buffer_shape", "set_kv_buffer_prefix_valid", "get_key_buffer", "move_kv_cache"} <= set(refused)
+    assert {"get_kv_buffer_shape", "set_kv_buffer_prefix_valid", "get_key_buffer"} <= set(refused)
     for name in refused:
         with pytest.raises(RuntimeError, match="no per-token buffers"):
             getattr(pool, name)(0)
+
+
+def test_tokens_move_nowhere(pool):
+    """SGLang has accepted drafts moved to where they belong, where those of a chain are."""
+    pool.move_kv_cache(torch.tensor([7, 8, 0]), torch.tensor([7, 8, 0]))
+    with pytest.raises(RuntimeError, match="no chain"):
+        pool.move_kv_cache(torch.tensor([7, 8, 0]), torch.tensor([7, 9, 0]))
 
 
 LAYER = SimpleNamespace(layer_id=3)

@@ -27,8 +27,8 @@ from benchmarks.gpu_blocks.reference import (
 from benchmarks.gpu_blocks.stage import Stage, begin_segment, make_stage, measured_residents
 from benchmarks.gpu_blocks.timing import Timer
 from sgl_ragged.attention.kernel_choice import check_cache, device_capability
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.triton_ops import TritonOps
-from sgl_ragged.attention.view import filled
 from sgl_ragged.mem_pool.kv_dtype import KvScales, movable
 from sgl_ragged.mem_pool.tails import NOW
 
@@ -134,9 +134,7 @@ class Trial:
         inputs = self.decode_inputs(positions, list(range(len(positions))))
         batch = self.describe(inputs)
         rows = torch.arange(1, len(positions) + 1, device=self.device)
-        full = filled(self.stage.table, rows, [position + 1 for position in positions], self.stage.store.tails)
-        if full is not None:
-            self.stage.store.defer_seals(full)
+        commit(self.stage.store, self.stage.table, rows, [position + 1 for position in positions])
         self.poison()
         for i, output in enumerate(self.attend(inputs, batch)):
             self.outputs[i].append(output[None])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import step_speed
+from benchmarks import open_blocks, step_speed
 from benchmarks.accuracy import tables as accuracy
 from benchmarks.accuracy.store import Results as Accuracy
 from benchmarks.harness.result_file import ResultFile
@@ -88,6 +88,10 @@ def _cta_map(path: Path, data: Any) -> list[Rows]:
 def _tier_codecs(path: Path, data: Any) -> list[Rows]:
     rows = table([Result(**one) for one in data["results"]])
     return [replace(rows, title=f"{path.stem}: {rows.title}")]
+
+
+def _open_blocks(path: Path, data: Any) -> list[Rows]:
+    return [replace(rows, title=f"{path.stem}: {rows.title}") for rows in open_blocks.tables(data)]
 
 
 def _krul(path: Path, data: Any) -> list[Rows]:
@@ -218,5 +222,12 @@ KINDS = (
         "Placements of heads on tensor-parallel ranks, over measured profiles: benchmarks/fairkv/README.md.",
         "python -m benchmarks.fairkv",
         _fairkv,
+    ),
+    Kind(
+        ("open-blocks*.json",),
+        "Full blocks of open segments in 8 bits",
+        "What they would lose and save; nothing of it is built. Bytes are arithmetic: docs/decisions.md.",
+        "python -m benchmarks.open_blocks",
+        _open_blocks,
     ),
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sgl_ragged.attention.view import DecodeView, ExtendView, Seen, decode_view, extend_view
+from sgl_ragged.attention.view import DecodeView, ExtendView, Seen, chain_view, decode_view, extend_view, filled
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import BEFORE, NOW
@@ -112,6 +113,14 @@ class Operations(ABC):
         `seen`: what of their histories they see, if that is not all.
         """
         return self.extend_batch(extend_view(req_to_token, rows, prefixes, lengths, self.store.layout.segment, seen))
+
+    def describe_chains(self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], width: int) -> Any:
+        """A batch of chains of drafts, `width` tokens each, as `extend` takes it; arguments as in `chain_view`.
+
+        Their tokens go to the tails, where whoever writes to the same places next replaces them; nothing is sealed
+        before `commit` says that they count.
+        """
+        return self.extend_batch(chain_view(req_to_token, rows, prefixes, width, self.store.layout.segment))
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
         """A view as `extend` takes it: one transfer to the device. Copies what is about to be sealed to its stages."""
@@ -247,6 +256,20 @@ class Operations(ABC):
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append one token per request to the tails, then attend; arguments as in `extend`, a token per request."""
+
+
+def commit(store: SlabStore, req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int]) -> None:
+    """Say that these tokens of requests count: a segment that has all of its own is sealed before the next batch.
+
+    A step of decode commits one token as soon as it is described, a chain of drafts what was accepted of it. Does not
+    wait for the device.
+
+    Args:
+        rows: integers [requests], on the device. lengths: tokens of each with the new ones, on the host.
+    """
+    full = filled(req_to_token, rows, lengths, store.tails)
+    if full is not None:
+        store.defer_seals(full)
 
 
 def _slots_of(pages: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

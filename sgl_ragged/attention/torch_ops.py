@@ -6,6 +6,7 @@ requests, segments and bands, never over tokens.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, field, replace
 
@@ -36,16 +37,24 @@ class DecodePart:
     view: DecodeView
     longest_tail: int
     real: torch.Tensor | None
-    _masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
-    def mask(self, kept: int) -> torch.Tensor:
-        """bool [batch, 1, 1, most seen * kept + longest_tail]: what each query may see, made once per `kept`."""
+    def mask(self, kept: int) -> torch.Tensor | None:
+        """bool [batch, 1, 1, most seen * kept]: rows of the history that a query does not see, made once per `kept`;
+        None where all see as many segments."""
         if kept not in self._masks:
-            view, device = self.view, self.view.slots.device
-            history = torch.arange(view.slots.shape[1] * kept, device=device) < view.seen[:, None] * kept
-            tail = torch.arange(self.longest_tail, device=device) <= view.open_offsets[:, None]
-            self._masks[kept] = torch.cat([history, tail], dim=1)[:, None, None, :]
+            seen, most = self.view.seen, self.view.slots.shape[1]
+            rows = torch.arange(most * kept, device=seen.device) >= seen[:, None] * kept
+            self._masks[kept] = (
+                None if seen.device.type == "cpu" and bool((seen == most).all()) else rows[:, None, None]
+            )
         return self._masks[kept]
+
+    @functools.cached_property
+    def open_mask(self) -> torch.Tensor:
+        """bool [batch, 1, 1, longest_tail]: tokens of open segments that each query may see."""
+        tokens = torch.arange(self.longest_tail, device=self.view.slots.device)
+        return (tokens <= self.view.open_offsets[:, None])[:, None, None]
 
 
 class TorchOps(Operations):
@@ -190,6 +199,9 @@ def _attend_pieces(
     view, pages = batch.view, batch.open_pages[pieces[0].request : pieces[0].request + 1]
     slots = view.lists[pieces[0].listed, : max(piece.seen for piece in pieces)].long()
     scale = store.logit_scale(layer)
+    # Of pieces of one request, the first alone has tokens before it in its segment.
+    offset = pieces[0].offset
+    tail = store.tails.read(layer, pages, offset)[0] if offset else None
     first, last = pieces[0].first_token, pieces[-1].first_token + pieces[-1].tokens
     for index, band in enumerate(store.layout.bands[layer]):
         heads = store.band_heads(layer, index)
@@ -203,7 +215,7 @@ def _attend_pieces(
             tokens = slice(piece.first_token - first, piece.first_token - first + piece.tokens)
             seen = piece.seen * band.kept
             seen_keys, seen_values, mask = _entries(
-                store, layer, band, heads, history[:, :, :seen], own, pages, piece, tokens
+                band, heads, history[:, :, :seen], own, tail if piece.offset else None, piece, tokens
             )
             chunk = slice(piece.first_token, piece.first_token + piece.tokens)
             if lse is not None:
@@ -216,13 +228,11 @@ def _attend_pieces(
 
 
 def _entries(
-    store: SlabStore,
-    layer: int,
     band: Band,
     heads: torch.Tensor,
     history: torch.Tensor,
     own: list[torch.Tensor],
-    pages: torch.Tensor,
+    tail: torch.Tensor | None,
     piece: Piece,
     tokens: slice,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -231,11 +241,10 @@ def _entries(
     Args:
         history: [2, heads, kept rows, d], what the band kept of the segments seen.
         own: keys and values [heads, chunk's tokens, d]; `tokens` are those of the piece.
-        pages: [1, K], of the segment that was open before the chunk.
+        tail: [2 (K, V), all heads, piece.offset, d], tokens of the segment from before the chunk, if there are any.
     """
     entries = [[history[part]] for part in (0, 1)]
     if band.attends_open:
-        tail = store.tails.read(layer, pages, piece.offset)[0] if piece.offset else None
         for part in (0, 1):
             if tail is not None:
                 entries[part].append(movable(tail[part]).index_select(0, heads).view(tail.dtype).to(own[part].dtype))
@@ -250,31 +259,34 @@ def _attend_part_of_batch(
 ) -> torch.Tensor:
     """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
     view = part.view
-    tails = store.tails.read(layer, view.pages, part.longest_tail).float()
-    output = torch.empty_like(queries)
+    assert lse is not None or not any(band.partial for band in store.layout.bands[layer]), (
+        "layers with partial heads need their log-sum-exps"
+    )
+    tail_keys, tail_values = store.tails.read_numbers(layer, view.pages, part.longest_tail)
+    asked = queries.float() * store.logit_scale(layer)
+    tail_logits = (asked @ tail_keys.transpose(2, 3)).masked_fill_(~part.open_mask, -torch.inf)
+    tail_weights, output = torch.zeros_like(tail_logits), torch.zeros_like(asked)
     for index, band in enumerate(store.layout.bands[layer]):
-        heads = store.band_heads(layer, index)
         if band.kept == 0:
-            output[:, heads] = 0
             continue
-        band_tails = tails.index_select(2, heads)
+        heads = store.band_heads(layer, index)
         history = past_of(store.gather(layer, band, view.slots.flatten()))
-        band_queries = queries.index_select(1, heads).float() * store.logit_scale(layer)
-        mask = part.mask(band.kept)
-        if not band.attends_open:
-            band_tails, mask = band_tails[:, :, :, :0], mask[..., : view.slots.shape[1] * band.kept]
-        assert lse is not None or not band.partial, "layers with partial heads need their log-sum-exps"
-        attended, logs = _attend_band(band_queries, history, band_tails, mask, lse is not None)
-        output[:, heads] = attended.to(output.dtype)
+        own = tail_logits.index_select(1, heads) if band.attends_open else None
+        attended, weights, logs = _attend_band(
+            asked.index_select(1, heads), history, own, part.mask(band.kept), lse is not None
+        )
+        output[:, heads] = attended
+        if own is not None:
+            tail_weights[:, heads] = weights
         if lse is not None:
             lse[:, heads] = logs
-    return output
+    return torch.add(output, tail_weights @ tail_values, out=output).to(queries.dtype)
 
 
 def _attend_band(
-    queries: torch.Tensor, history: Past, tails: torch.Tensor, mask: torch.Tensor, log_sums: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Decode attention of one band in float32.
+    queries: torch.Tensor, history: Past, tail: torch.Tensor | None, mask: torch.Tensor | None, log_sums: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Decode attention of one band in float32: weights of all it sees, and what its history adds with them.
 
     The history is used in the order in which it was gathered: only the logits, head_dim times smaller, are
     brought into one row per query.
@@ -282,12 +294,13 @@ def _attend_band(
     Args:
         queries: [batch, heads, q_per_kv, d], scaled.
         history: of [batch * segments, heads, kept] rows.
-        tails: [batch, 2 (K, V), heads, tokens, d].
-        mask: bool [batch, 1, 1, segments * kept + tokens].
+        tail: [batch, heads, q_per_kv, tokens], logits with open segments, masked; None where these are not seen.
+        mask: bool [batch, 1, 1, segments * kept], which rows of the history are not there; None where all are.
         log_sums: whether log-sum-exps are wanted; queries may see nothing then.
 
     Returns:
-        Like `queries`, and the log-sum-exps of the logits [batch, heads, q_per_kv], if they are wanted.
+        The history's part of outputs, like `queries`; the weights of the tail, like `tail`; and the log-sum-exps of the
+        logits [batch, heads, q_per_kv], if they are wanted.
     """
     size, heads, per_head, dim = queries.shape
     kept, segments = history.kept, history.entries // size
@@ -296,15 +309,16 @@ def _attend_band(
     repeated = asking.expand(size, segments, heads, per_head, dim).reshape(-1, per_head, dim)
     past = history.logits(repeated).view(size, segments, heads, per_head, kept)
     past = past.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, seen)
-    logits = torch.cat([past, queries @ tails[:, 0].transpose(2, 3)], dim=-1)
-    logits.masked_fill_(~mask, -torch.inf)
+    if mask is not None:
+        past.masked_fill_(mask, -torch.inf)
+    logits = past if tail is None else torch.cat([past, tail], dim=-1)
     lse = logits.logsumexp(dim=-1) if log_sums else None
     weights = logits.softmax(dim=-1) if lse is None else _softmax(logits, lse)
-    output = weights[..., seen:] @ tails[:, 1]
-    if segments:
-        past = weights[..., :seen].unflatten(3, (segments, kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, kept)
-        output += history.answer(history.sums(past).view(size, segments, heads, per_head, dim).sum(dim=1))
-    return output, lse
+    if not segments:
+        return torch.zeros_like(queries), weights, lse
+    past = weights[..., :seen].unflatten(3, (segments, kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, kept)
+    sums = history.sums(past).view(size, segments, heads, per_head, dim).sum(dim=1)
+    return history.answer(sums), weights[..., seen:], lse
 
 
 def _softmax(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

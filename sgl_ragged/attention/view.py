@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,6 +165,7 @@ class ExtendView:
         open.
     lists: int32 [lists, most], slots that pieces see; a piece's `seen` says how many of its list count.
     prefixes, lengths: tokens before each chunk and in it.
+    uncertain: whether these are tokens that may yet be rejected (`chain_view`): segments that they end stay open.
     """
 
     req_pool_indices: torch.Tensor
@@ -174,6 +175,7 @@ class ExtendView:
     prefixes: tuple[int, ...]
     lengths: tuple[int, ...]
     segment: int
+    uncertain: bool = False
 
     @property
     def most_seen(self) -> int:
@@ -196,7 +198,8 @@ class ExtendView:
     def open_segments(self) -> np.ndarray:
         """int32 [2, requests]: indices of the segments that are open before each chunk and behind it."""
         before = np.array(self.prefixes, np.int32)
-        return np.stack([before, before + np.array(self.lengths, np.int32)]) // self.segment
+        behind = before if self.uncertain else before + np.array(self.lengths, np.int32)
+        return np.stack([before, behind]) // self.segment
 
     def begun(self, tokens: int) -> list[tuple[int, int]]:
         """(request, index among its open segment's pages) of pages that the chunks are the first to write to.
@@ -205,9 +208,9 @@ class ExtendView:
         """
         found = []
         for request, (prefix, length) in enumerate(zip(self.prefixes, self.lengths, strict=True)):
-            same = prefix // self.segment == (prefix + length) // self.segment
+            same = self.uncertain or prefix // self.segment == (prefix + length) // self.segment
             first = prefix % self.segment if same else 0
-            last = (prefix + length) % self.segment
+            last = first + length if same else (prefix + length) % self.segment
             found += [(request, index) for index in range(-(-first // tokens), -(-last // tokens))]
         return found
 
@@ -258,10 +261,40 @@ def extend_view(
         req_to_token, rows: as in `decode_view`.
         seen: which of the segments before it a piece sees; None for all of them.
     """
+    starts = itertools.accumulate(lengths[:-1], initial=0)
+    return _view(req_to_token, rows, prefixes, lengths, starts, segment, seen)
+
+
+def chain_view(
+    req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: Sequence[int], width: int, segment: int
+) -> ExtendView:
+    """Describe chains of `width` tokens, which may yet be rejected, behind `prefixes` tokens of their requests.
+
+    A chain ends at the border of the open segment: what lies behind it sees that segment sealed, and whether its tokens
+    are accepted is not known. Tokens of a batch behind a border are in no piece: they are neither stored nor attend.
+
+    Args:
+        req_to_token, rows: as in `decode_view`.
+    """
+    lengths = [min(width, segment - prefix % segment) for prefix in prefixes]
+    starts = range(0, width * len(prefixes), width)
+    return _view(req_to_token, rows, prefixes, lengths, starts, segment, uncertain=True)
+
+
+def _view(
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    prefixes: Sequence[int],
+    lengths: Sequence[int],
+    starts: Iterable[int],
+    segment: int,
+    seen: Seen | None = None,
+    uncertain: bool = False,
+) -> ExtendView:
+    """starts: the number of each request's first token in the batch."""
     pieces: list[Piece] = []
     own_lists: list[tuple[int, Sequence[int]]] = []
-    start = 0
-    for request, (prefix, length) in enumerate(zip(prefixes, lengths, strict=True)):
+    for request, (prefix, length, start) in enumerate(zip(prefixes, lengths, starts, strict=True)):
         stop = prefix + length
         for number in range(prefix // segment, -(-stop // segment)):
             begin, end = max(number * segment, prefix), min((number + 1) * segment, stop)
@@ -276,17 +309,16 @@ def extend_view(
                         first_token=start + begin - prefix,
                         tokens=end - begin,
                         offset=begin % segment,
-                        finished=end == (number + 1) * segment,
+                        finished=not uncertain and end == (number + 1) * segment,
                         listed=request if numbers is None else len(rows) + len(own_lists) - 1,
                         seen=number if numbers is None else len(numbers),
                     )
                 )
-        start += length
     most = max((-(-(p + n) // segment) for p, n in zip(prefixes, lengths, strict=True)), default=0)
     rows = rows.to(torch.int64)
     pages = SegmentTable(req_to_token, segment).first_slots(rows, most)
     lists = torch.cat([pages, _lists(pages, own_lists)]) if own_lists else pages
-    return ExtendView(rows, pages, lists, tuple(pieces), tuple(prefixes), tuple(lengths), segment)
+    return ExtendView(rows, pages, lists, tuple(pieces), tuple(prefixes), tuple(lengths), segment, uncertain)
 
 
 def _lists(pages: torch.Tensor, wanted: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:

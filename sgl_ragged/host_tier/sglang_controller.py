@@ -21,6 +21,7 @@ from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.host_tier.codecs import make_codec
+from sgl_ragged.host_tier.open_store import open_host_pages
 from sgl_ragged.host_tier.restore_schedule import LOAD, Rate, StoragePays, recomputed_first
 from sgl_ragged.host_tier.sglang_plan import refuse_storage
 from sgl_ragged.host_tier.sglang_pool import DIRECT_LAYOUT, KERNEL_LAYOUT, RaggedHostPool, tier_row_bytes
@@ -29,6 +30,7 @@ from sgl_ragged.host_tier.sglang_stopwatch import Stopwatch
 from sgl_ragged.host_tier.tier_meter import HOST, STORAGE, TierMeter
 from sgl_ragged.host_tier.tier_plan import TierPlan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
+from sgl_ragged.plugin.radix_cache import OpenRadixCache
 from sgl_ragged.plugin.ranks import least_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -155,7 +157,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
-    """Rows of this rank's host pool, SGLang's padding row included: the same on all ranks.
+    """Rows that this rank's part of the host has room for beside SGLang's padding row: the same on all ranks.
 
     --hicache-size gives bytes, --hicache-ratio tokens of host per token of device. Without either (not `sized`) it is
     SGLang's ratio, on CPUs at most half of what is free.
@@ -183,7 +185,7 @@ def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
             f"the host tier needs {needed} bytes for {max(pages, 1)} segments of {row_bytes} bytes, and {free} are "
             f"free for this rank; give a smaller --hicache-size (GB) or --hicache-ratio, or less to --kv-bytes"
         )
-    return pages + 1
+    return pages
 
 
 class RaggedStack(StackStrategy):
@@ -228,14 +230,21 @@ def build_stack(
     codec.watch(kvcache.store)
     identity = tier.rank_identity(get_parallel().attn_tp_rank, kvcache.store.stored_as)
     row_bytes = tier_row_bytes(kvcache, codec)
-    host = RaggedHostPool(
-        kvcache,
-        codec,
-        host_pages(kvcache, row_bytes, tier.sized),
-        DIRECT_LAYOUT if memory.hicache_io_backend == "direct" else KERNEL_LAYOUT,
-        identity,
-    )
-    kvcache.attached["tier"] = Restorer(kvcache, host, TierMeter(kvcache.page_size, row_bytes))
+    rows, open_pages = host_pages(kvcache, row_bytes, tier.sized), 0
+    if isinstance(cache, OpenRadixCache):
+        parallel, page_bytes = get_parallel(), kvcache.store.slabs[0].nbytes
+        rows, open_pages = open_host_pages(rows, row_bytes, page_bytes, kvcache.open_segments.pages.most)
+        # A lossy codec's rows are not as many pages on each rank.
+        rows, open_pages = (
+            least_over_ranks(count, parallel.attn_tp_size, parallel.world_group.cpu_group)
+            for count in (rows, open_pages)
+        )
+    layout_name = DIRECT_LAYOUT if memory.hicache_io_backend == "direct" else KERNEL_LAYOUT
+    host = RaggedHostPool(kvcache, codec, rows + 1, layout_name, identity)
+    open_store = None
+    if open_pages:
+        cache.below = open_store = host.open_store(kvcache.store, open_pages)
+    kvcache.attached["tier"] = Restorer(kvcache, host, TierMeter(kvcache.page_size, row_bytes), open_store)
     layers = layout.num_layers
     group = HostPoolGroup(
         [
@@ -270,11 +279,12 @@ def build_stack(
         mode=tier.restore,
     )
     logger.info(
-        "host tier: %d segments of %d bytes (codec %s), %d tokens; identity %s",
+        "host tier: %d segments of %d bytes (codec %s), %d tokens, %d pages of open segments; identity %s",
         host.page_num - 1,
         row_bytes,
         codec.name,
         (host.page_num - 1) * kvcache.page_size,
+        open_pages,
         identity,
     )
     return StackBuildResult(

@@ -34,7 +34,7 @@ def recompute_segments(
     if batch is None or restorer is None:
         return original(worker, batch, *args, **more)
     restorer.run(worker, batch)
-    if not batch.forward_mode.is_extend():
+    if not batch.forward_mode.is_extend_without_speculative():
         return original(worker, batch, *args, **more)
     with restorer.prefill.measuring(batch.extend_num_tokens / restorer.pool.page_size):
         return original(worker, batch, *args, **more)

@@ -9,10 +9,12 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
 from sgl_ragged.history.segment_scores import SegmentScores
+from sgl_ragged.host_tier.open_store import OpenStore
 from sgl_ragged.host_tier.score_transfer import ScoreTransfer, score_bytes
 from sgl_ragged.host_tier.slab_codec import SlabCodec
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.host_tier.stored_page import FOOTER_BYTES, read_page, write_page
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 
 
@@ -57,9 +59,16 @@ class RaggedHostPool(HostKVCache):
 
             row_copy = copy_rows
             warm_up(torch.device(pool.device))
+        self._row_copy = row_copy
         self._slabs = SlabTransfer(codec, self.kv_buffer, row_copy)
         known = segment_scores(pool)
         self.scores = None if known is None else ScoreTransfer(known, self.page_num, row_copy)
+
+    def open_store(self, store: SlabStore, pages: int) -> OpenStore:
+        """Room beside the rows for open segments."""
+        page_bytes = store.slabs[0].nbytes
+        rows = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=self._device_type == "cuda")
+        return OpenStore(store, rows, self._row_copy)
 
     def get_size_per_token(self) -> int:
         return self.size_per_token

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.runtime_context import get_schedule
 
+from sgl_ragged.host_tier.open_store import OpenStore
 from sgl_ragged.host_tier.restore_schedule import Rate
 from sgl_ragged.host_tier.sglang_pool import RaggedHostPool
 from sgl_ragged.host_tier.sglang_stopwatch import Stopwatch
@@ -34,17 +35,20 @@ class Restorer:
         pool: the device's pool.
         host: the host's.
         meter: counts what is computed.
+        open_store: the host's open segments, if it has any.
     """
 
-    def __init__(self, pool: RaggedTokenToKVPool, host: RaggedHostPool, meter: TierMeter) -> None:
+    def __init__(
+        self, pool: RaggedTokenToKVPool, host: RaggedHostPool, meter: TierMeter, open_store: OpenStore | None = None
+    ) -> None:
         self.pool = pool
-        self._host = host
+        self._host, self._open = host, open_store
         self.meter = meter
         self._host_pages: dict[int, int] = {}
         self.on_cpu = torch.device(pool.device).type == "cpu"
         self.prefill = Stopwatch(Rate(), self.on_cpu)
 
-    gauges: ClassVar[dict[str, str]] = {}
+    gauges: ClassVar = {"host_open_bytes_in_use": "Bytes of this rank's open segments in the host tier."}
     counters: ClassVar = {
         "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read "
         "from storage to the host, or computed again though the host has them.",
@@ -55,7 +59,9 @@ class Restorer:
     def readings(self) -> Mapping[tuple[str, str], float]:
         """As `plugin.pool.Attached` has it."""
         counts = zip(self.counters, (self.meter.segments, self.meter.bytes), strict=True)
-        return {(name, way): count for name, ways in counts for way, count in ways.items()}
+        totals = {(name, way): count for name, ways in counts for way, count in ways.items()}
+        held = 0 if self._open is None else self._open.pages_in_use * self._open.page_bytes
+        return totals | {("host_open_bytes_in_use", ""): held}
 
     def settings(self) -> dict[str, Any]:
         """The tier in /server_info."""
@@ -67,6 +73,7 @@ class Restorer:
             "host_segments": pages,
             "row_bytes": host.row_bytes,
             "host_bytes": pages * host.row_bytes,
+            "host_open_bytes": 0 if self._open is None else self._open.num_pages * self._open.page_bytes,
         }
 
     def mark(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> None:
@@ -78,7 +85,7 @@ class Restorer:
         """Before the forward pass of a batch (SGLang's TpModelWorker, ScheduleBatch): compute what it lacks."""
         if not self._host_pages:
             return
-        if batch.forward_mode.is_extend():
+        if batch.forward_mode.is_extend_without_speculative():
             for index in range(len(batch.reqs)):
                 self._compute_prefix(worker, batch, index)
         if self._host_pages:

@@ -64,14 +64,24 @@ class OpenCache:
         """
         if end - prefix < LEAST_TOKENS or (prefix, name) not in self._lengths:
             return None
-        wanted = np.array(tokens[prefix:end], np.int64)
-        entries = self._entries.get(_key(prefix, name, tokens), ())
-        found = max(entries, key=lambda entry: _common(entry.tokens, wanted), default=None)
-        count = 0 if found is None else _common(found.tokens, wanted)
-        if found is None or count < LEAST_TOKENS:
+        found = self._longest(_key(prefix, name, tokens), np.array(tokens[prefix:end], np.int64))
+        if found is None or found[1] < LEAST_TOKENS:
             return None
-        self.touch(found)
-        return found, count
+        self.touch(found[0])
+        return found
+
+    def holds(self, key: Key, tokens: np.ndarray) -> bool:
+        """True if an entry of this key begins with these tokens; it is used then."""
+        found = self._longest(key, tokens)
+        if found is None or found[1] < len(tokens):
+            return False
+        self.touch(found[0])
+        return True
+
+    def _longest(self, key: Key, tokens: np.ndarray) -> tuple[Entry, int] | None:
+        """The entry of a key that has most tokens in common with others, and how many."""
+        common = [(entry, _common(entry.tokens, tokens)) for entry in self._entries.get(key, ())]
+        return max(common, key=lambda one: one[1], default=None)
 
     def touch(self, entry: Entry) -> None:
         entry.used = next(self._clock)
@@ -83,14 +93,18 @@ class OpenCache:
 
     def add(self, prefix: int, name: Hashable, tokens: array, end: int, pages: torch.Tensor) -> list[Entry]:
         """Keep tokens from `prefix` to `end`, which lie in `pages`. Returns the entries that are dropped for it."""
-        key = _key(prefix, name, tokens)
-        entry = Entry(key, np.array(tokens[prefix:end], np.int64), pages)
+        return self.put(_key(prefix, name, tokens), np.array(tokens[prefix:end], np.int64), pages)
+
+    def put(self, key: Key, tokens: np.ndarray, pages: torch.Tensor, spared: Collection[Entry] = ()) -> list[Entry]:
+        """Keep an entry of another cache, in other pages; those spared are not dropped for it, else as `add`."""
+        entry = Entry(key, tokens, pages)
         self.touch(entry)
         others = self._entries.setdefault(key, [])
         others.append(entry)
-        self._lengths[prefix, name] = self._lengths.get((prefix, name), 0) + 1
+        self._lengths[key[:2]] = self._lengths.get(key[:2], 0) + 1
         self.num_pages += len(pages)
-        covered = [one for one in others[:-1] if _common(one.tokens, entry.tokens) == len(one.tokens)]
+        others = [one for one in others if one not in spared]
+        covered = [one for one in others if one is not entry and _common(one.tokens, entry.tokens) == len(one.tokens)]
         rest = [one for one in others if one not in covered]
         oldest = sorted(rest, key=lambda one: one.used)[: max(len(rest) - MOST_BRANCHES, 0)]
         for one in (*covered, *oldest):

@@ -36,11 +36,13 @@ class OpenSegments:
     """See above.
 
     `store` has the tails, whose table is written, and counts the batches that have been described. `kept`: those of
-    requests that have ended, where the radix cache keeps any.
+    requests that have ended, where the radix cache keeps any. `width`: tokens of a step that may yet be rejected, where
+    requests have drafts; 0 where they have none.
     """
 
     def __init__(self, store: SlabStore) -> None:
         self.store, self.kept = store, OpenCache()
+        self.width = 0
         self.reset()
 
     @property
@@ -52,6 +54,7 @@ class OpenSegments:
         self.store.forget_copies()
         self.kept.clear()
         self._held: dict[int, int] = {}
+        self._full: set[int] = set()
         self._retired: list[tuple[int, torch.Tensor]] = []
 
     @property
@@ -132,6 +135,50 @@ class OpenSegments:
                 self._hold(row, 0)
         self._write(changes, pages)
 
+    def chain_demand(self, rows: Sequence[int], lengths: Sequence[int]) -> int:
+        """Pages that chains of `width` tokens need beside one for each segment, behind `lengths` tokens of requests.
+
+        Whether a chain that comes to its segment's border fills it is known once its tokens are accepted: it has the
+        stage by then. What lies behind the border needs no page, since it is computed anew when that segment is sealed.
+        """
+        return sum(
+            self._of_chain(row, length) - self._held.get(row, 0) for row, length in zip(rows, lengths, strict=True)
+        )
+
+    def _of_chain(self, row: int, length: int) -> int:
+        """Pages beside its own of a request's open segment once a chain lies in it, those that it has among them."""
+        stop = length % self.pages.segment + self.width
+        wanted = self.pages.most if stop >= self.pages.segment else self.pages.extra(stop)
+        return max(wanted, self._held.get(row, 0))
+
+    def chain(self, rows: Sequence[int], lengths: Sequence[int], pages: torch.Tensor) -> None:
+        """Hand out `pages`, int64 [chain_demand], to chains behind `lengths` tokens of requests with these rows."""
+        changes = _Changes()
+        for row, length in zip(rows, lengths, strict=True):
+            wanted = self._of_chain(row, length)
+            changes.then += [(row, NOW, place) for place in range(self._held.get(row, 0), wanted)]
+            self._hold(row, wanted)
+        self._full.difference_update(rows)
+        self._write(changes, pages)
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Requests have `lengths` tokens that count, once chains of theirs have been computed: `lengths` may end
+        segments. Their pages go back when these are sealed."""
+        changes = _Changes()
+        for row, length in zip(rows, lengths, strict=True):
+            if length % self.pages.segment == 0:
+                assert self._held[row] == self.pages.most, "a segment ends with the chain that comes to its border"
+                changes.finished.append(row)
+                changes.retired += [(row, BEFORE, place) for place in range(self.pages.most)]
+                self._hold(row, 0)
+                self._full.add(row)
+        # The batch that wrote to them has been described, as that of a step of decode has not at this point.
+        self._write(changes, self._tails.table.new_empty(0, dtype=torch.int64), self.store.batches - 1)
+
+    def is_full(self, row: int) -> bool:
+        """True if a request's last chain has ended its segment: a slab is written, or about to be, where it began."""
+        return row in self._full
+
     @property
     def reusable(self) -> int:
         """Tokens of an open segment of which all that is needed lies in its pages."""
@@ -154,6 +201,7 @@ class OpenSegments:
 
     def release(self, row: int) -> torch.Tensor:
         """Pages that a request leaves which ends, int64: they are the caller's."""
+        self._full.discard(row)
         return self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
 
     def _hold(self, row: int, count: int) -> None:
@@ -162,7 +210,8 @@ class OpenSegments:
         else:
             self._held.pop(row, None)
 
-    def _write(self, changes: _Changes, pages: torch.Tensor) -> None:
+    def _write(self, changes: _Changes, pages: torch.Tensor, batches: int | None = None) -> None:
+        """batches: how many have been described before the one that is the last to write to pages that go back."""
         if not (changes.first or changes.finished or changes.then):
             return
         table = self._tails.table
@@ -176,4 +225,5 @@ class OpenSegments:
         if changes.retired:
             # A stage of decode is read as that of the segment that is open now.
             table[finished, NOW, -1] = table[finished, BEFORE, -1]
-            self._retired.append((self.store.batches, table[tuple(retired)].long()))
+            batches = self.store.batches if batches is None else batches
+            self._retired.append((batches, table[tuple(retired)].long()))

@@ -5,6 +5,7 @@ A segment is open while it is in a tail, pending once decode has filled it, and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -126,7 +127,7 @@ class SlabStore:
         self.on_seal: list[Callable[[SlabStore, Sealed], None]] = []
         self._totals = torch.tensor(layout.totals, device=device)
         self._pending: list[InTails] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._deferred: list[Callable[[], None]] = []
         self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
 
     @property
@@ -274,8 +275,7 @@ class SlabStore:
         self._pending.append(segments)
 
     def flush_pending_seals(self) -> None:
-        """Seal what is pending, then copy pages that are to be copied. Call before any later batch, and before a slab
-        is copied.
+        """Seal what is pending, then do what was deferred. Call before any later batch, and before a slab is copied.
 
         SGLang counts a page as full one step before its segment is sealed. Its pages are free by then, and may be those
         that are copied to.
@@ -288,21 +288,25 @@ class SlabStore:
                 segments = InTails(*(torch.cat(part) for part in parts))
             self.tails.stage(segments.slots, segments.pages)
             self.seal(None, segments)
-        copies, self._copies = self._copies, []
-        for source, target in copies:
-            self.tails.copy(source, target)
+        deferred, self._deferred = self._deferred, []
+        for copy in deferred:
+            copy()
+
+    def defer(self, copy: Callable[[], None]) -> None:
+        """Have pages copied by `flush_pending_seals`, in the order of the calls."""
+        self._deferred.append(copy)
 
     def defer_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Have pages copied to others, int64 [n] each, by `flush_pending_seals`, in the order of the calls."""
-        self._copies.append((source, target))
+        """Have pages copied to others of the pool, int64 [n] each, as `defer` does."""
+        self.defer(functools.partial(self.tails.copy, source, target))
 
     def forget_copies(self) -> None:
-        """Do not: all pages are free."""
-        self._copies = []
+        """Do nothing of what was deferred: all pages are free."""
+        self._deferred = []
 
     @property
     def has_pending(self) -> bool:
-        return bool(self._pending or self._copies)
+        return bool(self._pending or self._deferred)
 
     def append(
         self, layer: int, pages: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

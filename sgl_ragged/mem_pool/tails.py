@@ -145,6 +145,17 @@ class Tails:
             return found[:, 0, :, :, :length].view(self.data.dtype)
         return found.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length].view(self.data.dtype)
 
+    def read_numbers(self, layer: int, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the same tokens, float32 [n, heads, length, head_dim] each, as products take them."""
+        some = pages[:, : -(-length // self.open_pages.tokens)]
+        found = movable(self.data[:, layer]).index_select(0, some.flatten()).view(self.data.dtype)
+        _, heads, tokens, dim = found.shape[1:]
+        shape = (2, len(some), heads, some.shape[1], tokens, dim)
+        numbers = torch.empty(shape, dtype=torch.float32, device=found.device)
+        numbers.permute(1, 3, 0, 2, 4, 5).copy_(found.unflatten(0, some.shape))
+        keys, values = numbers.flatten(3, 4)[:, :, :, :length]
+        return keys, values
+
     def append(
         self, layer: int, pages: torch.Tensor, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:

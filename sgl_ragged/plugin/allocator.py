@@ -6,7 +6,8 @@ open: they are counted in the same tokens, so what SGLang admits and retracts by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         self.open_segments: OpenSegments = kvcache.open_segments
         self._reserved = torch.empty(0, dtype=torch.int64, device=more["device"])
         self.resumes = True
+        self._ahead = False
         super().__init__(*args, **more)
 
     def available_size(self) -> int:
@@ -50,7 +52,8 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
     def alloc_extend(
         self, prefix_lens: Any, prefix_lens_cpu: Any, seq_lens: Any, seq_lens_cpu: Any, *args: Any, **more: Any
     ) -> torch.Tensor | None:
-        demand = self.open_segments.extend_demand(prefix_lens_cpu.tolist(), seq_lens_cpu.tolist())
+        lengths = lists(prefix_lens_cpu, seq_lens_cpu)
+        demand = 0 if self._ahead else self.open_segments.extend_demand(*lengths)
         given = prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu
         return self._with_reserve(demand, lambda: super(SlabAllocator, self).alloc_extend(*given, *args, **more))
 
@@ -64,6 +67,21 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         """Pages of open segments that the last allocation has put aside, int64."""
         pages, self._reserved = self._reserved, self._reserved[:0]
         return pages
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """What is allocated within is for tokens that may never come: open segments take no pages for it."""
+        self._ahead = True
+        try:
+            yield
+        finally:
+            self._ahead = False
+
+    def take_pages(self, tree_cache: Any, count: int) -> torch.Tensor | None:
+        """Pages for open segments, int64 [count], for which cached ones go; None where there are not so many."""
+        self.evict_to_free_tokens(tree_cache, count * self.page_size)
+        found = self.alloc(count * self.page_size)
+        return None if found is None else found[:: self.page_size] // self.page_size
 
     def _with_reserve(self, demand: int, allocate: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Allocate, and put pages aside for open segments; nothing where there are not enough for both."""
@@ -99,7 +117,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
 
     def get_extend_allocation_demand(self, prefix_lens_cpu: Any, seq_lens_cpu: Any, **more: Any) -> int:
         tokens = super().get_extend_allocation_demand(prefix_lens_cpu, seq_lens_cpu, **more)
-        return tokens + extend_tokens(self, prefix_lens_cpu, seq_lens_cpu)
+        return tokens if self._ahead else tokens + extend_tokens(self, prefix_lens_cpu, seq_lens_cpu)
 
     def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **more: Any) -> bool:
         beside = decode_tokens(self, requests)
@@ -120,8 +138,10 @@ def begin_batch(tree_cache: Any) -> bool:
 
 def reserve_tokens(allocator: SlabAllocator) -> int:
     """Tokens that a request may come to need beside those of its segments, one page each."""
-    pages = allocator.open_segments.pages
-    return (pages.transient if allocator.resumes else pages.most) * allocator.page_size
+    open_segments, size = allocator.open_segments, allocator.page_size
+    pages = open_segments.pages.transient if allocator.resumes else open_segments.pages.most
+    # SGLang allocates pages for two chains ahead.
+    return (pages + -(-2 * open_segments.width // size)) * size
 
 
 def extend_tokens(allocator: SlabAllocator, prefix_lens_cpu: Any, seq_lens_cpu: Any) -> int:
@@ -132,8 +152,12 @@ def extend_tokens(allocator: SlabAllocator, prefix_lens_cpu: Any, seq_lens_cpu: 
 
 def decode_tokens(allocator: SlabAllocator, requests: Any) -> int:
     """The same of the next decode step of some requests."""
-    lengths = [request.kv.kv_committed_len + 1 for request in requests or ()]
-    return allocator.open_segments.decode_demand(lengths) * allocator.page_size
+    kvs, open_segments = [request.kv for request in requests or ()], allocator.open_segments
+    if open_segments.width:
+        demand = open_segments.chain_demand([kv.req_pool_idx for kv in kvs], [kv.kv_committed_len for kv in kvs])
+    else:
+        demand = open_segments.decode_demand([kv.kv_committed_len + 1 for kv in kvs])
+    return demand * allocator.page_size
 
 
 def clipped_new_tokens(

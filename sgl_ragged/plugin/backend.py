@@ -13,9 +13,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.attention.epilogue import Epilogue
-from sgl_ragged.attention.operations import Operations
+from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.sinks import with_sinks
-from sgl_ragged.attention.view import ExtendView, extend_view, filled
+from sgl_ragged.attention.view import ExtendView, extend_view
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.segment_table import SegmentTable
@@ -138,6 +138,16 @@ class RaggedAttnBackend(AttentionBackend):
         if mode.is_idle():
             self.forward_metadata = None
             return
+        if mode.is_target_verify():
+            self.forward_metadata = self.operations.describe_chains(
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens_cpu.tolist(),
+                forward_batch.spec_info.draft_token_num,
+            )
+            for epilogue in self.epilogues:
+                epilogue.describe(forward_batch)
+            return
         prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
         rows = forward_batch.req_pool_indices
         seen = None
@@ -185,11 +195,8 @@ class RaggedAttnBackend(AttentionBackend):
             self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens, forward_batch.seq_lens_cpu
         )
         if not in_capture:
-            full = filled(
-                self.req_to_token, forward_batch.req_pool_indices, forward_batch.seq_lens_cpu.tolist(), self.store.tails
-            )
-            if full is not None:
-                self.store.defer_seals(full)
+            lengths = forward_batch.seq_lens_cpu.tolist()
+            commit(self.store, self.req_to_token, forward_batch.req_pool_indices, lengths)
             for epilogue in self.epilogues:
                 epilogue.describe(forward_batch)
 

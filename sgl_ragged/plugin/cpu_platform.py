@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
@@ -27,3 +29,15 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
+
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        if algorithm != "NGRAM":
+            return None
+        from sgl_ragged.drafts.sglang_cpu import ngram_worker
+
+        return ngram_worker()
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from sgl_ragged.drafts.torch_verify import extend_locations
+
+        return extend_locations

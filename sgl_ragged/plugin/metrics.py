@@ -17,6 +17,7 @@ from sgl_ragged.plugin.feature import features
 from sgl_ragged.plugin.joining import describe_features
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
+from sgl_ragged.plugin.radix_cache import OpenRadixCache
 from sgl_ragged.windows.sglang_pool import slab_allocator, slab_pool
 
 _METRICS = "_sgl_ragged_metrics"
@@ -165,7 +166,8 @@ def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) 
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, rank_imbalance(layouts))
         setattr(collector, _METRICS, metrics)
-    return {**original(scheduler), "ragged": settings(options, pool)}
+    kept = {"open_segments_kept": isinstance(scheduler.tree_cache, OpenRadixCache)}
+    return {**original(scheduler), "ragged": settings(options, pool) | kept}
 
 
 def controller_ready(options: RaggedOptions, original: Callable, controller: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.attention.epilogue import Epilogue
+from sgl_ragged.drafts.chains import require_chains
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -134,6 +135,10 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         half = self.store.nbytes // 2
         return half, half
 
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """SGLang asks for it once drafts have been accepted. Chains need it not (`require_chains`, with its errors)."""
+        require_chains(tgt_loc, src_loc)
+
     def _no_token_access(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             "the ragged KV pool has no per-token buffers; this SGLang feature is not supported with --kv-pool ragged"
@@ -148,7 +153,6 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     get_raw_kv_buffer = _no_token_access
     set_kv_buffer = _no_token_access
     set_kv_buffer_prefix_valid = _no_token_access
-    move_kv_cache = _no_token_access
     get_cpu_copy = _no_token_access
     load_cpu_copy = _no_token_access
     get_contiguous_buf_infos = _no_token_access

@@ -3,15 +3,16 @@
 What the tree holds ends at a border. Behind it an entry of `mem_pool.open_cache` may go on: to SGLang the prefix is
 that much longer, and what is beyond the tree's part is the request's own, as with a session. Its pages are copies: the
 entry stays for others. When a request ends, its open segment's pages become an entry; when a prompt has been prefilled,
-a copy of them does. Entries go before anything of the tree does.
+a copy of them does. Entries go before anything of the tree does: to the tier below, where there is one (`Below`).
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Callable, Hashable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -24,8 +25,35 @@ from sgl_ragged.windows.sglang_pool import slab_allocator
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 
+logger = logging.getLogger(__name__)
+
 _HIT = "_sgl_ragged_open_hit"
-"""Attribute of a request that holds the entry which was found last for it, and how many of its tokens."""
+"""Attribute of a request that holds the `Hit` which was found last for it."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """The first `tokens` of an entry; `below`: whose pages are not the device's."""
+
+    entry: Entry
+    tokens: int
+    below: bool
+
+
+class Below(Protocol):
+    """Where entries go that leave the device; `host_tier.open_store.OpenStore` is one."""
+
+    def clear(self) -> None:
+        """Forget everything."""
+
+    def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
+        """As `OpenCache.find`; the entry's pages are those of this tier."""
+
+    def keep(self, entry: Entry, spared: Collection[Entry]) -> None:
+        """Take over an entry of the device. None of those spared goes for it."""
+
+    def restore(self, pages: torch.Tensor, slots: torch.Tensor) -> None:
+        """Have pages of this tier copied to those of the pool, int64 [n] each, once the next batch is described."""
 
 
 class OpenRadixCache(UnifiedRadixCache):
@@ -34,6 +62,7 @@ class OpenRadixCache(UnifiedRadixCache):
     def __init__(self, params: Any) -> None:
         self.slabs: SlabAllocator = slab_allocator(params.token_to_kv_pool_allocator)
         self.entries = self.slabs.open_segments.kept
+        self.below: Below | None = None
         super().__init__(params)
         self._found: set[Entry] = set()
         self._locations: dict[str, torch.Tensor] = {}
@@ -42,6 +71,8 @@ class OpenRadixCache(UnifiedRadixCache):
     def reset(self) -> None:
         super().reset()
         self.entries.clear()
+        if self.below is not None:
+            self.below.clear()
         self._found, self._locations, self._kept_rows = set(), {}, {}
 
     # What is found.
@@ -55,13 +86,41 @@ class OpenRadixCache(UnifiedRadixCache):
         key, req, prefix = params.key, params.req, result.device_prefix_len
         if self.disable or req is None or result.host_hit_length or result.cache_protected_len is not None:
             return result
-        end = min(len(key), prefix + min(self.slabs.open_segments.reusable, self.page_size - 1))
-        found = self.entries.find(prefix, _name(key), key.token_ids, end)
-        if found is None:
+        count = self._find(req, prefix, (key.extra_key, key.cache_salt), key.token_ids, len(key))
+        if not count:
             return result
-        self._found.add(found[0])
-        setattr(req, _HIT, found)
-        return result._replace(device_prefix_len=prefix + found[1], cache_protected_len=prefix)
+        return result._replace(device_prefix_len=prefix + count, cache_protected_len=prefix)
+
+    def init_load_back(self, params: Any) -> Any:
+        """As SGLang's; behind segments that come back from below, an open one may come back, too."""
+        loaded, req = super().init_load_back(params), params.req
+        if loaded is None or not super().load_back_is_cache_owned():
+            return loaded
+        count, node = loaded
+        req.kv.cache_protected_len = sealed = req.prefix_len + count
+        if not count:
+            return loaded
+        tokens = req.full_untruncated_fill_ids
+        end = req._compute_max_prefix_len(len(tokens))
+        return count + self._find(req, sealed, (req.extra_key, req.cache_salt or None), tokens, end), node
+
+    def load_back_is_cache_owned(self) -> bool:
+        """False: an open segment that comes back is the request's own, so `init_load_back` says what is the cache's."""
+        return False
+
+    def _find(self, req: Req, prefix: int, name: Hashable, tokens: array, end: int) -> int:
+        """How many tokens behind those that are sealed an entry has for a request, up to position `end`."""
+        end = min(end, prefix + min(self.slabs.open_segments.reusable, self.page_size - 1))
+        tiers = (self.entries, self.below) if self.below is not None else (self.entries,)
+        found = [(tier.find(prefix, name, tokens, end), tier is self.below) for tier in tiers]
+        # Of equally many, those of the device.
+        hits = [Hit(one[0], one[1], below) for one, below in found if one is not None]
+        best = max(hits, key=lambda hit: hit.tokens, default=None)
+        if best is None:
+            return 0
+        self._found.add(best.entry)
+        setattr(req, _HIT, best)
+        return best.tokens
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
         locations = self._locations.get(req.rid)
@@ -78,42 +137,50 @@ class OpenRadixCache(UnifiedRadixCache):
         Returns:
             Extra pages, int64, by index of the request. They are the caller's; a page of its own has the request.
         """
-        hits = []
+        hits: list[tuple[int, Hit, int]] = []
         for index, req in enumerate(reqs):
             if not req.kv.holds_kv and req.prefix_len > req.kv.cache_protected_len:
-                entry, count = getattr(req, _HIT)
-                assert count == req.prefix_len - req.kv.cache_protected_len, (req.rid, count, req.prefix_len)
-                hits.append((index, entry, 1 + self.slabs.open_segments.pages.extra(count), count))
-        self._locations, self._found = {}, {entry for _, entry, _, _ in hits}
-        needed, size = sum(pages for _, _, pages, _ in hits), self.page_size
+                hit: Hit = getattr(req, _HIT)
+                assert hit.tokens == req.prefix_len - req.kv.cache_protected_len, (req.rid, hit, req.prefix_len)
+                hits.append((index, hit, 1 + self.slabs.open_segments.pages.extra(hit.tokens)))
+        self._locations, self._found = {}, {hit.entry for _, hit, _ in hits}
+        needed, size = sum(pages for _, _, pages in hits), self.page_size
         if not needed:
             return {}
         self.slabs.evict_to_free_tokens(self, needed * size)
         # Where there is no room for copies of all, the last that needs an entry takes its pages.
         scarce = self.slabs.available_size() < needed * size
-        last = {entry: index for index, entry, _, _ in hits} if scarce else {}
+        last = {hit.entry: index for index, hit, _ in hits if not hit.below} if scarce else {}
         given: dict[int, torch.Tensor] = {}
-        for index, entry, pages, count in hits:
+        for index, hit, pages in hits:
+            entry = hit.entry
             if last.get(entry) == index:
                 self.entries.remove(entry)
                 own = entry.pages[:pages]
                 self.slabs.free_page_ids(entry.pages[pages:])
+            elif hit.below:
+                assert self.below is not None
+                own = self._new_pages(pages)
+                self.below.restore(entry.pages[:pages], own)
             else:
                 own = self._copied(entry.pages[:pages])
-            self._locations[reqs[index].rid] = own[0] * size + torch.arange(count, device=own.device)
+            self._locations[reqs[index].rid] = own[0] * size + torch.arange(hit.tokens, device=own.device)
             given[index] = own[1:]
-            self.entries.reused_tokens += count
+            self.entries.reused_tokens += hit.tokens
         self._found = set()
         return given
 
     def _copied(self, pages: torch.Tensor) -> torch.Tensor:
         """New pages with the same content, once the next batch is described. There must be free ones."""
-        own = self.slabs.alloc(len(pages) * self.page_size)
-        if own is None:
-            raise RuntimeError(f"no room for {len(pages)} pages of open segments: {self.available_and_evictable_str()}")
-        own = own[:: self.page_size] // self.page_size
+        own = self._new_pages(len(pages))
         self.slabs.open_segments.store.defer_copy(pages, own)
         return own
+
+    def _new_pages(self, count: int) -> torch.Tensor:
+        own = self.slabs.alloc(count * self.page_size)
+        if own is None:
+            raise RuntimeError(f"no room for {count} pages of open segments: {self.available_and_evictable_str()}")
+        return own[:: self.page_size] // self.page_size
 
     # What is kept.
 
@@ -124,7 +191,9 @@ class OpenRadixCache(UnifiedRadixCache):
         if self.disable or not kv.holds_kv or not LEAST_TOKENS <= count < self.page_size:
             return
         # A token beyond these may be on its way already. If it fills the segment, a slab is written there.
-        if kv.kv_allocated_len // self.page_size > up_to // self.page_size:
+        if kv.kv_committed_len // self.page_size > up_to // self.page_size:
+            return
+        if self.slabs.open_segments.is_full(kv.req_pool_idx):
             return
         name, tokens = (req.extra_key, req.cache_salt or None), req.full_untruncated_fill_ids
         if self.entries.has(prefix, name, tokens, up_to):
@@ -171,6 +240,8 @@ class OpenRadixCache(UnifiedRadixCache):
     def _drop(self, entries: list[Entry]) -> int:
         """Tokens that it frees."""
         for entry in entries:
+            if self.below is not None:
+                self.below.keep(entry, self._found)
             self.entries.remove(entry)
             self.slabs.free_page_ids(entry.pages)
         return sum(len(entry.pages) for entry in entries) * self.page_size
@@ -182,14 +253,12 @@ class OpenRadixCache(UnifiedRadixCache):
         return super().full_evictable_size() + self.entries.num_pages * self.page_size
 
 
-def _name(key: Any) -> Hashable:
-    return key.extra_key, key.cache_salt
-
-
 def keep_open_segments(options: RaggedOptions, original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
     """Has SGLang make this cache where it makes its own, with nothing beside slabs in its pages."""
     if cache_class is None and not ctx.disable_radix_cache and not ctx.is_hybrid_swa and not ctx.is_hybrid_ssm:
-        cache_class = OpenRadixCache
+        return original(ctx, cache_class=OpenRadixCache)
+    cause = "sliding windows" if cache_class is None else cache_class.__name__
+    logger.info("open segments are not kept as cache (%s): prefixes are found up to their last border", cause)
     return original(ctx, cache_class=cache_class)
 
 

@@ -173,6 +173,8 @@ def test_what_it_says(server):
     assert ragged_metrics(server)["dropped_segments_total"] == before + 3
     said = httpx.get(f"{server.url}/server_info", timeout=60).json()["ragged"]
     assert (said["history"], said["history_score"]) == (HISTORY, "value_novelty")
+    assert not said["open_segments_kept"]
+    assert "open segments are not kept as cache (BoundedRadixCache): prefixes are found up to their last border" in log
 
 
 @pytest.mark.parametrize("mode", ["permute", pytest.param("split", marks=pytest.mark.thorough)])

@@ -25,6 +25,7 @@ from tests.server.client import Answer, flush, found_of, generate, generate_all,
 pytestmark = pytest.mark.server
 
 SEGMENT, RATIO, NEW = 64, 0.3, 16
+OBSERVED = 16
 DEVICE_TOKENS = 40 * SEGMENT
 
 
@@ -149,7 +150,9 @@ def test_conversations_come_back_from_the_host(servers, tmp_path, variant):
         before, recomputed_before = restored(server), restored(server, "recomputed")
         for prompt, first, second in zip(CONVERSATIONS, firsts, seconds, strict=True):
             found = generate(server, second_turn(first, prompt), NEW)
-            assert found.cached == held(first, prompt)
+            # What was open went to the host, too. SnapKV needs queries of a segment's last tokens, which did not.
+            most = held(first, prompt) + SEGMENT - (OBSERVED if variant.scorer == "snapkv" else 1)
+            assert found.cached == min(found_of(len(prompt) + NEW - 1, SEGMENT), most)
             assert_same(found, second)
         come_back = restored(server) - before
         if variant.restore == "recompute":

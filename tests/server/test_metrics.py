@@ -86,6 +86,7 @@ def test_settings_are_in_server_info(server, profile):
             **{"kept_mean": pytest.approx(kept.mean()), "kept_ratio": pytest.approx(kept.mean() / SEGMENT)},
             **{"slots": slots, "virtual_tokens": (slots - 1) * SEGMENT, "slab_bytes": slab_bytes(profile)},
             **{"open_page_tokens": page_tokens, "rows_bytes": rows_bytes, "max_requests": REQUESTS},
+            "open_segments_kept": True,
             "total_bytes": slots * slab_bytes(profile) + rows_bytes,
         }
         assert {name: found[name] for name in expected} == expected

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from tests.models import make_profile
 from tests.server.client import flush, found_of, generate, generate_all, server_settings
 from tests.server.test_bounded_history import STRICT
@@ -29,15 +30,8 @@ def flags(tmp_path_factory):
     folder = tmp_path_factory.mktemp("open")
     make_profile(MODEL, folder / "profile.safetensors", segment=SEGMENT)
     return [
-        *(
-            "--dtype",
-            "float32",
-            "--skip-tokenizer-init",
-            "--max-running-requests",
-            "8",
-            "--chunked-prefill-size",
-            "256",
-        ),
+        *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "8"),
+        *("--chunked-prefill-size", "256"),
         *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)),
         *("--ragged-profile", str(folder / "profile.safetensors")),
     ]
@@ -49,6 +43,34 @@ def server(flags, tmp_path_factory, servers):
     with servers.serve(MODEL, *flags, "--kv-bytes", "24MiB", log=log, env=STRICT) as server:
         assert server_settings(server)["open_page_tokens"] < SEGMENT / 3
         yield server
+
+
+def test_a_pool_holds_what_arithmetic_says(server):
+    """Conversations of random lengths, until only what is reserved for one request is left: all are found again, to
+    their last token, and what they hold is within 5 % of the ideal, kept bytes of sealed tokens and pages of open
+    ones."""
+    flush(server)
+    said = server_settings(server)
+    pages = OpenPages(SEGMENT, said["open_page_tokens"])
+    room = said["slots"] - 1 - pages.transient - 2
+    rng = np.random.default_rng(5)
+    held: list[list[int]] = []
+    while True:
+        prompt = rng.integers(3, 300, int(rng.integers(2 * SEGMENT, 8 * SEGMENT))).tolist()
+        if sum(pages.pages(len(one)) for one in [*held, prompt]) > room:
+            break
+        held.append(prompt)
+    for prompt in held:
+        assert generate(server, prompt, 1).cached == 0
+    for prompt in held:
+        assert generate(server, prompt, 1).cached == found_of(len(prompt) - 1, SEGMENT)
+    open_bytes = pages.tokens * said["slab_bytes"] / said["kept_bytes_ratio"] / SEGMENT
+    ideal = sum(
+        len(one) // SEGMENT * said["slab_bytes"] + -(-(len(one) % SEGMENT) // pages.tokens) * open_bytes for one in held
+    )
+    used = sum(pages.pages(len(one)) for one in held)
+    assert ideal > 0.95 * used * said["slab_bytes"]
+    assert used > 0.9 * said["slots"]
 
 
 def alone(server, prompt):

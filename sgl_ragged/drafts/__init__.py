@@ -1,0 +1,1 @@
+"""Speculative decoding over slabs: chains of drafts, verified many tokens a step."""

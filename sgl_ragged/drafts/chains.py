@@ -1,0 +1,53 @@
+"""Chains of drafts: what is verified of a tree, and where a chain ends. Without SGLang.
+
+A chain is what a request's next tokens may be: the one that is certain, then drafts, each behind the one before. It
+ends at the border of the open segment: behind it tokens see that segment sealed, which it cannot be before its last
+tokens are accepted. So nothing is computed from an open segment that decoding one by one would compute from the sealed
+one, and results are equal. Of a step that comes to a border, drafts behind it are lost: fewer than a chain's tokens in
+each segment.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def as_chains(tokens: np.ndarray, mask: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """The longest path of each request's tree as a chain; behind it, zeros, which are drafts like others.
+
+    Args:
+        tokens: int64 [requests * width], the first of each request is certain.
+        mask: integers [requests * width * width], which tokens are ancestors of which, themselves included; ancestors
+            stand before their descendants.
+
+    Returns:
+        Tokens and masks of the chains, of the same shapes and dtypes.
+    """
+    trees = mask.reshape(-1, width, width) != 0
+    chains = np.zeros_like(tokens).reshape(-1, width)
+    for chain, drafted, tree in zip(chains, tokens.reshape(-1, width), trees, strict=True):
+        path = drafted[tree[tree.sum(axis=1).argmax()]]
+        chain[: len(path)] = path
+    below = np.tri(width, dtype=mask.dtype).ravel()
+    return chains.reshape(tokens.shape), np.tile(below, len(chains)).reshape(mask.shape)
+
+
+def end_at_border(following: torch.Tensor, lengths: torch.Tensor, segment: int) -> None:
+    """Let chains end with the last token of the open segment: nobody can go on behind it.
+
+    Args:
+        following: integers [requests, width], the index of each token's successor in its chain, -1 at its end; changed
+            in place. lengths: integers [requests], tokens before the chains.
+    """
+    last = segment - 1 - lengths.to(following.device).long() % segment
+    following.scatter_(1, last.clamp_max_(following.shape[1] - 1)[:, None], -1)
+
+
+def require_chains(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise RuntimeError where accepted tokens lie elsewhere than they belong: those of a chain are there already.
+
+    Args:
+        target, source: integers [n], locations. On a GPU the error comes with a later call; nothing waits for it here.
+    """
+    torch._assert_async((target == source).all(), "accepted drafts would have to be moved: they are no chain")
