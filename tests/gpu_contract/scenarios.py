@@ -163,6 +163,15 @@ def reservoir(name: str) -> None:
     server.replay(f"{name}: replay", [1], [2069])
 
 
+def drafts(name: str) -> None:
+    """Chains of eight, inside segments and over a border, and a segment that an accepted token has filled."""
+    server = Server("gate")
+    server.verify(f"{name}: verify 8 chains", range(1, 9), [600 + 20 * row for row in range(8)], 8)
+    server.verify(f"{name}: verify, at a border", [1, 2], [1023, 700], 8)
+    server.verify(f"{name}: verify, seals what was accepted", [1, 2], [1024, 701], 8)
+    server.verify(f"{name}: verify, behind 8,192", [3], [8200], 8)
+
+
 def tier(name: str) -> None:
     """Slabs to rows of the host and back, as the host tier's controller asks for them."""
     server = Server("gate")
@@ -245,7 +254,7 @@ def _totals(placement: Placement) -> np.ndarray:
 SCENARIOS: dict[str, Callable[[str], None]] = {
     one.__name__: one
     for one in (
-        gate, keydiff, codes, centred, fitted, fp8, sinks, recency, scored, reservoir, tier, split, windows
+        gate, keydiff, codes, centred, fitted, fp8, sinks, recency, scored, reservoir, drafts, tier, split, windows
     )
 }  # fmt: skip
 QUICK = ("gate", "keydiff", "codes", "recency")

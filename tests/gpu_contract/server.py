@@ -15,6 +15,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_repl
 
 import sgl_ragged.plugin.backend as backend_module
 from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
@@ -163,6 +164,14 @@ class Server:
     def decode(self, phase: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """A step without a graph; lengths count the new token."""
         self._step(phase, self._batch(rows, lengths), len(rows), self.backend.forward_decode)
+
+    def verify(self, phase: str, rows: Sequence[int], prefixes: Sequence[int], width: int) -> None:
+        """A chain of drafts behind each request's tokens, and one of them accepted."""
+        batch = self._batch(rows, prefixes)
+        batch.forward_mode, batch.spec_info = ForwardMode.TARGET_VERIFY, SimpleNamespace(draft_token_num=width)
+        self._step(phase, batch, width * len(rows), self.backend.forward_extend)
+        with REC.during(phase):
+            commit(self.pool.store, self.table, batch.req_pool_indices, [one + 1 for one in prefixes])
 
     def _step(self, phase: str, batch: Any, tokens: int, call: Any) -> None:
         REC.serving = True
