@@ -286,10 +286,10 @@ class Server:
 
 
 def request_table() -> torch.Tensor:
-    """int32 [rows, context] as SGLang has it: requests' segments lie anywhere."""
+    """int32 [rows, context and some more] as SGLang has it: requests' segments lie anywhere."""
     segments = CONTEXT // SEGMENT
-    table = torch.zeros(ROWS, CONTEXT, dtype=torch.int32)
+    table = torch.zeros(ROWS, CONTEXT + 5, dtype=torch.int32)
     for row in range(1, ROWS):
         slots = 1 + (torch.arange(segments) + (row - 1) * 7) % (SLOTS - 1)
-        table[row] = (slots[:, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
+        table[row, :CONTEXT] = (slots[:, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
     return table.to("cuda")
