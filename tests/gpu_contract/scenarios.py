@@ -16,10 +16,12 @@ from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.histories import Histories
 from sgl_ragged.history.segment_scores import SegmentScores
 from sgl_ragged.host_tier.codecs import make_codec
+from sgl_ragged.host_tier.open_store import OpenStore
 from sgl_ragged.host_tier.score_transfer import ScoreTransfer
 from sgl_ragged.host_tier.sglang_pool import RaggedHostPool
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_cache import Entry
 from sgl_ragged.mem_pool.slab_format import K6V4, K8V4
 from sgl_ragged.retrieval.retriever import Retriever
 from sgl_ragged.retrieval.roles import HeadRoles
@@ -196,6 +198,7 @@ def tier(name: str) -> None:
             transfer.restore(*_indices(True))
         REC.serving = False
     _restored(server, f"{name}: what is loaded after all")
+    _open_pages(server, f"{name}: pages of open segments")
 
 
 def _host_rows(count: int, width: int) -> torch.Tensor:
@@ -229,6 +232,22 @@ def _restored(server: Server, phase: str) -> None:
     REC.serving = True
     with REC.during(phase):
         host.restore_all(server.pool, [3, 4], [1, 2])
+    REC.serving = False
+
+
+def _open_pages(server: Server, name: str) -> None:
+    """Those of one that leaves the device, and comes back."""
+    store = server.pool.store
+    below = OpenStore(store, _host_rows(6, store.slabs[0].nbytes), row_copy.copy_rows)
+    with REC.quiet():
+        slots = torch.tensor([3, 4]).to("cuda")
+    REC.serving = True
+    with REC.during(f"{name} out"):
+        below.keep(Entry(("r1", 0), np.arange(40), slots))
+        store.flush_pending_seals()
+    with REC.during(f"{name} back"):
+        below.restore(torch.tensor([0, 1]), slots)
+        store.flush_pending_seals()
     REC.serving = False
 
 
