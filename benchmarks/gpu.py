@@ -21,7 +21,18 @@ if __name__ == "__main__":
 from benchmarks.gpu_blocks import dry_run  # noqa: E402
 from benchmarks.gpu_blocks.record import COMPUTED, Record  # noqa: E402
 
-BLOCKS = ("bandwidth", "occupancy", "correctness", "decode", "formats", "extend", "seal", "append", "overhead")
+BLOCKS = (
+    "bandwidth",
+    "occupancy",
+    "correctness",
+    "decode",
+    "formats",
+    "extend",
+    "seal",
+    "append",
+    "beside",
+    "overhead",
+)
 """The first two take seconds, and the others need them; those are in the order of their importance."""
 
 

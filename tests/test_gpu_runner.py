@@ -122,3 +122,12 @@ def test_without_a_gpu_it_says_so(script, tmp_path, monkeypatch, capsys):
     options = SimpleNamespace(correctness_case=None, child=False)
     assert runner.run(options, script) == 2
     assert "--dry-run" in capsys.readouterr().err
+
+
+def test_a_case_that_goes_on_is_ended_when_all_time_is_up(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "GRACE", 1000.0)
+    monkeypatch.setattr(runner, "MINIMUM", {})
+    monkeypatch.setattr(runner, "LEAST", 1.0)
+    status, document = run(script, tmp_path, monkeypatch, ["extend"], seconds=4)
+    assert status == 1
+    assert document["blocks"]["extend"]["reason"] == "its process did not end in time"

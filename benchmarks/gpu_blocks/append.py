@@ -48,6 +48,9 @@ def run(context: Context, case: AppendCase = APPEND_CASE) -> Iterator[Row]:
     rows: list[Row] = []
     for name, taken in times.items():
         moved = append_work(model, tokens[name]).bytes
-        rows.append({"case": name, **taken.summary(), "bytes": moved, "gb_per_s": moved / taken.median / 1e3})
-    show("append, one layer", ("case", "us", "GB/s"), [[r["case"], r["median_us"], r["gb_per_s"]] for r in rows])
+        rate = moved / taken.median * 1e6
+        speed = {"gb_per_s": rate / 1e9, "percent_of_copy": context.percent_of_copy(rate)}
+        rows.append({"case": name, **taken.summary(), "bytes": moved, **speed})
+    shown = ("case", "median_us", "gb_per_s", "percent_of_copy")
+    show("append, one layer", ("case", "us", "GB/s", "% of copy"), [[row.get(key) for key in shown] for row in rows])
     yield from rows

@@ -246,6 +246,29 @@ APPEND_CASE = AppendCase(LLAMA_8B)
 
 
 @dataclass(frozen=True)
+class BesideCase:
+    """What a step does beside attention.
+
+    hidden, features: of gates, as calibration trains them. queries: of a codebook, per query head and all of them.
+    overlay: tokens that a head is given. slabs: copied to the host at a time. programs: of such copies.
+    """
+
+    model: Model
+    batches: tuple[int, ...] = (1, 16, 64)
+    context: int = 32 * K
+    chunk: int = 2 * K
+    hidden: int = 4096
+    features: int = 128
+    queries: int = 336
+    overlay: int = 128
+    slabs: int = 16
+    programs: tuple[int, ...] = (2, 4, 8, 16, 32)
+
+
+BESIDE_CASE = BesideCase(LLAMA_8B)
+
+
+@dataclass(frozen=True)
 class OverheadCase:
     """Host time of describing batches; requests of `context` tokens."""
 

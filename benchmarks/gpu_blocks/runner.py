@@ -22,7 +22,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_blocks import append, ceilings, decode, extend, flashinfer_calls, machine, overhead, resources, seal
+from benchmarks.gpu_blocks import (
+    append,
+    beside,
+    ceilings,
+    decode,
+    extend,
+    flashinfer_calls,
+    machine,
+    overhead,
+    resources,
+    seal,
+)
 from benchmarks.gpu_blocks.cases import CORRECTNESS_CASES, CorrectnessCase
 from benchmarks.gpu_blocks.context import Context, Row, short_error
 from benchmarks.gpu_blocks.correctness import run_case
@@ -40,6 +51,7 @@ BLOCKS: dict[str, Block] = {
     "extend": extend.run,
     "seal": seal.run,
     "append": append.run,
+    "beside": beside.run,
     "overhead": overhead.run,
 }
 
@@ -49,7 +61,7 @@ GROUPS = (
     ("decode",),
     ("formats",),
     ("extend",),
-    ("seal", "append", "overhead"),
+    ("seal", "append", "beside", "overhead"),
 )
 """Blocks that share a process, in the order in which they run."""
 
@@ -95,9 +107,9 @@ def _run_groups(options: argparse.Namespace, script: Path) -> int:
             continue
         allowed = max(allowed, MINIMUM.get(blocks[0], LEAST))
         if blocks == ["correctness"]:
-            _run_correctness(script, record, allowed)
+            _run_correctness(script, record, allowed, left)
         else:
-            _run_child(script, blocks, record, options.output, allowed)
+            _run_child(script, blocks, record, options.output, allowed, left)
     return _report(record, options.blocks, time.monotonic() - deadline + options.seconds)
 
 
@@ -107,12 +119,13 @@ def _later(block: str, chosen: list[str]) -> bool:
     return any(other in chosen for group in GROUPS[place + 1 :] for other in group)
 
 
-def _run_child(script: Path, blocks: list[str], record: Record, output: Path, seconds: float) -> None:
+def _run_child(script: Path, blocks: list[str], record: Record, output: Path, seconds: float, left: float) -> None:
+    """seconds: after which it begins no case. left: after which it is ended, whatever it compiles."""
     command = [sys.executable, str(script), "--child", "--output", str(output), "--blocks", ",".join(blocks)]
     started = time.monotonic()
     try:
         # The child stops by itself between cases.
-        status = subprocess.run([*command, "--seconds", str(seconds)], timeout=seconds + GRACE).returncode
+        status = subprocess.run([*command, "--seconds", str(seconds)], timeout=min(seconds + GRACE, left)).returncode
         reason = f"its process ended with status {status}"
     except subprocess.TimeoutExpired:
         reason = "its process did not end in time"
@@ -181,19 +194,25 @@ def _run_correctness_case(name: str) -> int:
     return 0
 
 
-def _run_correctness(script: Path, record: Record, seconds: float) -> None:
-    """Every case in a process of its own, several at once: compiling takes most of the time, and nothing is timed."""
+def _run_correctness(script: Path, record: Record, seconds: float, most: float) -> None:
+    """Every case in a process of its own, several at once: compiling takes most of the time, and nothing is timed.
+
+    seconds, most: as `seconds` and `left` of `_run_child`.
+    """
     started = time.monotonic()
     rows: list[Row] = []
     skipped: list[dict[str, str]] = []
 
     def one(case: CorrectnessCase) -> list[Row] | str:
-        left = seconds - (time.monotonic() - started)
+        taken = time.monotonic() - started
+        left = seconds - taken
         if left < 15:
             return "no time left"
         command = [sys.executable, str(script), "--correctness-case", case.name]
         try:
-            finished = subprocess.run(command, capture_output=True, text=True, timeout=min(left + 20, CASE_SECONDS))
+            finished = subprocess.run(
+                command, capture_output=True, text=True, timeout=min(left + 20, most - taken, CASE_SECONDS)
+            )
             if finished.returncode == 0:
                 return json.loads(finished.stdout.strip().splitlines()[-1])
             lines = (finished.stderr.strip() or "no message").splitlines()

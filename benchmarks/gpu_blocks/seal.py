@@ -35,8 +35,9 @@ def run(
     rows = [*_chunk_rows(context, case, prefix, hidden, feed_forward)]
     context.release()
     rows += _pending_rows(context, case)
-    columns = ("case", "us", "GB/s", "% of the layer's prefill")
-    show("seal", columns, [[r["case"], r["median_us"], r.get("gb_per_s"), r.get("percent_of_prefill")] for r in rows])
+    columns = ("case", "us", "GB/s", "% of copy", "% of the layer's prefill")
+    shown = ("case", "median_us", "gb_per_s", "percent_of_copy", "percent_of_prefill")
+    show("seal", columns, [[row.get(key) for key in shown] for row in rows])
     yield from rows
 
 
@@ -77,7 +78,7 @@ def _chunk_rows(context: Context, case: SealCase, prefix: int, hidden: int, feed
         row: Row = {"case": f"{name}, {case.chunk} tokens, one layer", **taken.summary()}
         if name in case.scorers:
             work = mean_work([seal_work(model, case.segments, counts[None], name) for counts in kept])
-            row |= {"segments": case.segments, "gb_per_s": work.bytes / taken.median / 1e3}
+            row |= {"segments": case.segments, **_rate(context, work.bytes, taken.median)}
         yield {**row, "percent_of_prefill": 100 * taken.median / prefill}
 
 
@@ -110,7 +111,9 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
     kept = kept_counts(model, PREFILL_RATIO, all_layers=True)
     most = max(case.pending)
     variants: dict[str, Call] = {}
-    for scorer in case.scorers[:1]:
+    counts: list[int] = []
+    # Of one with kernels, and of one whose scores lie beside keys and values.
+    for scorer in (case.scorers[0], "gate"):
         stage = make_stage(
             kept,
             model.head_dim,
@@ -126,7 +129,7 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
         for count in case.pending:
             rows, tails = torch.arange(1, count + 1, device=context.device), stage.store.tails
             pending = InTails(
-                rows=rows,
+                req_pool_indices=rows,
                 pages=tails.pages(rows, tails.stages(rows, NOW), NOW),
                 slots=(stage.table[1 : count + 1, 0] // model.segment).long(),
                 segment_indices=torch.zeros(count, dtype=torch.int64, device=context.device),
@@ -137,7 +140,13 @@ def _pending_rows(context: Context, case: SealCase) -> Iterator[Row]:
                 operations.store.flush_pending_seals()
 
             variants[f"{count} pending, {scorer}, {len(kept)} layers"] = call
+            counts.append(count)
     times = context.timer.compare({name: context.timer.prepare(call) for name, call in variants.items()})
-    for (name, taken), count in zip(times.items(), case.pending, strict=True):
+    for (name, taken), count in zip(times.items(), counts, strict=True):
         work = seal_work(model, count, kept, case.scorers[0], staged=True)
-        yield {"case": name, "segments": count, **taken.summary(), "gb_per_s": work.bytes / taken.median / 1e3}
+        yield {"case": name, "segments": count, **taken.summary(), **_rate(context, work.bytes, taken.median)}
+
+
+def _rate(context: Context, moved: int, microseconds: float) -> Row:
+    rate = moved / microseconds * 1e6
+    return {"gb_per_s": rate / 1e9, "percent_of_copy": context.percent_of_copy(rate)}

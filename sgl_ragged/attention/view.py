@@ -19,7 +19,7 @@ import torch
 from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.tails import NOW, Tails
-from sgl_ragged.mem_pool.transfer import to_device
+from sgl_ragged.mem_pool.transfer import sent, to_device
 
 Seen = Callable[[int, int], Sequence[int] | None]
 """By index of the request and number of the segment: which earlier segments its queries see; None for all."""
@@ -120,11 +120,7 @@ def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int
     full = [index for index, length in enumerate(lengths) if length > 0 and length % segment == 0]
     if not full:
         return None
-    device = req_to_token.device
-    which, numbers = (
-        torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-        for values in (full, [lengths[i] // segment - 1 for i in full])
-    )
+    which, numbers = sent(torch.tensor([full, [lengths[i] // segment - 1 for i in full]]), req_to_token.device)
     own = rows[which].to(torch.int64)
     slots = SegmentTable(req_to_token, segment).slots(own, numbers).to(torch.int64)
     return InTails(own, tails.pages(own, tails.stages(own, NOW), NOW), slots, numbers)

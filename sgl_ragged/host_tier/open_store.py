@@ -11,11 +11,11 @@ from collections.abc import Collection, Hashable
 
 import torch
 
-from sgl_ragged.host_tier.slab_transfer import RowCopy
+from sgl_ragged.attention.transfer import RowCopy
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.open_cache import Entry, OpenCache
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.mem_pool.transfer import to_device
+from sgl_ragged.mem_pool.transfer import sent
 
 SHARE = 1 / 8
 """Of the host's bytes that open segments have. A conversation of 2,048 tokens has 18 % of its pages in its open segment
@@ -98,8 +98,7 @@ class OpenStore:
     def _back_up(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         slabs = self._store.slabs
         if self._row_copy is not None:
-            on_device = to_device([pages.numpy()], slabs.device)[0]
-            self._row_copy(slabs, self._pages, slots, on_device, (0, self.page_bytes), 0)
+            self._row_copy(slabs, self._pages, slots, sent(pages, slabs.device), (0, self.page_bytes), 0)
             return
         for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
             self._pages[page].copy_(movable(slabs)[slot].view(torch.uint8), non_blocking=True)
@@ -107,8 +106,7 @@ class OpenStore:
     def _restore(self, pages: torch.Tensor, slots: torch.Tensor) -> None:
         slabs = self._store.slabs
         if self._row_copy is not None:
-            on_device = to_device([pages.numpy()], slabs.device)[0]
-            self._row_copy(self._pages, slabs, on_device, slots, (0, self.page_bytes), 0)
+            self._row_copy(self._pages, slabs, sent(pages, slabs.device), slots, (0, self.page_bytes), 0)
             return
         for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
             movable(slabs)[slot].view(torch.uint8).copy_(self._pages[page], non_blocking=True)

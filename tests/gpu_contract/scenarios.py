@@ -16,10 +16,12 @@ from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.histories import Histories
 from sgl_ragged.history.segment_scores import SegmentScores
 from sgl_ragged.host_tier.codecs import make_codec
+from sgl_ragged.host_tier.open_store import OpenStore
 from sgl_ragged.host_tier.score_transfer import ScoreTransfer
 from sgl_ragged.host_tier.sglang_pool import RaggedHostPool
 from sgl_ragged.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.open_cache import Entry
 from sgl_ragged.mem_pool.slab_format import K6V4, K8V4
 from sgl_ragged.retrieval.retriever import Retriever
 from sgl_ragged.retrieval.roles import HeadRoles
@@ -163,6 +165,15 @@ def reservoir(name: str) -> None:
     server.replay(f"{name}: replay", [1], [2069])
 
 
+def drafts(name: str) -> None:
+    """Chains of eight, inside segments and over a border, and a segment that an accepted token has filled."""
+    server = Server("gate")
+    server.verify(f"{name}: verify 8 chains", range(1, 9), [600 + 20 * row for row in range(8)], 8)
+    server.verify(f"{name}: verify, at a border", [1, 2], [1023, 700], 8)
+    server.verify(f"{name}: verify, seals what was accepted", [1, 2], [1024, 701], 8)
+    server.verify(f"{name}: verify, behind 8,192", [3], [8200], 8)
+
+
 def tier(name: str) -> None:
     """Slabs to rows of the host and back, as the host tier's controller asks for them."""
     server = Server("gate")
@@ -187,6 +198,7 @@ def tier(name: str) -> None:
             transfer.restore(*_indices(True))
         REC.serving = False
     _restored(server, f"{name}: what is loaded after all")
+    _open_pages(server, f"{name}: pages of open segments")
 
 
 def _host_rows(count: int, width: int) -> torch.Tensor:
@@ -223,6 +235,22 @@ def _restored(server: Server, phase: str) -> None:
     REC.serving = False
 
 
+def _open_pages(server: Server, name: str) -> None:
+    """Those of one that leaves the device, and comes back."""
+    store = server.pool.store
+    below = OpenStore(store, _host_rows(6, store.slabs[0].nbytes), row_copy.copy_rows)
+    with REC.quiet():
+        slots = torch.tensor([3, 4]).to("cuda")
+    REC.serving = True
+    with REC.during(f"{name} out"):
+        below.keep(Entry(("r1", 0), np.arange(40), slots))
+        store.flush_pending_seals()
+    with REC.during(f"{name} back"):
+        below.restore(torch.tensor([0, 1]), slots)
+        store.flush_pending_seals()
+    REC.serving = False
+
+
 def split(name: str) -> None:
     """Heads that are split over two ranks; their all-gather counts as one operation."""
     placement = plan_placement(kept_counts(0.3), 2, "split")
@@ -245,7 +273,7 @@ def _totals(placement: Placement) -> np.ndarray:
 SCENARIOS: dict[str, Callable[[str], None]] = {
     one.__name__: one
     for one in (
-        gate, keydiff, codes, centred, fitted, fp8, sinks, recency, scored, reservoir, tier, split, windows
+        gate, keydiff, codes, centred, fitted, fp8, sinks, recency, scored, reservoir, drafts, tier, split, windows
     )
 }  # fmt: skip
 QUICK = ("gate", "keydiff", "codes", "recency")

@@ -15,6 +15,7 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_repl
 
 import sgl_ragged.plugin.backend as backend_module
 from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
@@ -164,6 +165,14 @@ class Server:
         """A step without a graph; lengths count the new token."""
         self._step(phase, self._batch(rows, lengths), len(rows), self.backend.forward_decode)
 
+    def verify(self, phase: str, rows: Sequence[int], prefixes: Sequence[int], width: int) -> None:
+        """A chain of drafts behind each request's tokens, and one of them accepted."""
+        batch = self._batch(rows, prefixes)
+        batch.forward_mode, batch.spec_info = ForwardMode.TARGET_VERIFY, SimpleNamespace(draft_token_num=width)
+        self._step(phase, batch, width * len(rows), self.backend.forward_extend)
+        with REC.during(phase):
+            commit(self.pool.store, self.table, batch.req_pool_indices, [one + 1 for one in prefixes])
+
     def _step(self, phase: str, batch: Any, tokens: int, call: Any) -> None:
         REC.serving = True
         with REC.during(phase):
@@ -277,10 +286,10 @@ class Server:
 
 
 def request_table() -> torch.Tensor:
-    """int32 [rows, context] as SGLang has it: requests' segments lie anywhere."""
+    """int32 [rows, context and some more] as SGLang has it: requests' segments lie anywhere."""
     segments = CONTEXT // SEGMENT
-    table = torch.zeros(ROWS, CONTEXT, dtype=torch.int32)
+    table = torch.zeros(ROWS, CONTEXT + 5, dtype=torch.int32)
     for row in range(1, ROWS):
         slots = 1 + (torch.arange(segments) + (row - 1) * 7) % (SLOTS - 1)
-        table[row] = (slots[:, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
+        table[row, :CONTEXT] = (slots[:, None] * SEGMENT + torch.arange(SEGMENT)).flatten()
     return table.to("cuda")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.gpu_blocks import append, ceilings, correctness, decode, extend, overhead, resources, seal
+from benchmarks.gpu_blocks import append, beside, ceilings, correctness, decode, extend, overhead, resources, seal
 from benchmarks.gpu_blocks.cases import (
     LLAMA_8B,
     AppendCase,
+    BesideCase,
     CorrectnessCase,
     DecodeCase,
     ExtendCase,
@@ -207,12 +208,11 @@ def test_extend(context):
     assert all(entry["tflop_per_s"] > 0 for entry in row["ours"])
 
 
-@pytest.mark.thorough
 def test_seal(context):
     model = dataclasses.replace(MODEL, layers=(2,))
     case = SealCase(model, 64, ("keydiff", "key_norm"), pending=(1,))
     rows = finish(seal.run(context, case, prefix=64, hidden=8, feed_forward=8))
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert rows[-1]["segments"] == 1
     assert rows[0]["percent_of_prefill"] > 0
 
@@ -225,6 +225,18 @@ def test_append(context):
         "2 requests, a token each",
         "remainder of 63 tokens",
     ]
+
+
+@pytest.mark.thorough
+def test_what_steps_do_beside_attention(context):
+    case = BesideCase(MODEL, (1, 2), 256, 64, hidden=8, features=5, queries=4, overlay=4, slabs=2, programs=(2,))
+    rows = finish(beside.run(context, case))
+    assert context.skipped == []
+    assert all(row["gb_per_s"] > 0 for row in rows)
+    named = [row["case"] for row in rows]
+    assert len(named) == len(set(named))
+    for part in ("description of 2", "with sinks", "overlays", "gate, 64", "append with gate", "fitted", "2 programs"):
+        assert any(part in name for name in named), part
 
 
 def test_overhead_ceilings_and_resources(context):

@@ -54,6 +54,7 @@ def copy_rows(
     target_rows: torch.Tensor,
     source_bytes: tuple[int, int],
     target_first_byte: int,
+    programs: int | None = None,
 ) -> None:
     """Copy bytes of rows; waits for nothing.
 
@@ -62,6 +63,7 @@ def copy_rows(
         source_rows, target_rows: int64 [pairs], on the GPU.
         source_bytes: first byte and the one behind the last in each source row, multiples of 4.
         target_first_byte: where they go in each target row, a multiple of 4.
+        programs: at most; PROGRAMS by default.
     """
     words, pairs = (source_bytes[1] - source_bytes[0]) // 4, len(source_rows)
     if not words or not pairs:
@@ -69,7 +71,7 @@ def copy_rows(
     source_words, target_words = (buffer.view(torch.uint8).view(torch.int32) for buffer in (source, target))
     numbers = (source_words.stride(0), target_words.stride(0), source_bytes[0] // 4, target_first_byte // 4, words)
     unit = next(unit for unit in UNITS if not any(number % unit for number in numbers))
-    copy_rows_kernel[(min(pairs * triton.cdiv(words, BLOCK_WORDS), PROGRAMS),)](
+    copy_rows_kernel[(min(pairs * triton.cdiv(words, BLOCK_WORDS), programs or PROGRAMS),)](
         source_words,
         target_words,
         source_rows,
