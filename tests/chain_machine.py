@@ -87,6 +87,10 @@ class ChainMachine(OpenMachine):
             req.finished_len = given - back
         self._finish(req)
 
+    def _release(self, req: Req, *, checkpoint: bool) -> None:
+        super()._release(req, checkpoint=checkpoint)
+        self.last.pop(req.rid, None)
+
     def _finish(self, req: Req) -> None:
         req.finished_reason = FINISH_LENGTH(len(req.output_ids))
         self._release(req, checkpoint=True)

@@ -335,7 +335,8 @@ class OpenMachine(RuleBasedStateMachine):
             tokens = self.tokens(req)[begin : req.kv.kv_committed_len]
             if tokens:
                 row = torch.tensor([req.kv.req_pool_idx])
-                pages = tails.pages(row, torch.tensor(self._own(req)[-1:]), NOW)
+                own = self.table.req_to_token[row, begin] // SEGMENT
+                pages = tails.pages(row, own, NOW)
                 self._check_tail(tokens, begin, pages)
         for entry in self._entries():
             if not self.promised & set(entry.pages.tolist()):
