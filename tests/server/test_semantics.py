@@ -106,9 +106,14 @@ def test_warm_cache_equals_cold(server, prompts, cold):
     flush(server)
     generate_all(server, prompts, NEW)
     warm = [generate(server, prompt, NEW) for prompt in prompts]
-    # Up to the last token but one where an open segment was left behind, else to the last border before it.
-    found = [len(p) - 1 if len(p) % SEGMENT else len(p) - SEGMENT for p in prompts]
-    assert [answer.cached for answer in warm] == found
+    for prompt, answer in zip(prompts, warm, strict=True):
+        border, rest = divmod(len(prompt) - 1, SEGMENT)
+        if rest < SEGMENT - 2:
+            assert answer.cached == len(prompt) - 1
+        else:
+            # What ends with its segment leaves nothing open, nor does what lacks one token that is on its way already;
+            # behind the border before, other prompts may begin alike.
+            assert border * SEGMENT <= answer.cached < len(prompt)
     assert_same(warm, cold)
 
 
