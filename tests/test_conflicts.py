@@ -63,6 +63,7 @@ def launch(*has: str) -> Launch:
     plain = dict(
         speculative_algorithm=None,
         enable_lora=None,
+        lora_paths=None,
         enable_hierarchical_cache=False,
         radix_cache_backend=None,
         enable_mixed_chunk=False,

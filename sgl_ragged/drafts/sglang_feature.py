@@ -74,7 +74,9 @@ class Drafting(Feature):
     name = "drafts"
     case = "--speculative-algorithm"
     needed_for = " with --speculative-algorithm"
-    cases: ClassVar[Mapping] = {ADAPTERS: lambda launch: bool(launch.server_args.enable_lora)}
+    cases: ClassVar[Mapping] = {
+        ADAPTERS: lambda launch: bool(launch.server_args.enable_lora or launch.server_args.lora_paths)
+    }
     conflicts = (
         Conflict(case, ADAPTERS, "beside requests with adapters an answer has been seen to differ"),
         Conflict(case, HISTORY.case, "a chain is verified against all segments"),
