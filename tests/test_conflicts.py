@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sgl_ragged import cli
-from sgl_ragged.drafts.sglang_feature import DRAFTS
+from sgl_ragged.drafts.sglang_feature import ADAPTERS, DRAFTS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY, HistoryFlags
 from sgl_ragged.host_tier.sglang_feature import CODEC, HOST_TIER, TierFlags
@@ -41,6 +41,7 @@ OF_FEATURES = {
     CODEC: TierFlags(host_codec="shared"),
 }
 FLAGS = {
+    ADAPTERS: {"enable_lora": True},
     DRAFTS.case: {"speculative_algorithm": "NGRAM"},
     HOST_TIER.case: {"enable_hierarchical_cache": True},
     TREE: {"radix_cache_backend": "mine"},
@@ -61,6 +62,8 @@ def launch(*has: str) -> Launch:
     flags = {key: value for case in has for key, value in FLAGS.get(case, {}).items()}
     plain = dict(
         speculative_algorithm=None,
+        enable_lora=None,
+        lora_paths=None,
         enable_hierarchical_cache=False,
         radix_cache_backend=None,
         enable_mixed_chunk=False,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
@@ -20,6 +21,8 @@ HOOKS = "sgl_ragged.drafts.sglang_chains"
 
 ALGORITHM = "NGRAM"
 """Whose drafts are verified."""
+
+ADAPTERS = "--enable-lora"
 
 USE = "use --speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1"
 
@@ -71,7 +74,11 @@ class Drafting(Feature):
     name = "drafts"
     case = "--speculative-algorithm"
     needed_for = " with --speculative-algorithm"
+    cases: ClassVar[Mapping] = {
+        ADAPTERS: lambda launch: bool(launch.server_args.enable_lora or launch.server_args.lora_paths)
+    }
     conflicts = (
+        Conflict(case, ADAPTERS, "beside requests with adapters an answer has been seen to differ"),
         Conflict(case, HISTORY.case, "a chain is verified against all segments"),
         Conflict(case, RETRIEVAL.case, "pivots watch one query per step"),
         Conflict(case, WINDOWS.case, "pages of windows are not handed out for chains", "drop it"),
