@@ -12,8 +12,9 @@ from benchmarks.harness.launch import LAUNCH_SERVER
 from benchmarks.harness.unpinned_launch import UNPINNED_LAUNCH
 from benchmarks.storm.material import ADAPTERS, GEMMA3, GPT_OSS, RANK, RECALL, Material
 
-POOL_SEGMENTS, CONTEXT_TOKENS = 24, 1600
-"""Of a storm's server: fewer tokens than its clients ask for at a time. At 64 tokens per segment it holds 1,536."""
+POOL_SEGMENTS, CONTEXT_TOKENS = 32, 1600
+"""Of a storm's server: fewer tokens than its clients ask for at a time, and as many as the longest prompt needs beside
+what is reserved for its open segments."""
 
 SEGMENT = 64
 """Tokens, of servers that ask for no other."""
