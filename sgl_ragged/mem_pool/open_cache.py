@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+LEAST_TOKENS = 16
+"""Tokens that are worth copying pages for instead of computing them."""
+
 MOST_BRANCHES = 32
 """Entries behind one prefix: each is compared with what is asked for."""
 
@@ -53,16 +56,16 @@ class OpenCache:
         return sum(map(len, self._entries.values()))
 
     def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
-        """The entry that goes on longest with a sequence, and for how many tokens, if there is one.
+        """The entry that goes on longest with a sequence, and for how many tokens, if it is worth it.
 
         Args:
             prefix: tokens that are sealed. name: which sequences may share.
             tokens: of the sequence. end: how many of these may be found.
         """
-        if end <= prefix or (prefix, name) not in self._lengths:
+        if end - prefix < LEAST_TOKENS or (prefix, name) not in self._lengths:
             return None
         found = self._longest(_key(prefix, name, tokens), np.array(tokens[prefix:end], np.int64))
-        if found is None or not found[1]:
+        if found is None or found[1] < LEAST_TOKENS:
             return None
         self.touch(found[0])
         return found

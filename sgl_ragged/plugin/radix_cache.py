@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_ragged.mem_pool.open_cache import Entry
+from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS, Entry
 from sgl_ragged.plugin.allocator import SlabAllocator
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.windows.sglang_pool import slab_allocator
@@ -188,7 +188,7 @@ class OpenRadixCache(UnifiedRadixCache):
         super().checkpoint(req, up_to=up_to, **kwargs)
         kv = req.kv
         prefix, count = kv.cache_protected_len, up_to - kv.cache_protected_len
-        if self.disable or not kv.holds_kv or not 0 < count < self.page_size:
+        if self.disable or not kv.holds_kv or not LEAST_TOKENS <= count < self.page_size:
             return
         # A token beyond these may be on its way already. If it fills the segment, a slab is written there.
         if kv.kv_committed_len // self.page_size > up_to // self.page_size:

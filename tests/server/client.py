@@ -13,6 +13,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.harness.launch import Server
+from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,13 @@ def ask(server: Server, prompt: Mapping[str, Any], new: int, *, logprobs_from: i
         input_logprobs=np.array([entry[0] for entry in given if entry[0] is not None]),
         cached=meta["cached_tokens"],
     )
+
+
+def found_of(tokens: int, segment: int) -> int:
+    """Tokens that are found of a prompt that begins with so many which have been computed before, those of its last
+    open segment among them; a server never finds all of a prompt."""
+    border, rest = divmod(tokens, segment)
+    return tokens if rest >= LEAST_TOKENS else border * segment
 
 
 def generate_all(server: Server, prompts: Sequence[Sequence[int]], new: int, **options: int | None) -> list[Answer]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.architectures import PLAIN, WINDOWED, Family
 from tests.oracle import Oracle
-from tests.server.client import Answer, flush, generate
+from tests.server.client import Answer, flush, found_of, generate
 from tests.vision_models import make_qwen2_5_vl
 
 pytestmark = pytest.mark.server
@@ -116,8 +116,8 @@ def test_hit_equals_miss(serve, full):
         flush(server)
         alone = generate(server, turn, NEW)
         everywhere = generate(server, PROMPT, NEW, logprobs_from=0)
-    assert (cold.cached, warm.cached) == (0, len(PROMPT) - 1)
-    assert (second.cached, alone.cached) == (len(PROMPT) + NEW - 1, 0)
+    assert (cold.cached, warm.cached) == (0, found_of(len(PROMPT) - 1, SEGMENT))
+    assert (second.cached, alone.cached) == (found_of(len(PROMPT) + NEW - 1, SEGMENT), 0)
     assert_same(warm, cold)
     assert_same(second, alone)
     # Compression is at work, and only behind the first segment.

@@ -18,7 +18,7 @@ from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
 from tests.models import SIZES, make_llama, make_profile, make_qwen3
 from tests.oracle import Oracle
-from tests.server.client import flush, generate
+from tests.server.client import flush, found_of, generate
 
 pytestmark = pytest.mark.server
 
@@ -111,7 +111,7 @@ def test_ranks_agree_with_the_oracle(servers, models, tmp_path, name, tp, mode, 
         cold = generate(server, turn, 20)
         updated = httpx.post(f"{server.url}/update_weights_from_disk", json={"model_path": str(model.path)}, timeout=60)
         log = server.log_text()
-    assert (warm.cached, cold.cached) == (6 * SEGMENT + 29, 0)
+    assert (warm.cached, cold.cached) == (found_of(6 * SEGMENT + 29, SEGMENT), 0)
     assert warm.tokens == cold.tokens
     np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
     want = Oracle(str(model.path), kept, SEGMENT, "keydiff").logprobs(turn + warm.tokens)
