@@ -41,7 +41,7 @@ architectures: setup
 		$(ARGS)
 
 compat: .venv-compat/$(SGLANG_RELEASE)
-	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py \
+	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py tests/test_codes_at_start.py \
 		tests/server/test_semantics.py tests/server/test_full_ratio.py tests/server/test_metrics.py \
 		tests/server/test_tensor_parallel.py $(ARGS)
 
