@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 LEAST_TOKENS = 16
-"""Tokens that are worth copying pages for instead of computing them."""
+"""Tokens that are worth copying pages for instead of computing them, where sequences begin alike by chance or a prompt
+may never be asked again. A conversation that has ended behind a border is found to its last token."""
 
 MOST_BRANCHES = 32
 """Entries behind one prefix: each is compared with what is asked for."""
@@ -55,6 +56,11 @@ class OpenCache:
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
 
+    @staticmethod
+    def least(prefix: int) -> int:
+        """Tokens that are worth a search behind so many sealed ones."""
+        return 1 if prefix else LEAST_TOKENS
+
     def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
         """The entry that goes on longest with a sequence, and for how many tokens, if it is worth it.
 
@@ -62,10 +68,10 @@ class OpenCache:
             prefix: tokens that are sealed. name: which sequences may share.
             tokens: of the sequence. end: how many of these may be found.
         """
-        if end - prefix < LEAST_TOKENS or (prefix, name) not in self._lengths:
+        if end - prefix < self.least(prefix) or (prefix, name) not in self._lengths:
             return None
         found = self._longest(_key(prefix, name, tokens), np.array(tokens[prefix:end], np.int64))
-        if found is None or found[1] < LEAST_TOKENS:
+        if found is None or found[1] < self.least(prefix):
             return None
         self.touch(found[0])
         return found

@@ -188,7 +188,9 @@ class OpenRadixCache(UnifiedRadixCache):
         super().checkpoint(req, up_to=up_to, **kwargs)
         kv = req.kv
         prefix, count = kv.cache_protected_len, up_to - kv.cache_protected_len
-        if self.disable or not kv.holds_kv or not LEAST_TOKENS <= count < self.page_size:
+        if self.disable or not kv.holds_kv or not 0 < count < self.page_size:
+            return
+        if count < (self.entries.least(prefix) if req.finished() else LEAST_TOKENS):
             return
         # A token beyond these may be on its way already. If it fills the segment, a slab is written there.
         if kv.kv_committed_len // self.page_size > up_to // self.page_size:

@@ -62,7 +62,7 @@ def found_of(tokens: int, segment: int) -> int:
     """Tokens that are found of a prompt that begins with so many which have been computed before, those of its last
     open segment among them; a server never finds all of a prompt."""
     border, rest = divmod(tokens, segment)
-    return tokens if rest >= LEAST_TOKENS else border * segment
+    return tokens if rest >= (1 if border else LEAST_TOKENS) else border * segment
 
 
 def generate_all(server: Server, prompts: Sequence[Sequence[int]], new: int, **options: int | None) -> list[Answer]:

@@ -35,7 +35,6 @@ def test_shared_prefixes(servers, character_server, character_model, tmp_path):
     # Two requests run at a time, so at most two of each group come before their prefix is in the cache.
     cached = found["cache_report"]["total_cached_tokens"]
     assert cached >= GROUPS * (PROMPTS - 2) * (SYSTEM // SEGMENT * SEGMENT)
-    assert cached % SEGMENT == 0
 
 
 def test_multi_turn(servers, character_server, character_model, tmp_path):

@@ -194,7 +194,8 @@ def test_replicas(character_model, folder, servers):
         assert info["ragged"]["ratio"] == RATIO
         assert info["ragged"]["virtual_tokens"] == info["max_total_num_tokens"]
         for seed in range(4):
-            generate(server, prompt(seed, 200), 2)
+            # The last answered token has no keys: three whole segments of each prompt, two prompts on each replica.
+            generate(server, prompt(seed, 3 * SEGMENT - 1), 2)
         wait_until(lambda: in_use(server) == dict.fromkeys("01", 6 * info["ragged"]["slab_bytes"]))
         flush(server)
         wait_until(lambda: in_use(server) == {"0": 0, "1": 0})
