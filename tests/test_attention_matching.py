@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sgl_ragged.fitting import attention_matching
 from sgl_ragged.fitting.attention_matching import MOST_GROWTH, corrections
-from sgl_ragged.fitting.fitted import LayerFit
+from sgl_ragged.fitting.fitted import HeadFit
 from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_format import K4V4, K6V4, K8V4, WIDE
@@ -41,7 +41,7 @@ def matched(keys, values, places, numbers, references, form=None):
     """What is kept of keys and values, corrected."""
     kept = torch.zeros(keys.shape[:3], dtype=torch.bool).scatter_(2, places, True)
     layout = SlabLayout(np.full((1, keys.shape[1]), places.shape[-1]), DIM, SEGMENT, form=form or WIDE)
-    fit = LayerFit.of(layout, 0, references)
+    fit = HeadFit.of(layout, 0, references)
 
     def stored(rows, *asked):
         return rows if form is None else fit.stored(rows, *asked, form)

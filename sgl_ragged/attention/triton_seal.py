@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import Finished, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.mem_pool.torch_seal import seal_in_torch
+
+ROWS_BYTES = 128 << 20
+"""Of whole segments that are copied at a time to be corrected."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class HeadTable:
 
 
 class TritonSealer:
-    """`SlabStore.sealer` by kernels: three launches for a scorer that has a kernel."""
+    """`SlabStore.sealer` by kernels: three launches for a scorer that has a kernel, and what is corrected by torch's
+    batched solvers, without a wait for the device."""
 
     def __init__(self, layout: SlabLayout, device: torch.device) -> None:
         self._layers = [HeadTable.of(layout, slice(n, n + 1), device) for n in range(layout.num_layers)]
@@ -57,9 +60,6 @@ class TritonSealer:
         return self._every if layer is None else self._layers[layer]
 
     def __call__(self, store: SlabStore, layers: Sequence[int], segments: Finished) -> list[torch.Tensor | None]:
-        if store.corrector is not None:
-            # Small dense problems, many at once: torch's batched solvers, without a wait for the device.
-            return seal_in_torch(store, layers, segments)
         assert len(layers) in (1, store.layout.num_layers), "a chunk's layer, or all of a decode step's"
         layer = layers[0] if len(layers) == 1 else None
         layout, heads = store.layout, self.heads(layer)
@@ -74,22 +74,42 @@ class TritonSealer:
         else:
             every = [store.scorer.score(store.segment_data(number, segments)) for number in layers]
             scores = torch.cat(every, dim=1).float().contiguous()
-        positions = chosen = seal.choose(scores, segments.segment_indices.to(torch.int32), heads.total)
-        if layout.shared:
-            stored = heads.first[:, None] + torch.arange(layout.segment, device=scores.device)
-            positions = positions.gather(2, stored.clamp_max_(layout.segment - 1).expand_as(positions))
-        seal.gather(
-            source,
-            store.slabs,
-            segments.slots,
-            positions,
-            heads.kept,
-            heads.key_blocks,
-            heads.most_kept,
-            layout.head_dim,
-            layout.form,
-        )
+        chosen = seal.choose(scores, segments.segment_indices.to(torch.int32), heads.total)
+        if store.corrector is None:
+            _write(store, heads, source, segments.slots, chosen)
+            return self._by_layer(chosen, layers, layout)
+        for part in _parts(source, layout, len(segments)):
+            # Copies: kernels are compiled for addresses that divide by 16.
+            own = replace(source, firsts=source.firsts[part].clone())
+            rows = seal.ordered_rows(own, chosen[part], layout.head_dim)
+            store.corrector.in_place(layers, rows, segments.segment_indices[part])
+            places = torch.arange(layout.segment, dtype=torch.int32, device=scores.device)
+            in_order = places.repeat(*rows.shape[:2], 1)
+            _write(store, heads, seal.Source.of_rows(rows, layout.num_heads), segments.slots[part].clone(), in_order)
+        return self._by_layer(chosen, layers, layout)
+
+    @staticmethod
+    def _by_layer(chosen: torch.Tensor, layers: Sequence[int], layout: SlabLayout) -> list[torch.Tensor | None]:
         return list(chosen.unflatten(1, (len(layers), layout.num_heads)).unbind(1))
+
+
+def _parts(source: seal.Source, layout: SlabLayout, segments: int) -> list[slice]:
+    """Runs of segments whose rows may be held at a time."""
+    each = source.num_heads * 2 * layout.segment * layout.head_dim * source.keys.element_size()
+    most = max(ROWS_BYTES // each, 1)
+    return [slice(first, first + most) for first in range(0, segments, most)]
+
+
+def _write(
+    store: SlabStore, heads: HeadTable, source: seal.Source, slots: torch.Tensor, positions: torch.Tensor
+) -> None:
+    """Write rows of segments to their slabs. positions: those that heads keep on all ranks, in front."""
+    layout = store.layout
+    if layout.shared:
+        stored = heads.first[:, None] + torch.arange(layout.segment, device=positions.device)
+        positions = positions.gather(2, stored.clamp_max_(layout.segment - 1).expand_as(positions))
+    kept, blocks, most = heads.kept, heads.key_blocks, heads.most_kept
+    seal.gather(source, store.slabs, slots, positions, kept, blocks, most, layout.head_dim, layout.form)
 
 
 def _token_scores(store: SlabStore, layer: int | None, segments: Finished) -> torch.Tensor:

@@ -39,8 +39,9 @@ MOST_KEPT = 3 / 4
 MOST_GROWTH = 4.0
 """Fitted values are at most this many times as large as the largest kept one, or the head keeps its own."""
 
-AT_ONCE_BYTES = 32 << 20
-"""Of exponentials that are held at a time."""
+AT_ONCE_BYTES, AT_ONCE_BYTES_OF_DEVICES = 32 << 20, 96 << 20
+"""Of exponentials that are held at a time; other intermediate results take two to three times as many. On CPUs more
+would leave the caches, on other devices every further time costs the launches of all operations."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,20 @@ def corrections(
         numbers: integers [segments], the segments' numbers in their sequences.
         references: of these heads.
     """
-    per_segment = 4 * references.queries.shape[0] * references.queries.shape[2] * keys.shape[2]
-    at_once = max(1, AT_ONCE_BYTES // per_segment)
+    heads, _, queries = references.queries.shape
+    at_once = max(1, at_once_bytes(keys.device) // bytes_per_segment(heads, queries, keys.shape[2]))
     split = (x.split(at_once) for x in (keys, values, numbers))
     parts = [_correct(k, v, kept, n, references, stored) for k, v, n in zip(*split, strict=True)]
     return parts[0] if len(parts) == 1 else Corrections.of(parts)
+
+
+def bytes_per_segment(heads: int, queries: int, length: int) -> int:
+    """Of exponentials, of a segment of so many tokens."""
+    return 4 * heads * queries * length
+
+
+def at_once_bytes(device: torch.device) -> int:
+    return AT_ONCE_BYTES if device.type == "cpu" else AT_ONCE_BYTES_OF_DEVICES
 
 
 def _correct(
@@ -228,9 +238,17 @@ def _weights(shares: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.
     linear, low, high = linear / unit * step, LEAST_WEIGHT * unit, MOST_WEIGHT * unit
     now, ahead, momentum = unit, unit, 1.0
     for _ in range(STEPS):
-        # Products with vectors: one after the other in LAPACK, three times as slow.
-        after = (gram * ahead[..., None, :]).sum(dim=-1).add_(linear).clamp_(low, high)
+        after = _moved(gram, ahead, linear).clamp_(low, high)
         momentum, last = (1 + math.sqrt(1 + 4 * momentum**2)) / 2, momentum
         ahead = torch.lerp(now, after, 1 + (last - 1) / momentum)
         now = after
     return (now / unit)[..., None]
+
+
+def _moved(matrix: torch.Tensor, vector: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """start [.., n] plus matrix [.., n, n] times vector [.., n]."""
+    if matrix.device.type == "cpu":
+        # LAPACK makes one product after the other, three times as slow.
+        return (matrix * vector[..., None, :]).sum(dim=-1).add_(start)
+    wide = (x.flatten(0, -2)[..., None] for x in (start, vector))
+    return torch.baddbmm(next(wide), matrix.flatten(0, -3), next(wide)).view(start.shape)

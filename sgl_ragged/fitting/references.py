@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,16 +18,22 @@ BIAS_RIDGE = 1e-3
 """Of the direction in which keys carry a bias, per query."""
 
 
+HEAD_AXES = dict(queries=0, across=0, masses=1, outputs=1, bias=0, bias_across=0, frequencies=0)
+"""Which axes of `References` are those of heads."""
+
+
 @dataclass(frozen=True)
 class References:
-    """The codebook of one layer's heads on the device; H heads, d dimensions in their places, m queries, of which
-    `count` are the codebook's: any others attend to nothing here, and want nothing.
+    """The codebook of heads on the device, of one layer or of several.
+
+    H heads, d dimensions in their places, m queries, of which `count` are the codebook's: any others attend to nothing
+    here, and want nothing.
 
     queries: float16 [H, d, m], on CPUs the same numbers in float32, times what logits are scaled by. across: alike,
     what sines are multiplied by where RoPE turns them. outputs: alike, [2, H, d, m]. masses: float32 [2, H, 1, m].
     bias: float32 [H, 1, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
     longer by b u has logits larger by b. bias_across: as of queries.
-    frequencies: float64 [d], 0 where nothing is turned.
+    frequencies: float64 [H, d], 0 where nothing is turned.
     """
 
     queries: torch.Tensor
@@ -60,7 +66,17 @@ class References:
             masses = pad(masses, (0, -count % ALIGNED), value=math.inf)
         queries, across, outputs = (x.contiguous() for x in columns)
         every = torch.cat([frequencies, frequencies, frequencies.new_zeros(len(order) - 2 * half)])[inverse]
+        every = every.expand(len(queries), -1)
         return cls(queries, across, masses.contiguous(), outputs, bias, bias_across, every, count)
+
+    @classmethod
+    def joined(cls, parts: Sequence[References]) -> References:
+        """Those of several layers' heads, one behind the other."""
+        (count,) = {part.count for part in parts}
+        together = {
+            name: torch.cat([getattr(part, name) for part in parts], dim=axis) for name, axis in HEAD_AXES.items()
+        }
+        return cls(**together, count=count)
 
     def seen_from(self, positions: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries [segments, H, d, m] and bias [segments, H, 1, d] turned by RoPE to positions, integers [segments];
@@ -69,8 +85,8 @@ class References:
         float32. first: bool [segments], which are the first of their sequences.
         """
         # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
-        angles = positions[:, None].double() * self.frequencies
-        cosines, sines = (x.float()[:, None, None] for x in (angles.cos(), angles.sin()))
+        angles = positions[:, None, None].double() * self.frequencies
+        cosines, sines = (x.float()[:, :, None] for x in (angles.cos(), angles.sin()))
         bias = torch.addcmul(self.bias * cosines, self.bias_across, sines)
         columns = cosines.transpose(2, 3), sines.transpose(2, 3)
         queries = torch.addcmul(self.queries.float() * columns[0], self.across.float(), columns[1])
@@ -78,10 +94,15 @@ class References:
         masses, outputs = (x.index_select(0, version) for x in (self.masses, self.outputs))
         return queries, bias, masses, outputs.float()
 
-    def heads(self, heads: torch.Tensor) -> References:
-        """Those of some heads, int64 [heads]."""
-        of_heads = {name: getattr(self, name)[heads] for name in ("queries", "across", "bias", "bias_across")}
-        return replace(self, **of_heads, masses=self.masses[:, heads], outputs=self.outputs[:, heads])
+    def heads(self, heads: torch.Tensor | slice) -> References:
+        """Those of some heads, int64 [heads]; views for a slice."""
+        return replace(
+            self,
+            **{
+                name: getattr(self, name)[heads] if axis == 0 else getattr(self, name)[:, heads]
+                for name, axis in HEAD_AXES.items()
+            },
+        )
 
 
 def _bias(queries: torch.Tensor) -> torch.Tensor:

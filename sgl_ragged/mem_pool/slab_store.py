@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -23,8 +24,17 @@ from sgl_ragged.scorers import Scorer, SegmentData
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [segments, heads, S, head_dim], as the cache holds them, FP8 as bytes."""
 
-Corrector = Callable[[int, Rows, torch.Tensor, torch.Tensor], Rows]
-"""From a layer, its segments' rows, what `rank_positions` says of these, and their numbers [segments]: other rows."""
+
+class Corrector(Protocol):
+    """Changes rows of segments before what heads keep of them is stored. numbers: integers [segments], theirs."""
+
+    def __call__(self, layer: int, rows: Rows, order: torch.Tensor, numbers: torch.Tensor) -> Rows:
+        """Other rows for a layer's segments. order: what `rank_positions` says of these."""
+        ...
+
+    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor) -> None:
+        """Change rows [segments, heads of one layer or of all, 2 (K, V), S, d]; what heads keep is in front."""
+        ...
 
 
 def _input_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:

@@ -77,6 +77,15 @@ class Source:
         key, value = keys.stride(0), values.stride(0)
         return Source(keys, values, first_tokens[:, None], 1, key, value, key, value, 0, dim, heads, heads, 0)
 
+    @staticmethod
+    def of_rows(rows: torch.Tensor, heads: int) -> Source:
+        """Segments whose keys and values lie in one tensor [segments, heads of all layers, 2 (K, V), S, d], contiguous.
+        heads: of one layer."""
+        _, count, _, length, dim = rows.shape
+        head, firsts = 2 * length * dim, torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        strides = count * head, count * head, dim, dim, heads * head, head
+        return Source(rows[:, :, 0], rows[:, :, 1], firsts[:, None], 1, *strides, heads, count, 0)
+
     @property
     def constants(self) -> dict[str, int]:
         """What kernels take of it as constants."""
@@ -179,8 +188,9 @@ def choose_kernel(
         above = above | (same & (other_score[None, :] > score[:, None])) | tied
         rank += tl.sum(above.to(tl.int32), axis=1)
     keep = (rank < kept) & (token < SEGMENT)
-    place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
-    tl.store(positions_ptr + at + place, token, mask=keep)
+    before = tl.cumsum(keep.to(tl.int32), axis=0)
+    place = tl.where(keep, before - 1, tl.minimum(kept, SEGMENT) + token - before)
+    tl.store(positions_ptr + at + place, token, mask=token < SEGMENT)
 
 
 @triton.jit
@@ -303,7 +313,8 @@ def choose(scores: torch.Tensor, numbers: torch.Tensor, kept: torch.Tensor) -> t
         kept: int32 [heads].
 
     Returns:
-        int32 [segments, heads, S]; the first kept[head] entries, ascending, are the positions, the rest undefined.
+        int32 [segments, heads, S]: the positions that are kept, kept[head] of them, and behind them the others; both
+        ascending.
     """
     segments, heads, segment = scores.shape
     positions = torch.empty((segments, heads, segment), dtype=torch.int32, device=scores.device)
@@ -369,3 +380,19 @@ def gather(
         CENTRED=form.centred,
         num_warps=4,
     )
+
+
+def ordered_rows(source: Source, positions: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Keys and values of whole segments in another order: [segments, heads, 2 (K, V), S, d].
+
+    Args:
+        positions: from `choose`.
+    """
+    segments, heads, segment = positions.shape
+    device = positions.device
+    rows = torch.empty((segments, heads, 2, segment, head_dim), dtype=source.keys.dtype, device=device)
+    kept = torch.full((heads,), segment, dtype=torch.int32, device=device)
+    blocks = torch.arange(heads, device=device) * (2 * segment * head_dim // 16)
+    slots = torch.arange(segments, device=device)
+    gather(source, rows.flatten(1), slots, positions, kept, blocks, segment, head_dim)
+    return rows
