@@ -42,7 +42,9 @@ def decode_tile(head_dim: int, itemsize: int, *, fp8: bool = False, form: SlabFo
         form: of slabs; where keys are centred, tiles are of one segment.
     """
     if form.centred and itemsize == 2:
-        return Tile(16, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
+        if head_dim > 128:
+            return Tile(16, 16, 8)
+        return Tile(16, 32, 4, registers=168 if head_dim <= 64 else None)
     if itemsize == 4:
         if head_dim <= 64:
             return Tile(16, 16, 4)
