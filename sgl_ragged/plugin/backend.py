@@ -24,6 +24,10 @@ from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.windows.sglang_pool import slab_pool
 
+TOKEN_INPUTS = "ragged_token_inputs"
+"""Keyword of attention layers' calls: what operations make of what entered the layer, [tokens, ...], for scorers that
+read hidden states (`Operations.token_inputs`)."""
+
 
 class Observer(Protocol):
     """Looks at what prefill stores and attends; `calib.recorder` is one."""
@@ -102,7 +106,7 @@ class RaggedAttnBackend(AttentionBackend):
             number: [one for one in self.epilogues if one.needed(number)] for number in self.layer_indices.values()
         }
         self._observed: ExtendView | None = None
-        self._token_inputs: dict[int, torch.Tensor] = {}
+        self._token_inputs: torch.Tensor | None = None
         self._hidden_states: dict[int, torch.Tensor] = {}
         if self.store.scorer.reads_hidden_states or (observer is not None and observer.reads_hidden_states):
             self._read_hidden_states(model_runner.model)
@@ -216,9 +220,9 @@ class RaggedAttnBackend(AttentionBackend):
         """
         if layer.layer_id not in self.layer_indices:
             return self._other().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
-        sinks = more.pop("sinks", None)
+        sinks, token_inputs = more.pop("sinks", None), more.pop(TOKEN_INPUTS, None)
         _refuse_call(layer, k, v, save_kv_cache, more)
-        output, heads = self._attend(self.operations.extend, q, k, v, layer, forward_batch, sinks)
+        output, heads = self._attend(self.operations.extend, q, k, v, layer, forward_batch, sinks, token_inputs)
         if self.observer is not None:
             assert self._observed is not None, "an extend batch must have been described first"
             queries, keys, values, inputs = heads
@@ -240,9 +244,9 @@ class RaggedAttnBackend(AttentionBackend):
         """Attention of one token per request; shapes and errors as in `forward_extend`."""
         if layer.layer_id not in self.layer_indices:
             return self._other().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
-        sinks = more.pop("sinks", None)
+        sinks, token_inputs = more.pop("sinks", None), more.pop(TOKEN_INPUTS, None)
         _refuse_call(layer, k, v, save_kv_cache, more)
-        return self._attend(self.operations.decode, q, k, v, layer, forward_batch, sinks)[0]
+        return self._attend(self.operations.decode, q, k, v, layer, forward_batch, sinks, token_inputs)[0]
 
     def _other(self) -> AttentionBackend:
         assert self.others is not None, "layers that are not in slabs are in another pool"
@@ -257,12 +261,13 @@ class RaggedAttnBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         sinks: torch.Tensor | None,
+        token_inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Heads]:
         """The output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs.
 
-        sinks: [query heads], the layer's learned sinks, or None.
+        sinks: [query heads], the layer's learned sinks, or None. token_inputs: TOKEN_INPUTS of the call.
         """
-        queries, keys, values, scorer_inputs = heads = self._heads(q, k, v, layer)
+        queries, keys, values, scorer_inputs = heads = self._heads(q, k, v, layer, token_inputs)
         number = self.layer_indices[layer.layer_id]
         if self.pool.layer_transfer_counter is not None:
             # Slabs on their way from the host: this layer's part must be there.
@@ -278,13 +283,15 @@ class RaggedAttnBackend(AttentionBackend):
             output = epilogue.apply(number, queries, output, lse, forward_batch)
         return (output if sinks is None else with_sinks(output, lse, sinks)).flatten(1), heads
 
-    def _heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> Heads:
+    def _heads(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, token_inputs: Any
+    ) -> Heads:
         """Tensors that the model hands over, by heads."""
         heads, dim = layer.tp_k_head_num, layer.head_dim
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
         scorer_inputs = None
         if self.store.scorer.reads_hidden_states:
-            scorer_inputs = self._token_inputs.pop(layer.layer_id)[: len(queries)]
+            scorer_inputs = token_inputs[: len(queries)]
         elif self.store.has_scorer_inputs:
             scorer_inputs = queries.flatten(2)
         return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), scorer_inputs
@@ -295,6 +302,16 @@ class RaggedAttnBackend(AttentionBackend):
             for child in parent.children():
                 if isinstance(child, RadixAttention) and child.layer_id in self.layer_indices:
                     parent.register_forward_pre_hook(self._token_input_hook(child.layer_id, parent), with_kwargs=True)
+                    child.register_forward_pre_hook(self._hand_over, with_kwargs=True)
+
+    def _hand_over(self, _layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Give an attention layer what has just been made of what entered its parent.
+
+        As an argument: graphs of prefill call the backend again with the arguments of their capture, and each size of
+        chunk has buffers of its own.
+        """
+        found, self._token_inputs = self._token_inputs, None
+        return None if found is None else (args, kwargs | {TOKEN_INPUTS: found})
 
     def _token_input_hook(self, layer_id: int, parent: torch.nn.Module) -> Callable[..., None]:
         number = self.layer_indices[layer_id]
@@ -310,7 +327,7 @@ class RaggedAttnBackend(AttentionBackend):
             if self.store.scorer.reads_hidden_states:
                 # Observers are shown scores, not what operations make of them.
                 of = self.operations.token_inputs if self.observer is None else self.operations.token_scores
-                self._token_inputs[layer_id] = of(number, hidden_states)
+                self._token_inputs = of(number, hidden_states)
             if self.observer is not None and self.observer.reads_hidden_states:
                 self._hidden_states[layer_id] = hidden_states
 

@@ -16,6 +16,7 @@ from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.mem_pool.slab_format import Share, settle_share
 from sgl_ragged.plan import ServingPlan, choose_budgets, kept_share, make_plan, refuse_ranks
 from sgl_ragged.plugin.conflicts import against, refuse_conflicts
+from sgl_ragged.plugin.cuda_graphs import captures_prefill, declared_graphs, refuse_graphs, settled_graphs
 from sgl_ragged.plugin.feature import Feature, features
 from sgl_ragged.plugin.joining import join_features, refuse_in_vain, settle_features
 from sgl_ragged.plugin.launch import CODES, Launch
@@ -33,12 +34,6 @@ from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, hook_laun
 
 logger = logging.getLogger(__name__)
 
-DISABLED = "disabled"
-"""SGLang's name for no CUDA graphs."""
-
-CAPTURED_KERNELS = ("auto", "triton")
-"""Values of --ragged-kernel that go with CUDA graphs of decode."""
-
 
 def resolve_with_options(original: Callable[[Any], None], server_args: Any, options: RaggedOptions) -> None:
     """Run SGLang's own resolution with the plugin's settings declared, check what came out, place the heads.
@@ -55,27 +50,26 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 
     launch = Launch(options, server_args)
-    refuse_environment()
+    refuse_environment(server_args)
     refuse_flags(server_args, options)
     refuse_in_vain(launch)
     refuse_conflicts(launch)
     _hook_launcher()
     joining = settle_features(launch)
     trees = [feature.radix_cache[0] for feature in joining if feature.radix_cache is not None]
-    # Before SGLang sizes memory: it reserves for the graphs that it means to capture.
     declare_resolution(
         server_args,
         "sgl_ragged",
         page_size=options.segment,
         attention_backend=BACKEND,
-        cuda_graph_backend_prefill=DISABLED,
-        **({} if options.kernel in CAPTURED_KERNELS else {"cuda_graph_backend_decode": DISABLED}),
+        **declared_graphs(server_args, options),
         **({"radix_cache_backend": trees[0]} if trees else {}),
     )
     original(server_args)
     view = resolving_view(server_args)
     kernel = choose_kernel(options.kernel, view.device)
-    graphs = _cuda_graphs(view.cuda_graph_config, in_decode=kernel == "triton" and view.device == "cuda")
+    captured = kernel == "triton" and view.device == "cuda"
+    graphs = settled_graphs(view.cuda_graph_config, server_args, captured=captured)
     declare_resolution(server_args, "sgl_ragged", cuda_graph_config=graphs)
     chunk = view.chunked_prefill_size
     if chunk > 0:
@@ -207,7 +201,7 @@ def refuse_segment(segment: int, device: str) -> None:
         )
 
 
-def refuse_environment() -> None:
+def refuse_environment(server_args: Any) -> None:
     """Raise RaggedConfigError for environment variables of SGLang that do not go with --kv-pool ragged, and warn of one
     that is in vain."""
     from sglang.srt.environ import envs
@@ -217,30 +211,12 @@ def refuse_environment() -> None:
             "SGLANG_ENABLE_METADATA_GLUE_GRAPH captures what runs before a decode step, and --kv-pool ragged seals "
             "segments there, on the host's word; unset it"
         )
-    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get() and not captures_prefill(server_args):
         logger.warning(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING does nothing with --kv-pool ragged: prefill is not captured, so "
             "SGLang leaves room for it, and the pool is that much smaller than the token pool; say --kv-bytes or "
             "--mem-fraction-static for another size"
         )
-
-
-def _cuda_graphs(config: Any, *, in_decode: bool) -> Any:
-    """The graphs that can be captured: none of prefill, of decode those over the whole step.
-
-    The torch operations loop over bands on the host, FlashInfer plans on the host, prefill allocates by its lengths.
-    """
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
-
-    config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
-    if not in_decode:
-        return with_phase(config, Phase.DECODE, backend=Backend.DISABLED)
-    if config[Phase.DECODE].backend not in (Backend.FULL, Backend.DISABLED):
-        raise RaggedConfigError(
-            f"CUDA graphs of kind {config[Phase.DECODE].backend!r} are not supported with --kv-pool ragged for decode; "
-            f"use {Backend.FULL!r} or {Backend.DISABLED!r}"
-        )
-    return config
 
 
 _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
@@ -304,8 +280,6 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 
 def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
     """Raise RaggedConfigError for the first SGLang flag that does not go with --kv-pool ragged."""
-    from sglang.srt.model_executor.cuda_graph_config import Phase
-
     if server_args.page_size not in (None, options.segment):
         raise RaggedConfigError(
             f"--page-size {server_args.page_size} differs from the segment length {options.segment}: a page is a "
@@ -318,19 +292,7 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
             f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
         )
     check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
-    asked = {
-        Phase.PREFILL: server_args.cuda_graph_backend_prefill,
-        Phase.DECODE: server_args.cuda_graph_backend_decode,
-    }
-    for phase, given in (server_args.cuda_graph_config or {}).items():
-        asked[phase] = given.get("backend", asked.get(phase))
-    if asked[Phase.PREFILL] not in (None, DISABLED):
-        raise RaggedConfigError("CUDA graphs of prefill are not supported with --kv-pool ragged; drop the flag")
-    if asked[Phase.DECODE] not in (None, DISABLED) and options.kernel not in CAPTURED_KERNELS:
-        raise RaggedConfigError(
-            f"CUDA graphs of decode are not supported with --ragged-kernel {options.kernel}; drop the flag, or use "
-            f"--ragged-kernel triton"
-        )
+    refuse_graphs(server_args, options)
     for name, fine, reason in _FORBIDDEN_FLAGS:
         value = getattr(server_args, name, fine[0])
         if value not in fine:

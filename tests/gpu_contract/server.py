@@ -42,10 +42,17 @@ def kept_counts(ratio: float, layers: int = LAYERS) -> np.ndarray:
     return fit_kept(np.random.default_rng(1).lognormal(0.0, 0.8, (layers, HEADS)), ratio, SEGMENT)
 
 
+class Called(RadixAttention):
+    """Hands its arguments to the backend at once."""
+
+    def forward(self, call: Any, q: Any, k: Any, v: Any, batch: Any, **more: Any) -> Any:
+        return call(q, k, v, self, batch, **more)
+
+
 class Attention(torch.nn.Module):
     def __init__(self, number: int, heads: int = HEADS) -> None:
         super().__init__()
-        self.attn = RadixAttention(heads * PER_HEAD, DIM, DIM**-0.5, heads, layer_id=number)
+        self.attn = Called(heads * PER_HEAD, DIM, DIM**-0.5, heads, layer_id=number)
 
     def forward(self, positions: Any, hidden_states: Any, run: Any) -> Any:
         return run(self.attn)
@@ -141,7 +148,7 @@ class Server:
         for number, layer in enumerate(self.model):
             REC.layer = number
             try:
-                layer(None, states, lambda attn: call(q, k, v, attn, batch, **more))
+                layer(None, states, lambda attn: attn(call, q, k, v, batch, **more))
             finally:
                 REC.layer = None
 
