@@ -120,6 +120,7 @@ def show_layout(options: argparse.Namespace) -> None:
     from sgl_ragged.mem_pool.kv_dtype import is_fp8
     from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
     from sgl_ragged.plugin.conflicts import refuse_conflicts
+    from sgl_ragged.plugin.deciding import choose_share
     from sgl_ragged.plugin.feature import Prefill, Rank, features
     from sgl_ragged.plugin.joining import (
         describe_features,
@@ -131,7 +132,6 @@ def show_layout(options: argparse.Namespace) -> None:
     )
     from sgl_ragged.plugin.launch import Launch
     from sgl_ragged.plugin.options import make_options
-    from sgl_ragged.plugin.resolution import choose_share
     from sgl_ragged.scorers import get_scorer
 
     budget = parse_bytes(options.kv_bytes)

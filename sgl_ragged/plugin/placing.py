@@ -55,6 +55,20 @@ def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_conf
     return dataclasses.replace(plan, fairkv=mode, placement=placement)
 
 
+def take_placement(
+    plan: ServingPlan, placement: Placement | None, options: RaggedOptions, view: Any, model_config: Any
+) -> ServingPlan:
+    """The plan with a placement that another node has made; the rest as in `place_heads`.
+
+    Raises:
+        RaggedConfigError: heads cannot be moved here.
+    """
+    if placement is None:
+        return plan
+    _require_movable(plan, options, view, model_config)
+    return dataclasses.replace(plan, fairkv=placement.mode, placement=placement)
+
+
 def describe_placement(placement: Placement, kept: np.ndarray) -> str:
     """One line for the log: how busy ranks are in attention, with the placement and without.
 
