@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from sgl_ragged import __version__
+import sgl_ragged
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.mem_pool.slab_format import Share
 from sgl_ragged.plugin.feature import Feature
@@ -78,7 +78,7 @@ def introduce(launch: Launch, kernel: str, share: Share, joining: Mapping[Featur
     """What this node says of itself to others."""
     options, view, geometry = launch.options, launch.view, model_geometry(launch.model)
     facts = {
-        "sgl-ragged": __version__,
+        "sgl-ragged": sgl_ragged.__version__,
         "SGLang": installed_release(),
         "model": f"{architecture(launch.model)} with fingerprint {geometry.fingerprint}",
         "weights": weights_sample(view),
