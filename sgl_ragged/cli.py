@@ -40,6 +40,8 @@ NOTHING_ELSE: dict[str, Any] = dict(
     enable_mixed_chunk=False,
     disable_hybrid_swa_memory=False,
     tp_size=1,
+    pp_size=1,
+    nnodes=1,
     chunked_prefill_size=None,
 )
 """Of SGLang's settings, those that features ask about, where no server is started."""

@@ -165,7 +165,7 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
-        (("--pp-size", "2"), "pipeline parallelism"),
+        (("--pp-size", "2", "--ragged-history", "1024"), "--pp-size is not supported with --ragged-history"),
         *(
             pytest.param(flags, words, marks=HISTORIES)
             for flags, words in (

@@ -147,7 +147,19 @@ def _make(launch: Launch, kernel: str, share: Share, scorer: str, profile: str, 
         kernel=kernel,
         form=share.form,
         unfitted=why_not_to_fit(launch),
+        stages=pipeline_stages(launch),
     )
+
+
+def pipeline_stages(launch: Launch) -> tuple[tuple[int, int], ...]:
+    """Layers of the stages of --pp-size, as SGLang divides them; empty for one stage."""
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    count = launch.view.pp_size
+    if count == 1:
+        return ()
+    layers = model_geometry(launch.model).all_layers
+    return tuple(get_pp_indices(layers, number, count) for number in range(count))
 
 
 def choose_share(launch: Launch, head_dim: int) -> Share:

@@ -30,7 +30,7 @@ _GAUGES = {
     "slab_bytes_in_use": "Bytes of the pages that are allocated on this rank, those of cached prefixes among them.",
     "open_bytes_in_use": "Bytes of the pages on this rank that open segments of requests have beside their own.",
     "kept_open_bytes_in_use": "Bytes of the pages on this rank with open segments that requests have left behind.",
-    "rank_imbalance": "Largest / mean kept bytes of a segment over the tensor-parallel ranks; 1 if they are equal.",
+    "rank_imbalance": "Largest / mean kept bytes of a segment over all ranks; 1 if they are equal.",
 }
 _COUNTERS = {
     "sealed_segments": "Segments sealed on this rank.",
@@ -112,10 +112,24 @@ class RaggedMetrics:
         return totals
 
 
+def describe_stages(plan: ServingPlan, itemsize: int) -> str:
+    """The part of the start-up line about pipeline stages: the largest slab of each. All have equally many pages, so
+    the largest decides how many; itemsize: bytes per element of the cache."""
+    slabs = [
+        max(layout.slab_bytes(itemsize) for layout in plan.stage(number).layouts) for number in range(len(plan.stages))
+    ]
+    layers = [end - first for first, end in plan.stages]
+    return (
+        f"{len(slabs)} pipeline stages with {'/'.join(map(str, layers))} layers, slabs of "
+        f"{'/'.join(map(str, slabs))} bytes (largest / mean {max(slabs) * len(slabs) / sum(slabs):.3f})"
+    )
+
+
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
-    return "; ".join([line, *describe_features(plan, size)])
+    stages = [describe_stages(plan, size.itemsize)] if plan.stages else []
+    return "; ".join([line, *stages, *describe_features(plan, size)])
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
@@ -146,7 +160,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "slab_dtype": plan.form.name,
         "fitted": plan.unfitted is None,
         "kept_bytes_ratio": of_bytes,
-        "rank_imbalance": rank_imbalance(layouts),
+        "rank_imbalance": rank_imbalance(plan.slab_layouts),
         "slots": size.num_slots,
         "virtual_tokens": size.max_total_tokens,
         "max_requests": size.max_requests,
@@ -161,7 +175,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
 def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
     """Adds the ragged settings to what the scheduler reports when it is ready, and creates the metrics."""
     allocator = scheduler.token_to_kv_pool_allocator
-    pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).layouts
+    pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).slab_layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, rank_imbalance(layouts))

@@ -213,7 +213,6 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_two_batch_overlap", (False,), "two-batch overlap is not supported with --kv-pool ragged"),
     ("enable_pdmux", (False,), "PD multiplexing is not supported with --kv-pool ragged"),
     ("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache leaves no KV cache to compress"),
-    ("pp_size", (1,), "pipeline parallelism is not supported with --kv-pool ragged; use --tp"),
     ("dcp_size", (1,), "decode context parallelism is not supported with --kv-pool ragged; use --tp"),
     ("attn_cp_size", (1,), "context parallelism is not supported with --kv-pool ragged; use --tp"),
     ("attn_dp_size", (None, 1), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),

@@ -12,9 +12,7 @@ import pytest
 
 from benchmarks.harness.launch import Server, free_port, stop, wait_until_healthy
 from benchmarks.harness.server_pool import ServerPool
-from tests.oracle import Oracle
-from tests.server.client import flush, found_of, generate
-from tests.server.unequal_heads import RATIO, SEGMENT, Model, flags, make_model
+from tests.server.unequal_heads import RATIO, Model, converse, difference_to_oracle, flags, make_model
 
 pytestmark = pytest.mark.server
 
@@ -56,22 +54,6 @@ def two_nodes(servers: ServerPool, model: Model, mode: str, folder: Path) -> Ite
         yield nodes
 
 
-def conversation(server: Server) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Tokens, and logprobs of a prompt, of what decode makes over a border, and of a second turn, warm and cold."""
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(3, 512, 5 * SEGMENT + 30).tolist()
-    first = generate(server, prompt, SEGMENT, logprobs_from=0)
-    turn = prompt + first.tokens + rng.integers(3, 512, 70).tolist()
-    warm = generate(server, turn, 20)
-    flush(server)
-    cold = generate(server, turn, 20)
-    assert (warm.cached, cold.cached) == (found_of(6 * SEGMENT + 29, SEGMENT), 0)
-    assert warm.tokens == cold.tokens
-    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
-    found = np.concatenate([first.input_logprobs, first.output_logprobs])
-    return turn + warm.tokens, found, np.asarray(warm.output_logprobs)
-
-
 def lines(server: Server) -> list[str]:
     return [line for line in server.log_text().splitlines() if line.startswith("sgl_ragged: ")]
 
@@ -80,16 +62,13 @@ def lines(server: Server) -> list[str]:
 def test_two_nodes_are_one_server(servers, model, tmp_path, mode, killed):
     """Against the dense-mask oracle; and when one of them is killed, the other says so in one line and ends."""
     with two_nodes(servers, model, mode, tmp_path) as nodes:
-        tokens, found, second = conversation(nodes[0])
+        said = converse(nodes[0])
         logs = [node.log_text() for node in nodes]
         stop(nodes[killed].process)
         left = nodes[1 - killed]
         left.process.wait(timeout=30)
         told = lines(left)[-1]
-    want = Oracle(str(model.path), model.kept, SEGMENT, "keydiff").logprobs(tokens)
-    difference = max(np.abs(found - want[: len(found)]).max(), np.abs(second - want[-len(second) :]).max())
-    print(f"two nodes, {mode}: largest difference {difference:.1e}")
-    assert difference < 1e-4
+    assert difference_to_oracle(model, said) < 1e-4
     for log in logs:
         assert f"heads placed on 2 ranks ({mode})" in log
         assert f"budgets from profile {model.profile}" in log
@@ -106,9 +85,9 @@ def test_two_nodes_equal_one(servers, model, tmp_path, mode):
     env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     profile = ("--ragged-profile", str(model.profile), "--ragged-fairkv", mode)
     with servers.serve(model.path, *flags(2, RATIO), *profile, log=tmp_path / "one.log", env=env) as server:
-        one = conversation(server)
+        one = converse(server)
     with two_nodes(servers, model, mode, tmp_path) as nodes:
-        two = conversation(nodes[0])
-    assert one[0] == two[0]
-    for found, want in zip(two[1:], one[1:], strict=True):
-        np.testing.assert_allclose(found, want, atol=1e-4)
+        two = converse(nodes[0])
+    assert one.tokens == two.tokens
+    np.testing.assert_allclose(two.first, one.first, atol=1e-4)
+    np.testing.assert_allclose(two.second, one.second, atol=1e-4)

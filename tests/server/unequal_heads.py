@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.launch import Server
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.profiles.budgets import profile_kept
 from tests.models import SIZES, make_llama, make_profile, make_qwen3
+from tests.oracle import Oracle
+from tests.server.client import flush, found_of, generate
 
 SEGMENT, RATIO, KV_BYTES, REQUESTS = 128, 0.3, 16 * 2**20, 4
 # The first heads of most layers need most: in the checkpoint's order, rank 0 would hold nearly everything.
@@ -56,3 +59,38 @@ def flags(tp: int, ratio: float) -> list[str]:
         *("--kv-pool", "ragged", "--kv-bytes", str(KV_BYTES), "--max-running-requests", str(REQUESTS)),
         *("--ragged-ratio", str(ratio), "--ragged-segment", str(SEGMENT), "--chunked-prefill-size", str(3 * SEGMENT)),
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """tokens: all of it. first: logprobs of a prompt from its second token on, and of a segment of decoded tokens.
+    second: those of the last tokens, which answer a second turn."""
+
+    tokens: list[int]
+    first: np.ndarray
+    second: np.ndarray
+
+
+def converse(server: Server, seed: int = 0) -> Conversation:
+    """A prompt of several segments, decoded over a border, and a second turn, from the cache and cold, which agree."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(3, 512, 5 * SEGMENT + 30).tolist()
+    first = generate(server, prompt, SEGMENT, logprobs_from=0)
+    turn = prompt + first.tokens + rng.integers(3, 512, 70).tolist()
+    warm = generate(server, turn, 20)
+    flush(server)
+    cold = generate(server, turn, 20)
+    assert (warm.cached, cold.cached) == (found_of(6 * SEGMENT + 29, SEGMENT), 0)
+    assert warm.tokens == cold.tokens
+    np.testing.assert_allclose(warm.output_logprobs, cold.output_logprobs, atol=1e-4)
+    return Conversation(
+        turn + warm.tokens, np.concatenate([first.input_logprobs, first.output_logprobs]), warm.output_logprobs
+    )
+
+
+def difference_to_oracle(model: Model, said: Conversation) -> float:
+    """Largest difference of logprobs to the dense-mask oracle's, in one process."""
+    want = Oracle(str(model.path), model.kept, SEGMENT, "keydiff").logprobs(said.tokens)
+    return float(
+        max(np.abs(said.first - want[: len(said.first)]).max(), np.abs(said.second - want[-len(said.second) :]).max())
+    )
