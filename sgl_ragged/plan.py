@@ -167,6 +167,20 @@ class ServingPlan:
         """Those of all ranks of all stages."""
         return [layout for number in range(max(len(self.stages), 1)) for layout in self.stage(number).layouts]
 
+    def stage_slab_bytes(self, itemsize: int) -> list[int]:
+        """The largest slab of each stage, in bytes. All stages have equally many pages, so the largest of them decides
+        how many; itemsize: bytes per element of the cache."""
+        stages = [self.stage(number) for number in range(max(len(self.stages), 1))]
+        return [max(layout.slab_bytes(itemsize) for layout in stage.layouts) for stage in stages]
+
+    def describe_stages(self, itemsize: int) -> str:
+        """The part of the start-up line about pipeline stages; itemsize as in `stage_slab_bytes`."""
+        slabs, layers = self.stage_slab_bytes(itemsize), [end - first for first, end in self.stages]
+        return (
+            f"{len(slabs)} pipeline stages with {'/'.join(map(str, layers))} layers, slabs of "
+            f"{'/'.join(map(str, slabs))} bytes (largest / mean {max(slabs) * len(slabs) / sum(slabs):.3f})"
+        )
+
     def rank_statistics(self, rank: int) -> list[dict[str, np.ndarray]]:
         """Per layer, the scorer's tensors [heads of the rank, ...], [1, ...] those that heads share."""
         heads = self.heads(rank)

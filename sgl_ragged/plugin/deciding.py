@@ -19,7 +19,7 @@ from sgl_ragged.plugin.feature import Feature
 from sgl_ragged.plugin.joining import join_features
 from sgl_ragged.plugin.launch import CODES, Launch
 from sgl_ragged.plugin.launch import FITTED as FITTED_SLABS
-from sgl_ragged.plugin.model_support import model_geometry
+from sgl_ragged.plugin.model_support import model_geometry, pipeline_stages
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.plugin.node_plan import OF_FIRST_NODE, Decided, introduce
 from sgl_ragged.plugin.nodes import Nodes, NodesDiffer, meeting
@@ -147,19 +147,8 @@ def _make(launch: Launch, kernel: str, share: Share, scorer: str, profile: str, 
         kernel=kernel,
         form=share.form,
         unfitted=why_not_to_fit(launch),
-        stages=pipeline_stages(launch),
+        stages=pipeline_stages(model_geometry(launch.model), launch.view.pp_size),
     )
-
-
-def pipeline_stages(launch: Launch) -> tuple[tuple[int, int], ...]:
-    """Layers of the stages of --pp-size, as SGLang divides them; empty for one stage."""
-    from sglang.srt.distributed.utils import get_pp_indices
-
-    count = launch.view.pp_size
-    if count == 1:
-        return ()
-    layers = model_geometry(launch.model).all_layers
-    return tuple(get_pp_indices(layers, number, count) for number in range(count))
 
 
 def choose_share(launch: Launch, head_dim: int) -> Share:

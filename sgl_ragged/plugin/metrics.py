@@ -112,23 +112,10 @@ class RaggedMetrics:
         return totals
 
 
-def describe_stages(plan: ServingPlan, itemsize: int) -> str:
-    """The part of the start-up line about pipeline stages: the largest slab of each. All have equally many pages, so
-    the largest decides how many; itemsize: bytes per element of the cache."""
-    slabs = [
-        max(layout.slab_bytes(itemsize) for layout in plan.stage(number).layouts) for number in range(len(plan.stages))
-    ]
-    layers = [end - first for first, end in plan.stages]
-    return (
-        f"{len(slabs)} pipeline stages with {'/'.join(map(str, layers))} layers, slabs of "
-        f"{'/'.join(map(str, slabs))} bytes (largest / mean {max(slabs) * len(slabs) / sum(slabs):.3f})"
-    )
-
-
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
-    stages = [describe_stages(plan, size.itemsize)] if plan.stages else []
+    stages = [plan.describe_stages(size.itemsize)] if plan.stages else []
     return "; ".join([line, *stages, *describe_features(plan, size)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def test_stages_agree_with_the_oracle(servers, tmp_path, tp, stages):
         want = oracle.logprobs(prompt + answer.tokens)[-len(answer.tokens) :]
         np.testing.assert_allclose(answer.output_logprobs, want, atol=1e-4)
     assert "2 pipeline stages with 1/2 layers, slabs of" in log
-    # Per rank of a stage.
+    # What a stage could do alone, and what it does with the others.
+    lines = re.findall(r"(\d+) virtual tokens, open segments with (\d+) tokens a page", log)
+    assert (len(lines), len(set(lines))) == (tp * stages, 1)
     assert shown["kept_mean"] == pytest.approx(model.kept.mean())
     kept = [model.kept[:1].sum(), model.kept[1:].sum()]
     if tp == 1:
