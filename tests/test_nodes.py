@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -189,6 +192,25 @@ def test_a_node_that_ends_ends_the_other(monkeypatch, gone):
     there.close()
     Nodes(own, {other.name: here})._end_with_others()
     assert ended == [f"{other.name} has ended, and a model over several nodes needs all of them; so does {own.name}"]
+
+
+def test_a_fork_does_not_keep_a_connection_alive():
+    here, there = pair()
+    os.register_at_fork(after_in_child=here.leave_to_parent)
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        here.send({"still": "there"})
+        assert there.receive(5)[0] == {"still": "there"}
+        # As the system does it when the parent ends: without a word.
+        here.socket.close()
+        with pytest.raises(LinkLost):
+            there.receive(5)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_messages_are_whole_or_refused():

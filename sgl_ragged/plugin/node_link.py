@@ -91,6 +91,10 @@ class Link:
             with contextlib.suppress(OSError):
                 self.socket.settimeout(None)
 
+    def leave_to_parent(self) -> None:
+        """In a fork: this process has no part in the connection, which ends with the parent."""
+        self.socket.close()
+
     def close(self) -> None:
         """Close this end; the other one notices."""
         with contextlib.suppress(OSError):

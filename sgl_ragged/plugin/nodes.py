@@ -123,6 +123,8 @@ class Nodes:
 
     def watch(self) -> None:
         """From now on this process ends, and all that it has started, when another node has ended."""
+        for link in self._links.values():
+            os.register_at_fork(after_in_child=link.leave_to_parent)
         threading.Thread(target=self._end_with_others, name="sgl_ragged nodes", daemon=True).start()
 
     def _end_with_others(self) -> None:
