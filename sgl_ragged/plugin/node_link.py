@@ -83,7 +83,7 @@ class Link:
             return message, {name: self._read(size) for name, size in sizes.items()}
         except TimeoutError:
             raise NoNode(f"nothing within {within_s} s") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise NoNode("no message of a node") from None
         except OSError as error:
             raise LinkLost(str(error)) from None

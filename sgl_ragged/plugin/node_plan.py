@@ -29,7 +29,7 @@ OF_FIRST_NODE = ("ragged_profile", "ragged_scorer_weights")
 SETTINGS = (
     *("nnodes", "tp_size", "pp_size", "dp_size", "device", "dtype", "kv_cache_dtype", "quantization", "load_format"),
     *("json_model_override_args", "context_length", "chunked_prefill_size", "max_running_requests"),
-    *("max_total_tokens", "mem_fraction_static", "enable_mixed_chunk", "disable_radix_cache", "enable_lora"),
+    *("max_total_tokens", "enable_mixed_chunk", "disable_radix_cache", "enable_lora"),
     *("enable_hierarchical_cache", "speculative_algorithm", "disable_overlap_schedule"),
 )
 """SGLang's settings that all nodes need alike, resolved."""

@@ -56,6 +56,16 @@ class Introduction:
     def name(self) -> str:
         return f"node {self.number} ({self.host})"
 
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Introduction:
+        """What `asdict` made of one. Raises NoNode for anything else."""
+        said = message.get("node")
+        if not isinstance(said, dict) or set(said) != {"number", "host", "facts"}:
+            raise NoNode("no introduction")
+        if not isinstance(said["number"], int) or not isinstance(said["facts"], dict):
+            raise NoNode("no introduction")
+        return cls(said["number"], str(said["host"]), said["facts"])
+
 
 def difference(first: Introduction, other: Introduction) -> str | None:
     """One line about the first fact that differs, with both nodes' names; None where all are equal."""
@@ -201,8 +211,8 @@ def await_nodes(own: Introduction, address: tuple[str, int], count: int, within_
                 link = Link(connection)
                 try:
                     message, _ = link.receive(_INTRODUCED_WITHIN_S)
-                    other = Introduction(**message["node"])
-                except (LinkLost, NoNode, KeyError, TypeError):
+                    other = Introduction.from_message(message)
+                except (LinkLost, NoNode):
                     link.close()
                     logger.warning("%s has come to %s and is no node with --kv-pool ragged", peer[0], shown)
                     continue
@@ -242,8 +252,8 @@ def join_first(own: Introduction, address: tuple[str, int], within_s: float) -> 
         message, _ = link.receive(within_s)
         if "refused" in message:
             raise NodesDiffer(str(message["refused"]))
-        first = Introduction(**message["node"])
-    except (LinkLost, NoNode, KeyError, TypeError):
+        first = Introduction.from_message(message)
+    except (LinkLost, NoNode):
         link.close()
         raise NodesDiffer(
             f"what answers {own.name} at {shown} is no first node with --kv-pool ragged, or has ended; start that one "
