@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.harness.launch import Server, free_port, stop, wait_until_healthy
 from benchmarks.harness.server_pool import ServerPool
-from tests.server.unequal_heads import RATIO, Model, converse, difference_to_oracle, flags, make_model
+from tests.server.unequal_heads import RATIO, SEGMENT, Model, converse, difference_to_oracle, flags, make_model
 
 pytestmark = pytest.mark.server
 
@@ -32,7 +32,7 @@ def node_flags(number: int, address: str, mode: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def two_nodes(servers: ServerPool, model: Model, mode: str, folder: Path) -> Iterator[list[Server]]:
+def two_nodes(servers: ServerPool, model: Model, mode: str, folder: Path, *more: str) -> Iterator[list[Server]]:
     """The other node first, and the profile on the first one alone."""
     address, cores = f"127.0.0.1:{free_port()}", sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
@@ -43,6 +43,7 @@ def two_nodes(servers: ServerPool, model: Model, mode: str, folder: Path) -> Ite
                     *flags(2, RATIO),
                     *node_flags(number, address, mode),
                     *given,
+                    *more,
                     log=folder / f"node-{number}.log",
                     env={"SGLANG_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)]), "GLOO_SOCKET_IFNAME": "lo"},
                 )
@@ -79,15 +80,24 @@ def test_two_nodes_are_one_server(servers, model, tmp_path, mode, killed):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mode", ["split", "permute"])
-def test_two_nodes_equal_one(servers, model, tmp_path, mode):
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [
+        ("split", ()),
+        ("permute", ()),
+        ("permute", ("--ragged-history", str(4 * SEGMENT))),
+        ("split", ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")),
+    ],
+    ids=["split", "permute", "history", "drafts"],
+)
+def test_two_nodes_equal_one(servers, model, tmp_path, mode, more):
     cores = sorted(os.sched_getaffinity(0))
     env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
     profile = ("--ragged-profile", str(model.profile), "--ragged-fairkv", mode)
-    with servers.serve(model.path, *flags(2, RATIO), *profile, log=tmp_path / "one.log", env=env) as server:
-        one = converse(server)
-    with two_nodes(servers, model, mode, tmp_path) as nodes:
-        two = converse(nodes[0])
+    with servers.serve(model.path, *flags(2, RATIO), *profile, *more, log=tmp_path / "one.log", env=env) as server:
+        one = converse(server, cached=not more)
+    with two_nodes(servers, model, mode, tmp_path, *more) as nodes:
+        two = converse(nodes[0], cached=not more)
     assert one.tokens == two.tokens
     np.testing.assert_allclose(two.first, one.first, atol=1e-4)
     np.testing.assert_allclose(two.second, one.second, atol=1e-4)
