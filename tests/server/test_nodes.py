@@ -85,7 +85,7 @@ def test_two_nodes_are_one_server(servers, model, tmp_path, mode, killed):
     [
         ("split", ()),
         ("permute", ()),
-        ("permute", ("--ragged-history", str(4 * SEGMENT))),
+        ("permute", ("--ragged-history", str(5 * SEGMENT), "--chunked-prefill-size", str(2 * SEGMENT))),
         ("split", ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1")),
     ],
     ids=["split", "permute", "history", "drafts"],
