@@ -75,12 +75,15 @@ def test_ranks_with_other_stages_notice(plan):
 
 
 def test_heads_are_balanced_within_each_stage(plan):
-    """Balanced over all layers alone, each stage leans to the other side."""
-    kept = np.array([[64, 64, 16, 16]] * 2 + [[64, 16, 16, 16]] * 3)
+    """Balanced over all layers alone, a stage may lean to one side and another to the other."""
+    kept = 16 * np.array([[4, 3, 3, 2], [2, 1, 1, 1], [1, 4, 3, 4], [3, 3, 4, 3], [3, 3, 3, 4]])
+
+    def largest(load: np.ndarray) -> list[int]:
+        return [int(load[first:end].sum(axis=0).max()) for first, end in STAGES]
+
+    whole = plan_placement(kept, RANKS, "permute", cost=COST)
     placement = place_stages(replace(plan, kept=kept), "permute", COST)
-    for first, end in STAGES:
-        alone = plan_placement(kept[first:end], RANKS, "permute", cost=COST)
-        np.testing.assert_array_equal(placement.load[first:end].sum(axis=0), alone.load.sum(axis=0))
+    assert (largest(whole.load), largest(placement.load)) == ([144, 320], [144, 304])
 
 
 def test_all_stages_have_equally_many_places(plan):
