@@ -40,6 +40,8 @@ NOTHING_ELSE: dict[str, Any] = dict(
     enable_mixed_chunk=False,
     disable_hybrid_swa_memory=False,
     tp_size=1,
+    pp_size=1,
+    nnodes=1,
     chunked_prefill_size=None,
 )
 """Of SGLang's settings, those that features ask about, where no server is started."""
@@ -85,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
     layout.add_argument("--max-running-requests", type=int)
     layout.add_argument("--max-total-tokens", type=int)
     layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
+    layout.add_argument("--pp-size", type=int, default=1, help="pipeline stages; shown is the one that decides [1]")
     layout.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
     for name, text in layout_flags():
         layout.add_argument(f"--{name}", help=text.replace("--ragged-", "--"))
@@ -120,6 +123,7 @@ def show_layout(options: argparse.Namespace) -> None:
     from sgl_ragged.mem_pool.kv_dtype import is_fp8
     from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
     from sgl_ragged.plugin.conflicts import refuse_conflicts
+    from sgl_ragged.plugin.deciding import choose_share
     from sgl_ragged.plugin.feature import Prefill, Rank, features
     from sgl_ragged.plugin.joining import (
         describe_features,
@@ -130,8 +134,8 @@ def show_layout(options: argparse.Namespace) -> None:
         side_pages,
     )
     from sgl_ragged.plugin.launch import Launch
+    from sgl_ragged.plugin.model_support import pipeline_stages
     from sgl_ragged.plugin.options import make_options
-    from sgl_ragged.plugin.resolution import choose_share
     from sgl_ragged.scorers import get_scorer
 
     budget = parse_bytes(options.kv_bytes)
@@ -145,7 +149,9 @@ def show_layout(options: argparse.Namespace) -> None:
     assert asked is not None, "a pool is asked for"
     model_config = read_model(options)
     kv_dtype = cache_dtype(options.dtype)
-    launch = Launch(asked, SimpleNamespace(**NOTHING_ELSE), model_config, kv_dtype)
+    if options.pp_size < 1:
+        raise RaggedConfigError(f"--pp-size {options.pp_size} must be at least 1")
+    launch = Launch(asked, SimpleNamespace(**NOTHING_ELSE | {"pp_size": options.pp_size}), model_config, kv_dtype)
     geometry = launch.geometry
     assert geometry is not None, "the model is known"
     refuse_in_vain(launch)
@@ -165,22 +171,25 @@ def show_layout(options: argparse.Namespace) -> None:
         source=chosen.source,
         statistics=(),
         form=share.form,
+        stages=pipeline_stages(geometry, options.pp_size),
     )
     tokens = kept_share(geometry, share.ratio, options.segment, share.form, kv_dtype.itemsize)
     plan = join_features(plan, launch, settle_features(launch), tokens)
     # Queries beside an FP8 cache have the model's dtype.
     queries = torch.bfloat16 if is_fp8(kv_dtype) else kv_dtype
-    rank = Rank(plan, 0, kv_dtype.itemsize, queries.itemsize)
-    side = side_bytes(get_scorer(options.scorer), plan.layout(0), plan.q_per_kv, queries) + feature_bytes(rank)
+    slabs = plan.stage_slab_bytes(kv_dtype.itemsize)
+    rank = Rank(plan.stage(slabs.index(max(slabs))), 0, kv_dtype.itemsize, queries.itemsize)
+    own = rank.plan.layout(0)
+    side = side_bytes(get_scorer(options.scorer), own, plan.q_per_kv, queries) + feature_bytes(rank)
     schedule = SimpleNamespace(
         swa_full_tokens_ratio=options.swa_full_tokens_ratio,
         _swa_full_tokens_ratio_explicitly_set=options.swa_full_tokens_ratio is not None,
     )
     _, beside = side_pages(rank, Prefill(options.chunked_prefill_size, schedule))
     sizes = fit_pool(
-        plan.layout(0),
+        own,
         kv_dtype.itemsize,
-        open_pages(get_scorer(options.scorer), [plan.layout(0)], plan.q_per_kv, kv_dtype, queries),
+        open_pages(get_scorer(options.scorer), plan.slab_layouts, plan.q_per_kv, kv_dtype, queries),
         budget,
         options.max_running_requests,
         side,
@@ -191,7 +200,8 @@ def show_layout(options: argparse.Namespace) -> None:
         print(f"sgl-ragged: warning: {sizes.warning}", file=sys.stderr)
     if not options.json:
         print(plan.source)
-        print("; ".join([sizes.describe(), *describe_features(plan, sizes)]))
+        stages = [plan.describe_stages(sizes.itemsize)] if plan.stages else []
+        print("; ".join([sizes.describe(), *stages, *describe_features(plan, sizes)]))
         print("\ntokens of a request   requests at once   full KV    gain")
         for tokens in LOADS_TOKENS:
             requests, full = sizes.requests_of(tokens)
@@ -199,7 +209,7 @@ def show_layout(options: argparse.Namespace) -> None:
         return
     names = ["slab_bytes", "num_slots", "max_total_tokens", "rows_bytes", "max_requests", "total_bytes", "full_tokens"]
     shown = {name: getattr(sizes, name) for name in names} | {"kept": plan.kept.tolist(), "slab_dtype": plan.form.name}
-    shown |= {"open_page_tokens": sizes.open_pages.tokens}
+    shown |= {"open_page_tokens": sizes.open_pages.tokens, "stage_slab_bytes": slabs}
     loads = [(tokens, *sizes.requests_of(tokens)) for tokens in LOADS_TOKENS]
     shown |= {"loads": [dict(zip(("tokens", "requests", "full_requests"), load, strict=True)) for load in loads]}
     shown |= {"kept_ratio": sizes.layout.mean_kept_share, "kept_bytes_ratio": sizes.layout.byte_share(sizes.itemsize)}

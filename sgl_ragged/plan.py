@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -50,6 +51,7 @@ class ServingPlan:
     fairkv: how heads are placed. placement: where; None for SGLang's own order.
     unfitted: why kept keys and values stay as they are; None where they are fitted, by CODEBOOK among `statistics`.
     features: what joins, in the order in which it does.
+    stages: first layer of each pipeline stage, and that behind its last; empty where there is one.
     """
 
     geometry: ModelGeometry
@@ -68,6 +70,7 @@ class ServingPlan:
     form: SlabFormat = WIDE
     unfitted: str | None = "it was not asked for"
     features: tuple[Joined, ...] = ()
+    stages: tuple[tuple[int, int], ...] = ()
 
     def settings_of(self, feature: str) -> Any:
         """Settings of a feature by its name; None where it has not joined."""
@@ -83,9 +86,18 @@ class ServingPlan:
     @functools.cached_property
     def digest(self) -> str:
         """15 hex digits: workers with equal digests lay slabs out, place heads and score alike, and see alike."""
-        settings = [self.geometry.fingerprint, self.ranks, self.segment, self.scorer, self.kernel, self.fairkv]
+        settings: list[Any] = [
+            self.geometry.fingerprint,
+            self.ranks,
+            self.segment,
+            self.scorer,
+            self.kernel,
+            self.fairkv,
+        ]
         if self.form.quantised:
             settings.append(self.form.name)
+        if self.stages:
+            settings.append(self.stages)
         arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]
         if self.placement is not None:
             arrays += [("heads", self.placement.heads), ("kept", self.placement.kept)]
@@ -132,8 +144,42 @@ class ServingPlan:
 
     @property
     def layouts(self) -> list[SlabLayout]:
-        """Those of all ranks."""
+        """Those of all ranks, with the layers of all stages."""
         return [self.layout(rank) for rank in range(self.ranks)]
+
+    def stage(self, number: int) -> ServingPlan:
+        """What of it a pipeline stage serves: the same with the layers of the stage alone. Digest and log are those of
+        the whole."""
+        if not self.stages:
+            return self
+        first, end = self.stages[number]
+        return dataclasses.replace(
+            self,
+            geometry=dataclasses.replace(self.geometry, num_layers=end - first, first_layer=first),
+            kept=self.kept[first:end],
+            statistics=self.statistics[first:end],
+            placement=None if self.placement is None else self.placement.of_layers(first, end),
+            stages=(),
+        )
+
+    @property
+    def slab_layouts(self) -> list[SlabLayout]:
+        """Those of all ranks of all stages."""
+        return [layout for number in range(max(len(self.stages), 1)) for layout in self.stage(number).layouts]
+
+    def stage_slab_bytes(self, itemsize: int) -> list[int]:
+        """The largest slab of each stage, in bytes. All stages have equally many pages, so the largest of them decides
+        how many; itemsize: bytes per element of the cache."""
+        stages = [self.stage(number) for number in range(max(len(self.stages), 1))]
+        return [max(layout.slab_bytes(itemsize) for layout in stage.layouts) for stage in stages]
+
+    def describe_stages(self, itemsize: int) -> str:
+        """The part of the start-up line about pipeline stages; itemsize as in `stage_slab_bytes`."""
+        slabs, layers = self.stage_slab_bytes(itemsize), [end - first for first, end in self.stages]
+        return (
+            f"{len(slabs)} pipeline stages with {'/'.join(map(str, layers))} layers, slabs of "
+            f"{'/'.join(map(str, slabs))} bytes (largest / mean {max(slabs) * len(slabs) / sum(slabs):.3f})"
+        )
 
     def rank_statistics(self, rank: int) -> list[dict[str, np.ndarray]]:
         """Per layer, the scorer's tensors [heads of the rank, ...], [1, ...] those that heads share."""
@@ -208,12 +254,14 @@ def make_plan(
     kernel: str,
     form: SlabFormat = WIDE,
     unfitted: str | None = None,
+    stages: tuple[tuple[int, int], ...] = (),
 ) -> ServingPlan:
     """Read the files that are named; heads are not placed yet, and no feature has joined.
 
     Args:
         ratio: kept / full KV bytes.
         unfitted: why nothing is to be fitted, whatever the profile has.
+        stages: as in ServingPlan.
 
     Raises:
         RaggedConfigError: as `scorers.statistics.scorer_statistics` does.
@@ -254,6 +302,7 @@ def make_plan(
         shared=shared,
         unfitted=unfitted,
         form=form,
+        stages=stages,
     )
 
 

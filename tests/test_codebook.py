@@ -17,8 +17,8 @@ from calib.recorder import CODEBOOK_QUERIES, Recorder
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plan import choose_budgets, why_unfitted
 from sgl_ragged.plugin.conflicts import Launch
+from sgl_ragged.plugin.deciding import why_not_to_fit
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.resolution import why_not_to_fit
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.retrieval.sglang_feature import RetrievalFlags

@@ -24,9 +24,11 @@ from sgl_ragged.plugin.launch import (
     M_ROPE,
     MANY_RANKS,
     MIXED,
+    NODES,
     REFUSED,
     SINKS,
     SPLIT,
+    STAGES,
     TREE,
     Launch,
 )
@@ -48,6 +50,8 @@ FLAGS = {
     MIXED: {"enable_mixed_chunk": True},
     ONE_POOL: {"disable_hybrid_swa_memory": True},
     MANY_RANKS: {"tp_size": 16},
+    NODES: {"nnodes": 2},
+    STAGES: {"pp_size": 2},
 }
 
 
@@ -69,6 +73,8 @@ def launch(*has: str) -> Launch:
         enable_mixed_chunk=False,
         disable_hybrid_swa_memory=False,
         tp_size=1,
+        pp_size=1,
+        nnodes=1,
     )
     model = SimpleNamespace(
         geometry=SimpleNamespace(num_heads=8, windowed=WINDOWS.case in has or None),

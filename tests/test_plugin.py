@@ -165,7 +165,7 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
-        (("--pp-size", "2"), "pipeline parallelism"),
+        (("--pp-size", "2", "--ragged-history", "1024"), "--pp-size is not supported with --ragged-history"),
         *(
             pytest.param(flags, words, marks=HISTORIES)
             for flags, words in (
@@ -197,7 +197,7 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         (("--kv-bytes", "1e999"), "cannot read '1e999' as a number of bytes"),
         (("--max-running-requests", "0"), "--max-running-requests 0 must be at least 1"),
         (("--max-total-tokens", "255"), "at least 256, or take a smaller --ragged-segment"),
-        (("--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000"), "several nodes"),
+        (("--nnodes", "2"), "give all nodes the same --dist-init-addr HOST:PORT"),
         (("--enable-torch-compile",), "torch.compile"),
         (("--enable-deterministic-inference",), "deterministic inference"),
         (("--rl-on-policy-target", "fsdp"), "deterministic inference"),

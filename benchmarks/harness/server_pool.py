@@ -72,12 +72,24 @@ class ServerPool:
         ready_within_s: float = 120,
     ) -> Iterator[Server]:
         """Like `benchmarks.harness.launch.serve`."""
+        with self.start(model, *args, log=log, launcher=launcher, env=env) as server:
+            wait_until_healthy(server, ready_within_s)
+            yield server
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        model: str | Path,
+        *args: str,
+        log: Path,
+        launcher: Sequence[str] = LAUNCH_SERVER,
+        env: dict[str, str] | None = None,
+    ) -> Iterator[Server]:
+        """The same without waiting for it, as for one of several nodes."""
         port = free_port()
         fixed = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--skip-server-warmup"]
-        process = self._fork([*launcher, *fixed, *args], log, log, env)
-        server = Server(url=f"http://127.0.0.1:{port}", process=process, log=log)
+        server = Server(f"http://127.0.0.1:{port}", self._fork([*launcher, *fixed, *args], log, log, env), log)
         try:
-            wait_until_healthy(server, ready_within_s)
             yield server
         finally:
             stop(server.process)

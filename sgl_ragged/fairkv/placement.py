@@ -38,6 +38,10 @@ class Placement:
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
+    def of_layers(self, first: int, end: int) -> Placement:
+        """That of the layers from `first` to before `end`."""
+        return Placement(self.heads[first:end], self.kept[first:end], self.mode)
+
     @property
     def ranks(self) -> int:
         return int(self.heads.shape[1])

@@ -11,7 +11,7 @@ from sgl_ragged.host_tier.tier_plan import CODEC_NAMES
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Seam, Worker
 from sgl_ragged.plugin.flags import flag
-from sgl_ragged.plugin.launch import CODES, STAYS_WIDE, Conflict, Launch
+from sgl_ragged.plugin.launch import CODES, NODES, STAYS_WIDE, Conflict, Launch
 from sgl_ragged.plugin.seams import ADAPTER_ID, RUN_BATCH
 from sgl_ragged.windows.sglang_feature import WINDOWS
 
@@ -60,6 +60,7 @@ class HostTier(Feature):
     }
     conflicts = (
         Conflict(case, WINDOWS.case, "pages of windows are not copied to the host", "drop it"),
+        Conflict(case, NODES, "the host memory of several machines has not been shared out yet", "drop one of the two"),
         Conflict(CODES, CODEC, "the host's codec would round it again", "use exact", STAYS_WIDE),
     )
     seams = (

@@ -72,6 +72,12 @@ def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileK
     )
 
 
+def is_missing(profile: str) -> bool:
+    """True for a profile that `settle_profile` chose and that is still to be calibrated."""
+    path = Path(profile)
+    return path.parent == cache_folder() and not path.is_file()
+
+
 def calibrate_if_missing(scorer: str, profile: str, options: RaggedOptions, view: Any, geometry: ModelGeometry) -> None:
     """Make the profile that `settle_profile` chose, if it is one of the cache that is not there yet; takes minutes.
 

@@ -69,8 +69,9 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
     abandoned = _recordings(path)
     work = Path(tempfile.mkdtemp(prefix=f"{path.stem}.recordings-", dir=path.parent))
     made = work / "profile.safetensors"
-    # More ranks than heads serve, but do not calibrate.
-    ranks = 1 if geometry.num_heads % view.tp_size else view.tp_size
+    # Other nodes wait. More ranks than heads serve, but do not calibrate.
+    local = view.tp_size * view.pp_size // view.nnodes
+    ranks = next(ranks for ranks in (local, view.tp_size, 1) if ranks <= local and geometry.num_heads % ranks == 0)
     command = [
         *(sys.executable, "-m", "calib", "run", "--model", view.model_path, "--scorer", scorer),
         *("--segment", str(options.segment), "--dtype", str(view.dtype), "--tp", str(ranks)),

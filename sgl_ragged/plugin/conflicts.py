@@ -15,9 +15,11 @@ from sgl_ragged.plugin.launch import (
     M_ROPE,
     MANY_RANKS,
     MIXED,
+    NODES,
     REFUSED,
     SINKS,
     SPLIT,
+    STAGES,
     STAYS_UNFITTED,
     STAYS_WIDE,
     TREE,
@@ -34,6 +36,8 @@ OWN_CASES: dict[str, Callable[[Launch], bool]] = {
     SINKS: lambda launch: launch.model is not None and launch.model.has_attention_sinks,
     M_ROPE: lambda launch: launch.model is not None and counts_pictures(launch.model.hf_text_config),
     MANY_RANKS: lambda launch: launch.geometry is not None and launch.server_args.tp_size > launch.geometry.num_heads,
+    NODES: lambda launch: launch.server_args.nnodes > 1,
+    STAGES: lambda launch: launch.server_args.pp_size > 1,
     FP8: lambda launch: launch.kv_dtype is not None and is_fp8(launch.kv_dtype),
 }
 """Options and properties of models, and how it is seen that a start has them."""
@@ -65,8 +69,10 @@ def cases() -> dict[str, Callable[[Launch], bool]]:
 
 
 def conflicts() -> tuple[Conflict, ...]:
-    """All of them, those of features first."""
-    return tuple(found for feature in features() for found in feature.conflicts) + OWN_CONFLICTS
+    """All of them, those of features first. What a feature takes and decides per layer knows of no stages."""
+    own = tuple(found for feature in features() for found in feature.conflicts)
+    of_stages = (Conflict(STAGES, feature.case, "it knows of one stage alone", "use --tp") for feature in features())
+    return own + tuple(of_stages) + OWN_CONFLICTS
 
 
 def against(one: str, launch: Launch) -> Conflict | None:

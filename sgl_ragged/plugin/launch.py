@@ -22,6 +22,7 @@ CODES, FITTED = "slabs in 8, 6 and 4 bits", "fitted slabs"
 SPLIT, FLASHINFER = "--ragged-fairkv split", "--ragged-kernel flashinfer"
 TREE, MIXED = "--radix-cache-backend", "--enable-mixed-chunk"
 SINKS, M_ROPE = "learned sinks", "three positions per token (M-RoPE)"
+NODES, STAGES = "--nnodes", "--pp-size"
 MANY_RANKS, FP8 = "more ranks than heads", "an FP8 cache"
 
 

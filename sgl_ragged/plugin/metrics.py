@@ -30,7 +30,7 @@ _GAUGES = {
     "slab_bytes_in_use": "Bytes of the pages that are allocated on this rank, those of cached prefixes among them.",
     "open_bytes_in_use": "Bytes of the pages on this rank that open segments of requests have beside their own.",
     "kept_open_bytes_in_use": "Bytes of the pages on this rank with open segments that requests have left behind.",
-    "rank_imbalance": "Largest / mean kept bytes of a segment over the tensor-parallel ranks; 1 if they are equal.",
+    "rank_imbalance": "Largest / mean kept bytes of a segment over all ranks; 1 if they are equal.",
 }
 _COUNTERS = {
     "sealed_segments": "Segments sealed on this rank.",
@@ -115,7 +115,8 @@ class RaggedMetrics:
 def summary(plan: ServingPlan, size: PoolSizes) -> str:
     """The start-up line."""
     line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
-    return "; ".join([line, *describe_features(plan, size)])
+    stages = [plan.describe_stages(size.itemsize)] if plan.stages else []
+    return "; ".join([line, *stages, *describe_features(plan, size)])
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "slab_dtype": plan.form.name,
         "fitted": plan.unfitted is None,
         "kept_bytes_ratio": of_bytes,
-        "rank_imbalance": rank_imbalance(layouts),
+        "rank_imbalance": rank_imbalance(plan.slab_layouts),
         "slots": size.num_slots,
         "virtual_tokens": size.max_total_tokens,
         "max_requests": size.max_requests,
@@ -161,7 +162,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
 def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
     """Adds the ragged settings to what the scheduler reports when it is ready, and creates the metrics."""
     allocator = scheduler.token_to_kv_pool_allocator
-    pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).layouts
+    pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).slab_layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, rank_imbalance(layouts))

@@ -5,15 +5,20 @@ Everything is read by SGLang's own functions with the server's settings, so that
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profiles.profile_cache import WEIGHTS
 
 CONFIG_SETTINGS = ("revision", "dtype", "quantization", "model_impl", "model_config_parser")
 """Settings of the server that SGLang's ModelConfig takes under the same names."""
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""Samples of a file of weights, from its first byte to its last, and their length."""
 
 
 def model_folder(view: Any) -> Path:
@@ -42,6 +47,32 @@ def model_folder(view: Any) -> Path:
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise RaggedConfigError(f"the files of {view.model_path} cannot be found: {reason}") from None
+
+
+def weights_sample(view: Any) -> str | None:
+    """16 hex digits of the weights that are the same on every machine: names and sizes of files, and samples of them.
+
+    `profile_cache.weights_identity` names times, which copies of a file do not share, and hashing all of it would take
+    as long as loading it. None where there are no weights yet, or none at all.
+
+    Args:
+        view: as in `model_folder`.
+    """
+    try:
+        source = model_folder(view)
+    except RaggedConfigError:
+        return None
+    every = [source] if source.is_file() else [path for pattern in WEIGHTS for path in sorted(source.glob(pattern))]
+    files = [path for path in every if path.suffix == ".safetensors"] or every
+    state = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        state.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for part in range(_SAMPLES):
+                file.seek(max(size - _SAMPLE_BYTES, 0) * part // (_SAMPLES - 1))
+                state.update(file.read(_SAMPLE_BYTES))
+    return state.hexdigest()[:16] if files else None
 
 
 def read_config(model: str, settings: Mapping[str, Any]) -> Any:

@@ -79,6 +79,27 @@ def model_geometry(model_config: Any) -> ModelGeometry:
     )
 
 
+def pipeline_stages(geometry: ModelGeometry, count: int) -> tuple[tuple[int, int], ...]:
+    """First layer of each of --pp-size stages, and that behind its last, as SGLang divides them; empty for one stage.
+
+    Raises:
+        RaggedConfigError: there are not as many layers, or SGLANG_PP_LAYER_PARTITION does not fit them.
+    """
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    if count == 1:
+        return ()
+    try:
+        stages = tuple(get_pp_indices(geometry.all_layers, number, count) for number in range(count))
+    except ValueError as error:
+        raise RaggedConfigError(f"SGLANG_PP_LAYER_PARTITION: {error}; correct it, or unset it") from None
+    if any(first >= end for first, end in stages):
+        raise RaggedConfigError(
+            f"--pp-size {count}: {geometry.name} has {geometry.all_layers} layers, and each stage needs one; use fewer"
+        )
+    return stages
+
+
 def refuse_model(model_config: Any) -> None:
     """Raise RaggedConfigError for a model whose attention is not causal MHA/GQA, some layers of it to a window.
 

@@ -51,8 +51,33 @@ def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_conf
         return plan
     mode = mode or "permute"
     kv_itemsize = expected_kv_dtype(model_config, view.kv_cache_dtype).itemsize
-    placement = plan_placement(plan.kept, plan.ranks, mode, cost=_cost(plan, model_config, kv_itemsize))
+    placement = place_stages(plan, mode, _cost(plan, model_config, kv_itemsize))
     return dataclasses.replace(plan, fairkv=mode, placement=placement)
+
+
+def place_stages(plan: ServingPlan, mode: str, cost: CostModel) -> Placement:
+    """Where heads are in all layers, balanced within each pipeline stage; over the whole model where stages would want
+    different numbers of places, since SGLang knows one."""
+    bounds = plan.stages or ((0, len(plan.kept)),)
+    parts = [plan_placement(plan.kept[first:end], plan.ranks, mode, cost=cost) for first, end in bounds]
+    if len({part.places for part in parts}) > 1:
+        return plan_placement(plan.kept, plan.ranks, mode, cost=cost)
+    heads, kept = (np.concatenate([getattr(part, name) for part in parts]) for name in ("heads", "kept"))
+    return Placement(heads, kept, mode)
+
+
+def take_placement(
+    plan: ServingPlan, placement: Placement | None, options: RaggedOptions, view: Any, model_config: Any
+) -> ServingPlan:
+    """The plan with a placement that another node has made; the rest as in `place_heads`.
+
+    Raises:
+        RaggedConfigError: heads cannot be moved here.
+    """
+    if placement is None:
+        return plan
+    _require_movable(plan, options, view, model_config)
+    return dataclasses.replace(plan, fairkv=placement.mode, placement=placement)
 
 
 def describe_placement(placement: Placement, kept: np.ndarray) -> str:

@@ -43,7 +43,7 @@ def bind(hook: Callable, options: RaggedOptions) -> Callable:
         except RaggedConfigError as error:
             from sglang.srt.runtime_context import get_parallel
 
-            end_worker(error, options, get_parallel().attn_tp_rank)
+            end_worker(error, options, get_parallel().launch_world_rank)
 
     return bound
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from sgl_ragged.attention.kernel_choice import check_cache, choose_kernel, device_capability
-from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.sizing import check_limits
-from sgl_ragged.mem_pool.slab_format import Share, settle_share
-from sgl_ragged.plan import ServingPlan, choose_budgets, kept_share, make_plan, refuse_ranks
-from sgl_ragged.plugin.conflicts import against, refuse_conflicts
+from sgl_ragged.plugin.conflicts import refuse_conflicts
 from sgl_ragged.plugin.cuda_graphs import captures_prefill, declared_graphs, refuse_graphs, settled_graphs
-from sgl_ragged.plugin.feature import Feature, features
-from sgl_ragged.plugin.joining import join_features, refuse_in_vain, settle_features
-from sgl_ragged.plugin.launch import CODES, Launch
-from sgl_ragged.plugin.launch import FITTED as FITTED_SLABS
+from sgl_ragged.plugin.deciding import choose_share, decide
+from sgl_ragged.plugin.feature import features
+from sgl_ragged.plugin.joining import refuse_in_vain, settle_features
+from sgl_ragged.plugin.launch import Launch
 from sgl_ragged.plugin.model_support import (
     NAMED_KV_DTYPES,
     expected_kv_dtype,
@@ -28,8 +25,7 @@ from sgl_ragged.plugin.model_support import (
     refuse_kv_scheme,
     refuse_model,
 )
-from sgl_ragged.plugin.multimodal import refuse_positions
-from sgl_ragged.plugin.options import ATTRIBUTE, FITTED, RaggedOptions
+from sgl_ragged.plugin.options import ATTRIBUTE, RaggedOptions
 from sgl_ragged.plugin.seams import BACKEND, DEAD_WORKER, check_seams, hook_launcher, seams_for
 
 logger = logging.getLogger(__name__)
@@ -96,7 +92,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     model_config = model_config_of(server_args)
     launch = replace(launch, model=model_config)
     share = choose_share(launch, model_geometry(model_config).head_dim)
-    plan = _decide(launch, kernel, share, joining)
+    plan = decide(launch, kernel, share, joining)
     setattr(server_args, ATTRIBUTE, replace(options, plan=plan))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
@@ -106,60 +102,6 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         # The config that was built without them; whoever asks next builds it anew.
         server_args._model_config = None
         require_places(plan, model_geometry(model_config_of(server_args)))
-
-
-def choose_share(launch: Launch, head_dim: int) -> Share:
-    """Share and format of slabs; raises RaggedConfigError for what does not go with the format that was asked for."""
-    options, reason = launch.options, against(CODES, launch)
-    assert launch.kv_dtype is not None, "the model is known"
-    itemsize = launch.kv_dtype.itemsize
-    share = settle_share(options.slab_dtype, options.ratio, head_dim, itemsize, options.segment, reason is None)
-    if share.form.quantised and reason is not None:
-        raise RaggedConfigError(
-            f"--ragged-slab-dtype {share.form.name} is not available here: {reason.why}; {reason.advice}"
-        )
-    return share
-
-
-def why_not_to_fit(launch: Launch) -> str | None:
-    """Why what heads keep must stay as it is with these options and this model; None if they leave that open."""
-    if launch.options.fit != FITTED:
-        return f"--ragged-fit {launch.options.fit}"
-    reason = against(FITTED_SLABS, launch)
-    return None if reason is None else reason.why
-
-
-def _decide(launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]) -> ServingPlan:
-    """The plan that all ranks follow; calibrates the model first where it has no profile yet."""
-    from sgl_ragged.plugin.calibrating import calibrate_if_missing, settle_profile
-    from sgl_ragged.plugin.placing import place_heads
-
-    options, model_config, view = launch.options, launch.model, launch.view
-    geometry = model_geometry(model_config)
-    assert launch.kv_dtype is not None, "the model is known"
-    tokens = kept_share(geometry, share.ratio, options.segment, share.form, launch.kv_dtype.itemsize)
-    scorer, profile = settle_profile(options, view, geometry, tokens)
-    refuse_ranks(geometry, view.tp_size, scorer)
-    refuse_positions(model_config.hf_text_config, scorer)
-    if kernel != "torch":
-        check_shape(geometry.head_dim, geometry.q_per_kv)
-    calibrate_if_missing(scorer, profile, options, view, geometry)
-    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=tokens, segment=options.segment)
-    plan = make_plan(
-        geometry,
-        chosen,
-        ranks=view.tp_size,
-        ratio=share.ratio,
-        segment=options.segment,
-        scorer=scorer,
-        scorer_weights=options.scorer_weights,
-        profile=profile,
-        kernel=kernel,
-        form=share.form,
-        unfitted=why_not_to_fit(launch),
-    )
-    launch = replace(launch, chosen=chosen)
-    return join_features(plan, launch, joining, tokens, lambda plan: place_heads(plan, options, view, model_config))
 
 
 @functools.cache
@@ -247,12 +189,10 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_two_batch_overlap", (False,), "two-batch overlap is not supported with --kv-pool ragged"),
     ("enable_pdmux", (False,), "PD multiplexing is not supported with --kv-pool ragged"),
     ("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache leaves no KV cache to compress"),
-    ("pp_size", (1,), "pipeline parallelism is not supported with --kv-pool ragged; use --tp"),
     ("dcp_size", (1,), "decode context parallelism is not supported with --kv-pool ragged; use --tp"),
     ("attn_cp_size", (1,), "context parallelism is not supported with --kv-pool ragged; use --tp"),
     ("attn_dp_size", (None, 1), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),
     ("enable_dp_attention", (False,), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),
-    ("nnodes", (1,), "several nodes have not been tested with --kv-pool ragged; use one"),
     ("enable_torch_compile", (False,), "torch.compile is not supported with --kv-pool ragged; drop it"),
     (
         "enable_deterministic_inference",
@@ -292,6 +232,11 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
             f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
         )
     check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
+    if server_args.nnodes > 1 and not server_args.dist_init_addr:
+        raise RaggedConfigError(
+            f"--nnodes {server_args.nnodes} needs an address of the first node: give all nodes the same "
+            f"--dist-init-addr HOST:PORT"
+        )
     refuse_graphs(server_args, options)
     for name, fine, reason in _FORBIDDEN_FLAGS:
         value = getattr(server_args, name, fine[0])

@@ -48,13 +48,13 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
 
     refuse_kv_dtype(configurator.kv_cache_dtype)
     schedule, serving, parallel = get_schedule(), serving_plan(options), get_parallel()
-    ranks, group = parallel.attn_tp_size, parallel.world_group.cpu_group
+    ranks, group = parallel.world_group.world_size, parallel.world_group.cpu_group
     require_equal_digests(serving.digest, ranks, group)
     budget = configurator._profile_available_bytes(pre_model_load_memory)
     rank = _rank(serving, configurator)
     owner, beside = _side_pages(rank, configurator)
     plan = fit_pool(
-        serving.layout(rank.number),
+        rank.plan.layout(rank.number),
         rank.itemsize,
         _open_pages(serving, configurator),
         budget,
@@ -114,7 +114,7 @@ def build_pool(
     rank = _rank(serving, configurator)
     owner, beside = _side_pages(rank, configurator)
     plan = PoolSizes(
-        layout=serving.layout(rank.number),
+        layout=rank.plan.layout(rank.number),
         itemsize=rank.itemsize,
         open_pages=_open_pages(serving, configurator),
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,
@@ -130,7 +130,7 @@ def build_pool(
         )
     statistics = [
         {name: torch.from_numpy(array).to(configurator.device) for name, array in tensors.items()}
-        for tensors in serving.rank_statistics(rank.number)
+        for tensors in rank.plan.rank_statistics(rank.number)
     ]
     pool = RaggedTokenToKVPool(
         plan,
@@ -140,7 +140,7 @@ def build_pool(
         dtype=configurator.kv_cache_dtype,
         query_dtype=_query_dtype(configurator),
         device=configurator.device,
-        layer_numbers=serving.geometry.layer_numbers,
+        layer_numbers=rank.plan.geometry.layer_numbers,
     )
     given: Any = pool
     for feature, settings in joined_features(serving):
@@ -196,18 +196,29 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
 def _exchanges(plan: ServingPlan, device: str) -> list[Epilogue]:
     from sglang.srt.runtime_context import get_parallel
 
+    parallel = get_parallel()
     if plan.placement is None or not plan.placement.splits_heads:
         return []
-    parallel = get_parallel()
+    plan = plan.stage(parallel.pp_rank)
+    assert plan.placement is not None, "the stage is placed like the whole"
     gather = functools.partial(parallel.attn_tp_group.all_gather, dim=0)
     return [LseExchange(plan.placement, parallel.attn_tp_rank, device, gather)]
 
 
 def _rank(plan: ServingPlan, configurator: Any) -> Rank:
+    """This rank, with the plan of its pipeline stage."""
     from sglang.srt.runtime_context import get_parallel
 
+    parallel = get_parallel()
     itemsizes = configurator.kv_cache_dtype.itemsize, _query_dtype(configurator).itemsize
-    return Rank(plan, get_parallel().attn_tp_rank, *itemsizes)
+    if plan.stages:
+        layers = configurator.layer_info.start_layer, configurator.layer_info.end_layer
+        if layers != plan.stages[parallel.pp_rank]:
+            raise RaggedConfigError(
+                f"SGLang gives pipeline stage {parallel.pp_rank} layers {layers}, the plan {plan.stages}: give all "
+                f"nodes the same SGLANG_PP_LAYER_PARTITION"
+            )
+    return Rank(plan.stage(parallel.pp_rank), parallel.attn_tp_rank, *itemsizes)
 
 
 def _side_bytes(rank: Rank, configurator: Any) -> int:
@@ -225,7 +236,7 @@ def _open_pages(plan: ServingPlan, configurator: Any) -> OpenPages:
     from sgl_ragged.scorers import get_scorer
 
     dtypes = configurator.kv_cache_dtype, _query_dtype(configurator)
-    return open_pages(get_scorer(plan.scorer), plan.layouts, plan.q_per_kv, *dtypes)
+    return open_pages(get_scorer(plan.scorer), plan.slab_layouts, plan.q_per_kv, *dtypes)
 
 
 def _query_dtype(configurator: Any) -> torch.dtype:

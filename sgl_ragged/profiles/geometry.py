@@ -32,6 +32,7 @@ class ModelGeometry:
 
     num_layers: those that attend to everything; only they have budgets and lie in slabs.
     windowed: the others, if there are any.
+    first_layer: number of the first of them, where they are a pipeline stage of the model.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelGeometry:
     q_per_kv: int
     head_dim: int
     windowed: WindowedLayers | None = None
+    first_layer: int = 0
 
     @property
     def all_layers(self) -> int:
@@ -51,7 +53,8 @@ class ModelGeometry:
     def layer_numbers(self) -> tuple[int, ...]:
         """The model's numbers of its layers with full attention, ascending."""
         others = set(self.windowed.layers) if self.windowed else set()
-        return tuple(number for number in range(self.all_layers) if number not in others)
+        numbers = range(self.first_layer, self.first_layer + self.all_layers)
+        return tuple(number for number in numbers if number not in others)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelGeometry:

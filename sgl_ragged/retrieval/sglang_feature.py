@@ -17,6 +17,7 @@ from sgl_ragged.plugin.launch import (
     FLASHINFER,
     MANY_RANKS,
     MIXED,
+    NODES,
     SPLIT,
     STAYS_UNFITTED,
     STAYS_WIDE,
@@ -82,6 +83,7 @@ class Retrieving(Feature):
     conflicts = (
         Conflict(case, HISTORY.case, "it frees segments that would have to be watched"),
         Conflict(case, HOST_TIER.case, "it brings segments back without what heads dropped of them"),
+        Conflict(case, NODES, "it has not been run over nodes"),
         Conflict(case, TREE, "it takes the place of a radix cache that is needed"),
         Conflict(case, MIXED, "it decodes within prefill, where pivots do not look"),
         Conflict(case, SPLIT, "it stores heads in parts, and pivots watch as a whole"),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
 from sgl_ragged.plugin.feature import Feature, Prefill, Rank, Seam, Worker
-from sgl_ragged.plugin.launch import SPLIT, Conflict, Launch
+from sgl_ragged.plugin.launch import NODES, SPLIT, Conflict, Launch
 
 POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
@@ -25,6 +25,7 @@ class Windows(Feature):
     cases: ClassVar[Mapping] = {ONE_POOL: lambda launch: launch.server_args.disable_hybrid_swa_memory}
     conflicts = (
         Conflict(ONE_POOL, case, "it keeps everything of them, and slabs are for other layers", "drop it"),
+        Conflict(NODES, case, "they have not been run over nodes", "use one"),
         Conflict(SPLIT, case, "it changes the number of heads of all layers, and these keep theirs", "use permute"),
     )
     seams = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 from pathlib import Path
 
@@ -12,64 +10,26 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.server_pool import ServerPool
-from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
-from tests.models import SIZES, make_llama, make_profile, make_qwen3
+from sgl_ragged.profiles.budgets import uniform_kept
 from tests.oracle import Oracle
 from tests.server.client import flush, found_of, generate
+from tests.server.unequal_heads import KV_BYTES, MU, RATIO, REQUESTS, SEGMENT, Model, flags, make_model
 
 pytestmark = pytest.mark.server
-
-SEGMENT, RATIO, KV_BYTES, REQUESTS = 128, 0.3, 16 * 2**20, 4
-# The first heads of most layers need most: in the checkpoint's order, rank 0 would hold nearly everything.
-MU = {
-    "llama": np.array([[0.9, 0.7, 0.05, 0.1], [0.8, 0.3, 0.1, 0.05], [0.1, 0.9, 0.6, 0.05]]),
-    "qwen3": np.array([[0.9, 0.1], [0.2, 0.6]]),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A model on disk, its profile, and what each head keeps at RATIO."""
-
-    path: Path
-    profile: Path
-    kept: np.ndarray
-    head_dim: int
-    q_per_kv: int
-
-    def placement(self, kept: np.ndarray, tp: int, mode: str) -> Placement:
-        """The plan that the server must follow, from its description alone."""
-        cost = CostModel(SIZES["hidden_size"], self.head_dim, self.q_per_kv, SEGMENT, weight_itemsize=4, kv_itemsize=4)
-        return plan_placement(kept, tp, mode, cost=cost)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Model]:
-    made = {}
-    for name, make, per_kv in (("llama", make_llama, 2), ("qwen3", functools.partial(make_qwen3, q_per_kv=4), 4)):
-        folder = tmp_path_factory.mktemp(name)
-        # Smaller weights than other tests': rounding, which the order of ranks' sums changes, shows less in logprobs.
-        path, file = make(folder / "model", initializer_range=0.1), folder / "profile.safetensors"
-        profile = make_profile(path, file, segment=SEGMENT, mu=MU[name])
-        made[name] = Model(path, file, profile_kept(profile, RATIO, SEGMENT), profile.head_dim, per_kv)
-        assert made[name].kept.max() >= 4 * made[name].kept.min()
-    return made
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in MU}
 
 
 def serve(servers: ServerPool, model: Model, tp: int, ratio: float, *more: str, log: Path):
     cores = sorted(os.sched_getaffinity(0))
-    flags = [
-        *("--dtype", "float32", "--skip-tokenizer-init", "--tp", str(tp)),
-        *("--kv-pool", "ragged", "--kv-bytes", str(KV_BYTES), "--max-running-requests", str(REQUESTS)),
-        *("--ragged-ratio", str(ratio), "--ragged-segment", str(SEGMENT), "--chunked-prefill-size", str(3 * SEGMENT)),
-        *("--ragged-profile", str(model.profile) if ratio < 1 else "uniform"),
-    ]
+    profile = str(model.profile) if ratio < 1 else "uniform"
     # SGLang wants to be told the cores of every rank.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(tp))}
-    return servers.serve(model.path, *flags, *more, log=log, env=env)
+    return servers.serve(model.path, *flags(tp, ratio), "--ragged-profile", profile, *more, log=log, env=env)
 
 
 def virtual_tokens(model: Model, placement: Placement) -> int:
