@@ -1,10 +1,7 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-# The first release of SGLang that is served on; .venv has the last one.
-SGLANG_RELEASE ?= 0.5.22
-
-.PHONY: setup demo report test test-all gpu-contract architectures compat peers wheel lint clean
+.PHONY: setup demo report test test-all gpu-contract architectures peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -40,17 +37,6 @@ architectures: setup
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --architectures tests/server/test_architectures.py tests/server/test_images.py \
 		$(ARGS)
 
-compat: .venv-compat/$(SGLANG_RELEASE)
-	.venv-compat/bin/python -m pytest tests/test_releases.py tests/test_plugin.py tests/test_codes_at_start.py \
-		tests/server/test_semantics.py tests/server/test_full_ratio.py tests/server/test_metrics.py \
-		tests/server/test_tensor_parallel.py $(ARGS)
-
-.venv-compat/$(SGLANG_RELEASE): pyproject.toml .uv/bin/uv
-	.uv/bin/uv venv --quiet --clear .venv-compat
-	.uv/bin/uv pip install --quiet --python .venv-compat --compile-bytecode --group dev -e '.[calibrate]' \
-		sglang==$(SGLANG_RELEASE)
-	touch $@
-
 # The wheel in an environment of its own, outside of this folder: its commands, and a server.
 wheel: setup
 	$(PYTHON) -m tests.installed_wheel
@@ -69,4 +55,4 @@ lint: setup
 	.venv/bin/mypy
 
 clean:
-	rm -rf .venv .venv-compat .venv-peers .uv
+	rm -rf .venv .venv-peers .uv

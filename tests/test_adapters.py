@@ -12,7 +12,6 @@ from sglang.srt.server_args import prepare_server_args
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.adapters import adapter_digest
-from sgl_ragged.plugin.seams import installed_release
 from tests.models import make_adapter, make_llama
 
 load_plugins()
@@ -39,7 +38,6 @@ def test_digests_change_with_contents_alone(llama, tmp_path):
     assert len({own, other, adapter_digest(str(copy))}) == 3
 
 
-@pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="host tiers need SGLang 0.5.23")
 def test_the_launcher_names_adapters_by_what_is_in_them(llama, tmp_path):
     adapter = make_adapter(llama, tmp_path / "adapter", seed=1)
 

@@ -10,11 +10,6 @@ import torch
 from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
 from sglang.srt.mem_cache import common
 
-from sgl_ragged.plugin.seams import installed_release
-
-if installed_release().startswith("0.5.22"):
-    pytest.skip("bounded histories need SGLang 0.5.23", allow_module_level=True)
-
 from sgl_ragged.history.bound import HistoryBound
 from sgl_ragged.history.sglang_admission import check_held_pages
 from sgl_ragged.plugin.options import RaggedOptions

@@ -22,14 +22,9 @@ from sgl_ragged.plugin import register, resolution, seams
 from sgl_ragged.plugin.feature import Seam
 from sgl_ragged.plugin.flags import dashed
 from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, make_options
-from sgl_ragged.plugin.seams import installed_release
 from tests.models import make_llama, make_profile, make_qwen3
 
 load_plugins()
-
-HISTORIES = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23")
-RESERVOIRS = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="reservoirs need SGLang 0.5.23")
-TIERS = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="host tiers need SGLang 0.5.23")
 
 
 @pytest.fixture(scope="module")
@@ -152,22 +147,18 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         pytest.param(
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"),
             "backend mooncake was not tried",
-            marks=TIERS,
         ),
-        pytest.param(
-            ("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer", marks=TIERS
-        ),
+        pytest.param(("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer"),
         pytest.param(
             ("--enable-hierarchical-cache", "--ragged-host-codec", "fp8", "--kv-cache-dtype", "fp8_e5m2"),
             "--ragged-host-codec fp8 is for a KV cache that is wider",
-            marks=TIERS,
         ),
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
         (("--pp-size", "2", "--ragged-history", "1024"), "--pp-size is not supported with --ragged-history"),
         *(
-            pytest.param(flags, words, marks=HISTORIES)
+            (flags, words)
             for flags, words in (
                 (("--ragged-history", "1000"), "must be a multiple of the segment length 256, and at least 3 segments"),
                 (("--ragged-history", "512"), "try 768"),
@@ -401,7 +392,6 @@ def test_nothing_asked_means_no_options():
     assert make_options({"kv_pool": "token", "kv_bytes": "1k"}, from_command_line=True).kv_bytes == 1000
 
 
-@TIERS
 def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
     """Whatever changes slabs changes what names them; what does not, does not."""
 

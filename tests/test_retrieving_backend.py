@@ -24,15 +24,12 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plugin.backend import RaggedAttnBackend
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.retrieval.retriever import Retriever
 from sgl_ragged.retrieval.roles import HeadRoles
 from sgl_ragged.retrieval.settings import Retrieval
 from sgl_ragged.retrieval.sglang_hooks import name_requests
 from sgl_ragged.retrieval.sglang_watching import Watching
 from sgl_ragged.scorers import get_scorer
-
-pytestmark = pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23")
 
 SEGMENT, SEGMENTS, DIM, LAYERS, HEADS, PER_HEAD = 64, 5, 8, 2, 2, 2
 KEPT = np.array([[64, 16], [16, 16]])

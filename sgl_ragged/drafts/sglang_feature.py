@@ -13,7 +13,6 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Seam, Worker
 from sgl_ragged.plugin.launch import FLASHINFER, M_ROPE, MIXED, Conflict, Launch
-from sgl_ragged.plugin.seams import SERVED, installed_release
 from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
 from sgl_ragged.windows.sglang_feature import WINDOWS
 
@@ -116,11 +115,6 @@ class Drafting(Feature):
 
     def asked(self, launch: Launch) -> bool:
         return launch.server_args.speculative_algorithm is not None
-
-    def require(self) -> None:
-        if installed_release().startswith(SERVED[0]):
-            raise RaggedConfigError(f"SGLang {installed_release()} is not supported{self.needed_for}: use {SERVED[-1]}")
-        super().require()
 
     def settle(self, launch: Launch) -> Any:
         server_args = launch.server_args

@@ -1,4 +1,4 @@
-"""The host tier, as a feature of the server. SGLang 0.5.22 lacks some of what it needs."""
+"""The host tier, as a feature of the server."""
 
 from __future__ import annotations
 

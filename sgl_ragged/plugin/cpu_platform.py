@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
-
-# SGLang 0.5.22 makes NCCL communicators for ranks on CPUs, too, and fails, unless it cannot load the library: then it
-# does without. From 0.5.23 on it asks the platform.
-os.environ.setdefault("SGLANG_NCCL_SO_PATH", os.devnull)
 
 
 class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):

@@ -11,7 +11,6 @@ from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.seams import installed_release
 
 DISABLED, BREAKABLE = "disabled", "breakable"
 """SGLang's names for no CUDA graphs, and for those of prefill that break at attention."""
@@ -57,8 +56,6 @@ def refuse_graphs(server_args: Any, options: RaggedOptions) -> None:
             f"CUDA graphs of prefill are supported with --kv-pool ragged where they break at attention, not as "
             f"{asked[Phase.PREFILL]!r}; use {BREAKABLE!r}, or drop the flag"
         )
-    if asked[Phase.PREFILL] == BREAKABLE and installed_release().startswith("0.5.22"):
-        raise RaggedConfigError("CUDA graphs of prefill need SGLang 0.5.23 with --kv-pool ragged; drop the flag")
 
 
 def declared_graphs(server_args: Any, options: RaggedOptions) -> dict[str, str]:

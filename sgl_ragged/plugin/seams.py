@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 BACKEND = "ragged"
 """Name of the attention backend in SGLang's registry."""
 
-SERVED = ("0.5.22", "0.5.23")
+SERVED = ("0.5.23",)
 """The releases of SGLang that real servers are tested with; pyproject.toml asks for these and their post releases.
 
-Others are refused: that all seams are there does not mean that a server starts. 0.5.20 and 0.5.21 have them, and ask
-platform plugins for pool and allocator classes, which from 0.5.22 on may stay SGLang's own.
+Others are refused: that all seams are there does not mean that a server starts. Up to 0.5.22 SGLang asks no allocator
+how much a prefill needs, and counts a page more for each request: open segments would not be paid for by use.
 """
 
 REMEDY = f"install sglang=={SERVED[-1]}, or a release of sgl-ragged made for this one"
@@ -172,8 +172,7 @@ CONTROLLER_SEAMS = (
         "sgl_ragged.plugin.metrics.controller_ready",
     ),
 )
-"""What the process needs that starts the replicas of --dp-size. 0.5.22 lacks it: there nothing can be added to what
-that process says, and /server_info has no word of the pool."""
+"""What the process needs that starts the replicas of --dp-size."""
 
 
 def resolve(target: str) -> object | None:
@@ -252,7 +251,7 @@ def install(options: RaggedOptions) -> None:
 
 def install_in_controller(options: RaggedOptions) -> None:
     """The same in the process that starts the replicas of --dp-size, which needs less."""
-    if options.ragged and not installed_release().startswith(SERVED[0]):
+    if options.ragged:
         _wrap(CONTROLLER_SEAMS, options)
 
 

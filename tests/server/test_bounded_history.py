@@ -11,7 +11,6 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from sgl_ragged.mem_pool.open_pages import OpenPages
-from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.profile import VALUE_MEAN, load_profile
 from tests.bounded_oracle import BoundedOracle
@@ -23,7 +22,6 @@ from tests.server.test_tensor_parallel import models as models
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23"),
 ]
 
 SEGMENT, LIMIT, RATIO = 64, 5, 0.4

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.profile import VALUE_MEAN
 from sgl_ragged.windows.sizes import window_pages
@@ -21,7 +20,6 @@ from tests.server.test_windows import prompt
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="bounded histories need SGLang 0.5.23"),
 ]
 
 SEGMENT, LIMIT, RATIO, INTERVAL = 32, 5, 0.5, 64

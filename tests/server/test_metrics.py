@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from tests.models import make_profile
 from tests.server.client import flush, generate, ragged_metrics, wait_until
@@ -174,7 +173,6 @@ def test_ranks_have_series_of_their_own(character_model, folder, profile, server
         assert found["sglang:ragged_sealed_segments_total", str(rank)] == 3
 
 
-@pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="the controller of replicas has no seam there")
 def test_replicas(character_model, folder, servers):
     """What /server_info says of one replica, and the metrics of each."""
     flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--dp-size", "2"]

@@ -11,7 +11,6 @@ from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from benchmarks.recall.questions import interviews
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.retrieval.roles import head_roles, with_pivots
 from sgl_ragged.retrieval.settings import ASKING_TOKENS, DELAY, Retrieval
@@ -21,7 +20,6 @@ from tests.server.client import flush, generate, generate_all, ragged_metrics, s
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23"),
 ]
 
 SEGMENT, RATIO = 64, 0.3

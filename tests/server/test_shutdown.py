@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.demo import MODEL
 from benchmarks.storm.one_storm import HARMLESS
-from sgl_ragged.plugin.seams import installed_release
 from tests.server.client import generate, wait_until
 
 pytestmark = pytest.mark.server
@@ -30,7 +29,6 @@ RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "64")
         pytest.param(("--kv-pool", "token"), id="token", marks=pytest.mark.thorough),
         pytest.param((*RAGGED, "--enable-hierarchical-cache", "--hicache-size", "1"), id="tier", marks=[
             pytest.mark.thorough,
-            pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="host tiers need SGLang 0.5.23"),
         ]),
     ],
 )  # fmt: skip

@@ -11,12 +11,10 @@ import pytest
 from benchmarks.storm.features import chosen
 from benchmarks.storm.material import Material
 from benchmarks.storm.one_storm import Limits, run_storm
-from sgl_ragged.plugin.seams import installed_release
 from tests.examples import fewer
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="tiers and histories need SGLang 0.5.23"),
 ]
 
 

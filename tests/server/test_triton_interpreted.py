@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.server_pool import ServerPool
-from sgl_ragged.plugin.seams import installed_release
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.retrieval.roles import head_roles, with_pivots
 from sgl_ragged.retrieval.settings import Retrieval
@@ -64,7 +63,6 @@ def test_served_logprobs_are_those_of_the_oracle_cold_and_cached(tmp_path, make)
     np.testing.assert_allclose(again.output_logprobs, cold[-1].output_logprobs, atol=1e-4)
 
 
-@pytest.mark.skipif(installed_release().startswith("0.5.22"), reason="retrieval needs SGLang 0.5.23")
 def test_what_was_fetched_is_seen_beside_slabs_and_tails(tmp_path):
     """At every position of a prompt and of what is decoded behind it, over the end of a segment."""
     model = make_two_layers(tmp_path / "model")
