@@ -240,7 +240,9 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         warps = 1 if kernel is append.append_kernel else 4
-        options = row_moments.OPTIONS if kernel is row_moments.row_moments_kernel else {}
+        options: dict[str, Any] = row_moments.OPTIONS if kernel is row_moments.row_moments_kernel else {}
+        if kernel is seal.gather_kernel:
+            options = {"maxnreg": seal.gather_registers(form, dim)}
         yield Build(kernel, types, constants, warps, dtype, dim, options=options)
 
 

@@ -274,6 +274,11 @@ def gather_rows(form: SlabFormat) -> int:
     return CODED_ROWS if form.quantised else GATHER_ROWS
 
 
+def gather_registers(form: SlabFormat, head_dim: int) -> int | None:
+    """The most registers per thread of `gather`, where the compiler is to be told (`tiles.Tile`)."""
+    return 128 if form.quantised and head_dim <= 128 else None
+
+
 def score_block(head_dim: int) -> int:
     """Tokens that `score` holds at a time."""
     return 32 if head_dim <= 128 else 16
@@ -379,6 +384,7 @@ def gather(
         VALUE_BITS=form.value_bits,
         CENTRED=form.centred,
         num_warps=4,
+        maxnreg=gather_registers(form, head_dim),
     )
 
 
