@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
+from sgl_ragged.disaggregation.roles import DECODE, NAME, PREFILL
 from sgl_ragged.disaggregation.sglang_seams import SEAMS
 from sgl_ragged.drafts.sglang_feature import ADAPTERS, DRAFTS
 from sgl_ragged.errors import RaggedConfigError
@@ -18,11 +19,6 @@ from sgl_ragged.plugin.launch import M_ROPE, Conflict, Launch
 from sgl_ragged.plugin.seams import SERVED, installed_release
 from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
 from sgl_ragged.windows.sglang_feature import WINDOWS
-
-NAME = "disaggregation"
-
-PREFILL, DECODE = "prefill", "decode"
-"""SGLang's names of the two servers."""
 
 ENGINE = "nixl"
 """The transfer engine that has been served with."""

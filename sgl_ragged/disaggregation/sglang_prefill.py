@@ -11,11 +11,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from sgl_ragged.disaggregation.meter import SendMeter
 from sgl_ragged.disaggregation.pages import RequestPages
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.disaggregation.roles import NAME, PREFILL
+from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.windows.sglang_pool import slab_pool
-
-NAME = "disaggregation"
-"""Of the feature, and of what it attaches to the pool."""
 
 
 class Exchange:
@@ -61,18 +59,15 @@ def exchange_of(kvcache: Any) -> Exchange:
 def describe_memory(
     options: RaggedOptions, original: Callable, kv_args: Any, token_to_kv_pool: Any, *args: Any, **more: Any
 ) -> None:
-    """Completes what SGLang tells its transfer engine of the memory. Both servers."""
+    """Completes what either server tells its transfer engine of the memory."""
     original(kv_args, token_to_kv_pool, *args, **more)
     if token_to_kv_pool.store.slabs.device.type == "cpu":
         # SGLang takes every pool for GPU memory, which UCX refuses to register on a machine without one.
         kv_args.kv_data_mem_kinds = ["DRAM"] * len(kv_args.kv_data_ptrs)
-
-
-def describe_prefill_memory(options: RaggedOptions, original: Callable, kv_args: Any, *args: Any, **more: Any) -> None:
-    """The same of the prefill server, whose agreement SGLang hands on to decode servers that ask."""
-    describe_memory(options, original, kv_args, *args, **more)
-    pool = args[0] if args else more["token_to_kv_pool"]
-    kv_args.kv_layout = exchange_of(pool).agreement
+    if serving_plan(options).settings_of(NAME) == PREFILL:
+        # SGLang hands it on to decode servers that ask. These compare it in `sglang_decode.agree_first`: SGLang's own
+        # comparison, of two that both have one, ends the server, and speaks of another model.
+        kv_args.kv_layout = exchange_of(token_to_kv_pool).agreement
 
 
 def send_open_pages(options: RaggedOptions, original: Callable, queue: Any, req: Any, *args: Any, **more: Any) -> bool:

@@ -9,11 +9,12 @@ _QUEUE = f"{_SGLANG}.decode.DecodePreallocQueue"
 _SENDER = f"{_SGLANG}.common.conn.CommonKVSender"
 _PREFILL, _DECODE = "sgl_ragged.disaggregation.sglang_prefill", "sgl_ragged.disaggregation.sglang_decode"
 
-_MEMORY = ("kv_args", "token_to_kv_pool", "draft_token_to_kv_pool", "total_kv_layers", "req_to_token_pool")
-
 SEAMS = (
-    Seam(f"{_SGLANG}.prefill.setup_state_kv_args", _MEMORY, f"{_PREFILL}.describe_prefill_memory"),
-    Seam(f"{_SGLANG}.decode.setup_state_kv_args", _MEMORY, f"{_PREFILL}.describe_memory"),
+    Seam(
+        f"{_SGLANG}.utils.setup_state_kv_args",
+        ("kv_args", "token_to_kv_pool", "draft_token_to_kv_pool", "total_kv_layers", "req_to_token_pool"),
+        f"{_PREFILL}.describe_memory",
+    ),
     Seam(
         f"{_SGLANG}.prefill.PrefillBootstrapQueue.create_sender",
         ("self", "req", "num_kv_heads"),
