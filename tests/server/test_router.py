@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,13 +11,19 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from benchmarks.demo import MODEL
+from benchmarks.harness.client import ServerClient
 from benchmarks.harness.launch import Server, free_port, stop
+from benchmarks.harness.pools import Pool, server_arguments
+from benchmarks.multi_turn.store import Store
 from tests.server.client import flush, found_of, ragged_metrics
 from tests.server.pair import serve_decode, serve_prefill
 from tests.server.router import route
 
 pytestmark = [pytest.mark.server, pytest.mark.thorough]
 pytest.importorskip("sglang_router", reason="the router is missing: pip install sglang-router")
+
+MULTI_TURN = (sys.executable, "-m", "benchmarks.multi_turn")
 
 SEGMENT, NEW, CONVERSATIONS = 64, 24, 6
 FLAGS = (
@@ -94,6 +101,30 @@ def test_conversations_stay_with_a_replica_and_outlive_it(replicas, folder):
         found = turn()
         assert 0 < sum(found) < CONVERSATIONS
         assert turn() == [True] * CONVERSATIONS
+
+
+def test_the_benchmark_of_conversations_adds_replicas_up(folder, servers):
+    """Both pools, and what all requests found, in one row."""
+    pool = Pool.parse("ragged@0.5")
+    flags = server_arguments(pool, 3, "24MiB", on_cpu=True)
+    with contextlib.ExitStack() as stack:
+        replicas = [
+            stack.enter_context(servers.serve(MODEL, *flags, log=folder / f"benchmark-{number}.log"))
+            for number in range(2)
+        ]
+        urls = [server.url for server in replicas]
+        log = folder / "router-benchmark.log"
+        router = stack.enter_context(route("--worker-urls", *urls, "--policy", "cache_aware", servers=2, log=log))
+        traffic = ["--clients", "3", "--rounds", "3", "--request-length", "150", "--output-length", "6", "--json"]
+        traffic += ["--kv-bytes", "24MiB", "--repeats", "1", "--poll-every", "0.2", "--request-rate", "inf"]
+        where = ["--url", f"ragged@0.5={','.join([router.url, *urls])}", "--output", str(folder / "out")]
+        done = servers.run([*MULTI_TURN, *traffic, *where, "--min-load", "0"], timeout=120)
+        assert done.returncode == 0, done.stderr
+        (point,) = Store.load(folder / "out").points
+        assert point.virtual_tokens == sum(ServerClient(url).pool_tokens() for url in urls)
+    assert point.rejected is None
+    assert len(point.answers) == 9
+    assert sum(answer.cached for answer in point.answers) > 0
 
 
 def test_prefill_and_decode_behind_a_router(folder, character_model, servers):
