@@ -5,6 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from sgl_ragged.mem_pool.sizing import PoolSizes
+
+TOKENS = (256, 1024, 4096, 16384)
+"""Of prompts for which operators are told what is sent."""
+
+
+def sent_bytes(sizes: PoolSizes) -> dict[int, dict[str, int]]:
+    """By tokens of a prompt: bytes of its pages, mean over where in a segment it may end, and of the token pool."""
+    segment, token_bytes = sizes.layout.segment, sizes.layout.full_bytes_per_token(sizes.itemsize)
+    found = {}
+    for tokens in TOKENS:
+        lengths = range(max(tokens - segment // 2, 1), max(tokens - segment // 2, 1) + segment)
+        pages = sum(map(sizes.open_pages.pages, lengths)) * sizes.slab_bytes // segment
+        found[tokens] = {"pages": pages, "token_pool": sum(lengths) * token_bytes // segment}
+    return found
+
 
 class SendMeter:
     """Requests, tokens and bytes that a prefill server has handed to its transfer engine.

@@ -6,15 +6,16 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
+from sgl_ragged.disaggregation.meter import sent_bytes
 from sgl_ragged.disaggregation.roles import DECODE, NAME, PREFILL
 from sgl_ragged.disaggregation.sglang_seams import SEAMS
 from sgl_ragged.drafts.sglang_feature import ADAPTERS, DRAFTS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
 from sgl_ragged.host_tier.sglang_feature import HOST_TIER
-from sgl_ragged.mem_pool.sizing import TYPICAL_TOKENS, PoolSizes
+from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.feature import Feature, Worker
+from sgl_ragged.plugin.feature import Feature, Rank, Worker
 from sgl_ragged.plugin.launch import M_ROPE, Conflict, Launch
 from sgl_ragged.plugin.seams import SERVED, installed_release
 from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
@@ -152,31 +153,17 @@ class Disaggregation(Feature):
         return worker.given
 
     def describe(self, settings: str, sizes: PoolSizes) -> str:
-        return f"{settings} server: {_sent(sizes)} of a request"
+        parts = [f"{one['pages'] / one['token_pool']:.2f} at {tokens}" for tokens, one in sent_bytes(sizes).items()]
+        return f"{settings} server, share of the token pool's bytes that is sent, by tokens: {', '.join(parts)}"
 
     def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
         if settings is None:
             return {NAME: None}
-        exchange, sizes = pool.attached[NAME], pool.sizes
-        of_full = sizes.layout.full_bytes_per_token(sizes.itemsize)
-        return {
-            NAME: {
-                "mode": settings,
-                "agreement": exchange.agreement,
-                "page_bytes": sizes.slab_bytes,
-                "request_bytes": {tokens: exchange.pages.num_bytes(tokens) for tokens in TYPICAL_TOKENS},
-                "token_pool_request_bytes": {tokens: tokens * of_full for tokens in TYPICAL_TOKENS},
-            }
-        }
+        agreed = pool.attached[NAME].agreement
+        return {NAME: {"mode": settings, "agreement": agreed, "sent_bytes": sent_bytes(pool.sizes)}}
 
-
-def _sent(sizes: PoolSizes) -> str:
-    full = sizes.layout.full_bytes_per_token(sizes.itemsize)
-    parts = [
-        f"{sizes.open_pages.pages(tokens) * sizes.slab_bytes} bytes for {tokens} tokens (full KV {tokens * full})"
-        for tokens in TYPICAL_TOKENS
-    ]
-    return " and ".join(parts)
+    def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
+        return {"sent_bytes": sent_bytes(sizes)}
 
 
 DISAGGREGATION = Disaggregation()

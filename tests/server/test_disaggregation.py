@@ -115,9 +115,11 @@ def test_what_is_sent_is_said(pair):
     for mode, one in said.items():
         apart = one["disaggregation"]
         assert apart["mode"] == mode
-        assert apart["page_bytes"] == one["slab_bytes"]
-        assert apart["token_pool_request_bytes"]["8192"] == 8192 * 4 * 8 * 2 * 32 * 4
-        assert apart["request_bytes"]["8192"] == 128 * one["slab_bytes"]
-        assert f"{mode} server: " in one["summary"]
+        pages = OpenPages(SEGMENT, one["open_page_tokens"])
+        every = [pages.pages(1024 - SEGMENT // 2 + n) for n in range(SEGMENT)]
+        assert apart["sent_bytes"]["1024"]["pages"] == sum(every) * one["slab_bytes"] // SEGMENT
+        # 4 layers of 8 heads of dimension 32, keys and values in float32.
+        assert apart["sent_bytes"]["1024"]["token_pool"] == (1024 * 2 - 1) * 4 * 8 * 2 * 32 * 4 // 2
+        assert f"{mode} server, share of the token pool's bytes that is sent" in one["summary"]
     assert said["prefill"]["disaggregation"]["agreement"] == said["decode"]["disaggregation"]["agreement"]
     assert said["prefill"]["plan_digest"] == said["decode"]["plan_digest"]
