@@ -15,7 +15,7 @@ from sgl_ragged.disaggregation.meter import SendMeter
 from sgl_ragged.disaggregation.pages import RequestPages
 from sgl_ragged.disaggregation.roles import NAME
 from sgl_ragged.disaggregation.sglang_decode import destinations
-from sgl_ragged.disaggregation.sglang_prefill import Exchange
+from sgl_ragged.disaggregation.sglang_prefill import Exchange, refuse_other_pools
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
@@ -135,18 +135,28 @@ def test_what_is_pending_is_settled_before_pages_are_given_away():
 
 
 def test_who_may_send():
-    one = agreement("0a1", "torch.float32 []", 4096, 19)
+    one = agreement("0a1", "torch.float32 []", [4096], 19)
     assert disagreement(one, one, 2, 2) is None
     for other in (
-        agreement("0a2", "torch.float32 []", 4096, 19),
-        agreement("0a1", "torch.float16 []", 4096, 19),
-        agreement("0a1", "torch.float32 []", 4097, 19),
-        agreement("0a1", "torch.float32 []", 4096, 20),
+        agreement("0a2", "torch.float32 []", [4096], 19),
+        agreement("0a1", "torch.float16 []", [4096], 19),
+        agreement("0a1", "torch.float32 []", [4097], 19),
+        agreement("0a1", "torch.float32 []", [4096], 20),
     ):
         assert "another plan" in (disagreement(one, other, 2, 2) or "")
     assert "2 tensor-parallel ranks and this one 4" in (disagreement(one, one, 4, 2) or "")
     for other in (None, "another-layout"):
         assert "another KV pool" in (disagreement(one, other, 1, 1) or "")
+
+
+def test_a_decode_server_with_another_pool_is_not_taken_up(caplog):
+    taken: list[object] = []
+    manager = SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[4096]))
+    peers = [SimpleNamespace(dst_kv_item_lens=lens, endpoint="other") for lens in ([4096], [4096, 4096], [512] * 8)]
+    for peer in peers:
+        refuse_other_pools(None, lambda _, one: taken.append(one), manager, peer)
+    assert taken == peers[:1]
+    assert [record.message.count("start it with --kv-pool ragged") for record in caplog.records] == [1, 1]
 
 
 def test_what_is_sent_is_counted():

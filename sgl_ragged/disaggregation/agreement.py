@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 _PREFIX = "ragged-"
 
 
-def agreement(plan_digest: str, stored_as: str, page_bytes: int, open_page_tokens: int) -> str:
+def agreement(plan_digest: str, stored_as: str, page_bytes: Sequence[int], open_page_tokens: int) -> str:
     """One word for all that decides what the bytes of a page stand for; servers with equal ones can exchange pages.
+
+    The same on all ranks: SGLang hands on what the first one says.
 
     Args:
         plan_digest: of the plan without what the two may have each for itself.
         stored_as: as `SlabStore.stored_as`.
-        page_bytes: of one rank's slab. open_page_tokens: of an open segment, in a page.
+        page_bytes: of the slabs of all ranks. open_page_tokens: of an open segment, in a page.
     """
-    parts = json.dumps([plan_digest, stored_as, page_bytes, open_page_tokens])
+    parts = json.dumps([plan_digest, stored_as, list(page_bytes), open_page_tokens])
     return _PREFIX + hashlib.sha256(parts.encode()).hexdigest()[:15]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sgl_ragged.disaggregation.meter import sent_bytes
 from sgl_ragged.disaggregation.roles import DECODE, NAME, PREFILL
 from sgl_ragged.disaggregation.sglang_seams import SEAMS
-from sgl_ragged.drafts.sglang_feature import ADAPTERS, DRAFTS
+from sgl_ragged.drafts.sglang_feature import DRAFTS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
 from sgl_ragged.host_tier.sglang_feature import HOST_TIER
@@ -80,7 +80,6 @@ class Disaggregation(Feature):
         Conflict(case, HISTORY.case, "by which score segments leave a view is not sent"),
         Conflict(case, WINDOWS.case, "pages of windows are not sent", "drop it"),
         Conflict(case, DRAFTS.case, "drafts on a decode server have not been tested"),
-        Conflict(case, ADAPTERS, "adapters on two servers have not been tested"),
         Conflict(case, M_ROPE, "positions of pictures on two servers have not been tested", "drop it"),
     )
     seams = SEAMS
@@ -142,10 +141,11 @@ class Disaggregation(Feature):
         # A tier below the prefill server is its own affair, as is which of the two this is.
         shared = tuple(one for one in plan.features if one.name not in (NAME, HOST_TIER.name))
         digest = replace(plan, features=shared).digest
+        page_bytes = [layout.slab_bytes(worker.rank.itemsize) for layout in plan.layouts]
         pages = RequestPages(pool.open_segments)
 
         def agree() -> str:
-            return agreement(digest, pool.store.stored_as, pages.buffer.page_bytes, pool.open_segments.pages.tokens)
+            return agreement(digest, pool.store.stored_as, page_bytes, pool.open_segments.pages.tokens)
 
         pool.attached[NAME] = exchange = Exchange(pages, agree)
         for method in (exchange.get_contiguous_buf_infos, exchange.get_cpu_copy, exchange.load_cpu_copy):

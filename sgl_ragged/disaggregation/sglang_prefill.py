@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from sgl_ragged.disaggregation.pages import RequestPages
 from sgl_ragged.disaggregation.roles import NAME, PREFILL
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.windows.sglang_pool import slab_pool
+
+logger = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -81,6 +84,25 @@ def send_open_pages(options: RaggedOptions, original: Callable, queue: Any, req:
         sending = _Sending(exchange_of(queue.token_to_kv_pool), queue.scheduler, req, sender)
         sender.init, sender.send = sending.init, sending.send
     return created
+
+
+def refuse_other_pools(options: RaggedOptions, original: Callable, manager: Any, peer: Any) -> None:
+    """Does not take up a decode server whose buffers are not pages like these: requests from there fail, one by one.
+
+    Decode servers with this pool compare agreements first. One with the token pool, and pages of as many tokens, would
+    come here, and SGLang's error would end the thread that all decode servers speak to.
+    """
+    own, found = list(manager.kv_args.kv_item_lens), list(peer.dst_kv_item_lens)
+    if found == own:
+        original(manager, peer)
+        return
+    logger.error(
+        "sgl_ragged: decode server %s has buffers with items of %s bytes, and pages here have %s: start it with "
+        "--kv-pool ragged, and the same flags as this one",
+        peer.endpoint,
+        found,
+        own,
+    )
 
 
 class _Sending:

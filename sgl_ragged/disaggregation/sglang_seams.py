@@ -20,6 +20,11 @@ SEAMS = (
         ("self", "req", "num_kv_heads"),
         f"{_PREFILL}.send_open_pages",
     ),
+    Seam(
+        f"{_SGLANG}.nixl.conn.NixlKVManager._add_remote_peer",
+        ("self", "decode_kv_args"),
+        f"{_PREFILL}.refuse_other_pools",
+    ),
     Seam(f"{_SENDER}.init", ("self", "num_kv_indices", "aux_index")),
     Seam(f"{_SENDER}.send", ("self", "kv_indices", "state_indices", "num_kv_tokens", "indices_event")),
     Seam(f"{_SGLANG}.decode.DecodeReqToTokenPool.free", ("self", "req"), f"{_DECODE}.free_row"),

@@ -29,13 +29,19 @@ class Pair:
     port: int
     _rooms: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def start(self, tokens: Sequence[int], new: int) -> tuple[Future[httpx.Response], Future[httpx.Response]]:
-        """What the prefill and the decode server will say of one request, greedy, of exactly `new` tokens."""
+    def start(
+        self, tokens: Sequence[int], new: int, **more: Any
+    ) -> tuple[Future[httpx.Response], Future[httpx.Response]]:
+        """Responses to come, of the prefill and the decode server, to one request, greedy, of exactly `new` tokens.
+
+        more: what its body has beside that.
+        """
         body: dict[str, Any] = {
             "input_ids": list(tokens),
             "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
             "return_logprob": True,
             **{"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self._rooms)},
+            **more,
         }
         threads = ThreadPoolExecutor(2)
         first, second = (
@@ -45,9 +51,9 @@ class Pair:
         threads.shutdown(wait=False)
         return first, second
 
-    def generate(self, tokens: Sequence[int], new: int) -> Answer:
+    def generate(self, tokens: Sequence[int], new: int, **more: Any) -> Answer:
         """As `client.generate`; what was cached is so on the prefill server."""
-        said, answer = (asked.result() for asked in self.start(tokens, new))
+        said, answer = (asked.result() for asked in self.start(tokens, new, **more))
         assert said.status_code == 200, said.text
         assert answer.status_code == 200, answer.text
         meta = answer.json()["meta_info"]
@@ -62,19 +68,16 @@ class Pair:
 
 
 @contextlib.contextmanager
-def serve_prefill(
-    servers: ServerPool, model: Path, *flags: str, port: int, log: Path, env: dict[str, str] | None = None
-) -> Iterator[Server]:
+def serve_prefill(servers: ServerPool, model: Path, *flags: str, port: int, **more: Any) -> Iterator[Server]:
+    """more: as of `ServerPool.serve`, here and below."""
     role = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
-    with servers.serve(model, *flags, *ENGINE, *role, log=log, env=env) as server:
+    with servers.serve(model, *flags, *ENGINE, *role, **more) as server:
         yield server
 
 
 @contextlib.contextmanager
-def serve_decode(
-    servers: ServerPool, model: Path, *flags: str, log: Path, env: dict[str, str] | None = None
-) -> Iterator[Server]:
-    with servers.serve(model, *flags, *ENGINE, "--disaggregation-mode", "decode", log=log, env=env) as server:
+def serve_decode(servers: ServerPool, model: Path, *flags: str, **more: Any) -> Iterator[Server]:
+    with servers.serve(model, *flags, *ENGINE, "--disaggregation-mode", "decode", **more) as server:
         yield server
 
 
@@ -86,12 +89,12 @@ def serve_pair(
     folder: Path,
     prefill: Sequence[str] = (),
     decode: Sequence[str] = (),
-    env: dict[str, str] | None = None,
+    **more: Any,
 ) -> Iterator[Pair]:
     """Both for the length of the `with` block. prefill, decode: flags of one of them alone."""
     port = free_port()
     with (
-        serve_prefill(servers, model, *flags, *prefill, port=port, log=folder / "prefill.log", env=env) as first,
-        serve_decode(servers, model, *flags, *decode, log=folder / "decode.log", env=env) as second,
+        serve_prefill(servers, model, *flags, *prefill, port=port, log=folder / "prefill.log", **more) as first,
+        serve_decode(servers, model, *flags, *decode, log=folder / "decode.log", **more) as second,
     ):
         yield Pair(first, second, port)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from safetensors.torch import save_file
 
 from benchmarks.demo import MODEL
-from tests.models import make_llama, make_profile
-from tests.server.client import flush, generate, ragged_metrics, server_settings
+from benchmarks.harness.unpinned_launch import UNPINNED_LAUNCH
+from tests.models import make_adapter, make_llama, make_profile
+from tests.server.client import ask, flush, generate, ragged_metrics, server_settings
 from tests.server.pair import serve_pair
 from tests.server.test_bounded_history import STRICT
 from tests.server.test_disaggregation import SEGMENT, document
@@ -55,14 +57,37 @@ def test_codes_and_fp8(flags, tmp_path, servers):
 
 
 def test_two_ranks(tmp_path, servers):
-    """Each sends the pages of its own heads, of which it has as many as the other server's rank of that number."""
+    """Each sends the pages of its own heads to the rank of its number; those of the ranks differ in bytes."""
     model = make_llama(tmp_path / "model", initializer_range=0.1)
     mu = np.array([[0.9, 0.7, 0.05, 0.1], [0.8, 0.3, 0.1, 0.05], [0.1, 0.9, 0.6, 0.05]])
     make_profile(model, tmp_path / "profile.safetensors", segment=SEGMENT, mu=mu)
     cores = sorted(os.sched_getaffinity(0))
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(2))}
-    flags = (*FLAGS, "--tp", "2", "--ragged-profile", str(tmp_path / "profile.safetensors"))
+    flags = (*FLAGS, "--tp", "2", "--ragged-fairkv", "none", "--ragged-profile", str(tmp_path / "profile.safetensors"))
     compare(servers, tmp_path, model, flags, env=STRICT | bound)
+
+
+def test_adapters(tmp_path, servers):
+    """Both servers have them, and each request names its own; what one leaves in the cache is not found by another."""
+    paths = [f"{name}={make_adapter(MODEL, tmp_path / name, seed)}" for seed, name in enumerate(("one", "two"))]
+    flags = (
+        *(*FLAGS, "--enable-lora", "--lora-paths", *paths, "--lora-backend", "torch_native", "--max-lora-rank", "4"),
+        *("--lora-target-modules", "q_proj", "k_proj", "v_proj"),
+    )
+    requests = [(prompt, name) for prompt in PROMPTS[2:] for name in (None, "one", "two")]
+    with servers.serve(MODEL, *flags, log=tmp_path / "together.log", launcher=UNPINNED_LAUNCH) as server:
+        expected = []
+        for prompt, name in requests:
+            flush(server)
+            expected.append(ask(server, {"input_ids": prompt, "lora_path": name}, NEW))
+    assert not np.allclose(expected[1].output_logprobs, expected[2].output_logprobs, atol=0.01)
+    with serve_pair(servers, MODEL, *flags, folder=tmp_path, env=STRICT, launcher=UNPINNED_LAUNCH) as pair:
+        for _ in range(2):
+            with ThreadPoolExecutor(len(requests)) as threads:
+                found = list(threads.map(lambda one: pair.generate(one[0], NEW, lora_path=one[1]), requests))
+            for have, want in zip(found, expected, strict=True):
+                assert have.tokens == want.tokens
+                np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
 
 
 def test_a_host_tier_below_the_prefill_server(tmp_path, servers):
