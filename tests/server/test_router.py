@@ -16,9 +16,9 @@ from benchmarks.harness.client import ServerClient
 from benchmarks.harness.launch import Server, free_port, stop
 from benchmarks.harness.pools import Pool, server_arguments
 from benchmarks.multi_turn.store import Store
-from tests.server.client import flush, found_of, ragged_metrics
+from tests.server.client import flush, found_of, ragged_metrics, wait_until
 from tests.server.pair import serve_decode, serve_prefill
-from tests.server.router import route
+from tests.server.router import healthy, route
 
 pytestmark = [pytest.mark.server, pytest.mark.thorough]
 pytest.importorskip("sglang_router", reason="the router is missing: pip install sglang-router")
@@ -79,11 +79,13 @@ def sealed(server: Server) -> float:
 
 
 def test_conversations_stay_with_a_replica_and_outlive_it(replicas, folder):
-    """Each turn finds what the one before has left. When a replica dies, its conversations go on with the other, which
-    computes them once; those of the other do not notice."""
+    """Each turn finds what the one before has left. When a replica has died, and the router has seen it, its
+    conversations go on with the other, which computes them once; those of the other do not notice."""
     conversations = [Conversation(number) for number in range(CONVERSATIONS)]
     urls = [server.url for server in replicas]
-    with route("--worker-urls", *urls, "--policy", "cache_aware", servers=2, log=folder / "router.log") as router:
+    soon = ("--health-check-interval-secs", "1", "--health-failure-threshold", "1")
+    choice = ("--worker-urls", *urls, "--policy", "cache_aware")
+    with route(*choice, *soon, servers=2, log=folder / "router.log") as router:
 
         def turn() -> list[bool]:
             """The next turn of all conversations at once; which of them have found what the one before has left."""
@@ -98,6 +100,7 @@ def test_conversations_stay_with_a_replica_and_outlive_it(replicas, folder):
         assert turn() == turn() == [True] * CONVERSATIONS
         assert all(sealed(server) > 0 for server in replicas), "all went to one replica"
         stop(replicas[0].process)
+        wait_until(lambda: healthy(router) == 1)
         found = turn()
         assert 0 < sum(found) < CONVERSATIONS
         assert turn() == [True] * CONVERSATIONS
