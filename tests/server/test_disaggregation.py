@@ -20,7 +20,7 @@ pytestmark = pytest.mark.server
 pytest.importorskip("nixl", reason="the transfer engine is missing: pip install nixl")
 
 SEGMENT, RATIO, NEW = 64, 0.3, 40
-LENGTHS = (1, 20, 63, 64, 65, 150, 191, 192, 193, 700)
+LENGTHS = (1, 20, 63, 64, 65, 192, 193, 700)
 """Shorter than a segment, and on, just before and just behind borders; with NEW tokens most go across one."""
 
 
@@ -51,8 +51,8 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def longer(prompts):
-    """Prompts that go on with others where these have been cached."""
-    return [prompt + document(100 + number, 70) for number, prompt in enumerate(prompts)]
+    """Prompts that go on where others have been cached."""
+    return [prompt + document(100 + len(prompt), 70) for prompt in prompts if len(prompt) in (20, 64, 193, 700)]
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,10 @@ def test_apart_equals_together(pair, prompts, longer, together):
         # What ends with its segment leaves nothing open.
         border, rest = divmod(len(prompt) - 1, SEGMENT)
         assert answer.cached >= (found_of(len(prompt) - 1, SEGMENT) if rest < SEGMENT - 2 else border * SEGMENT)
-    assert sum(answer.cached % SEGMENT > 0 for answer in again) >= 4
+    assert sum(answer.cached % SEGMENT > 0 for answer in again) >= 2
     assert_same(again, prompts, together)
     on = pair.generate_all(longer, NEW)
-    assert sum(answer.cached > 0 for answer in on) >= len(longer) - 2
+    assert all(answer.cached > 0 for answer in on)
     assert_same(on, longer, together)
     # What was sent of them is what arithmetic says, and little beside what the token pool would send.
     said = server_settings(pair.prefill)
