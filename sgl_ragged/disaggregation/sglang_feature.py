@@ -16,8 +16,7 @@ from sgl_ragged.host_tier.sglang_feature import HOST_TIER
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Rank, Worker
-from sgl_ragged.plugin.launch import M_ROPE, Conflict, Launch
-from sgl_ragged.plugin.seams import SERVED, installed_release
+from sgl_ragged.plugin.launch import M_ROPE, NODES, Conflict, Launch
 from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
 from sgl_ragged.windows.sglang_feature import WINDOWS
 
@@ -80,6 +79,7 @@ class Disaggregation(Feature):
         Conflict(case, HISTORY.case, "by which score segments leave a view is not sent"),
         Conflict(case, WINDOWS.case, "pages of windows are not sent", "drop it"),
         Conflict(case, DRAFTS.case, "drafts on a decode server have not been tested"),
+        Conflict(case, NODES, "a server that sends or receives pages has been tested on one node"),
         Conflict(case, M_ROPE, "positions of pictures on two servers have not been tested", "drop it"),
     )
     seams = SEAMS
@@ -88,8 +88,6 @@ class Disaggregation(Feature):
         return launch.server_args.disaggregation_mode != "null"
 
     def require(self) -> None:
-        if installed_release().startswith(SERVED[0]):
-            raise RaggedConfigError(f"SGLang {installed_release()} is not supported{self.needed_for}: use {SERVED[-1]}")
         if importlib.util.find_spec(ENGINE) is None:
             raise RaggedConfigError(f"--disaggregation-mode sends pages with {ENGINE}, which is missing: install it")
         super().require()
