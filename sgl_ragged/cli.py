@@ -33,6 +33,7 @@ DTYPES = ("float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
 
 NOTHING_ELSE: dict[str, Any] = dict(
     speculative_algorithm=None,
+    disaggregation_mode="null",
     enable_lora=None,
     lora_paths=None,
     enable_hierarchical_cache=False,

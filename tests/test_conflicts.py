@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sgl_ragged import cli
+from sgl_ragged.disaggregation.sglang_feature import DISAGGREGATION
 from sgl_ragged.drafts.sglang_feature import ADAPTERS, DRAFTS
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY, HistoryFlags
@@ -44,6 +45,7 @@ OF_FEATURES = {
 }
 FLAGS = {
     ADAPTERS: {"enable_lora": True},
+    DISAGGREGATION.case: {"disaggregation_mode": "prefill"},
     DRAFTS.case: {"speculative_algorithm": "NGRAM"},
     HOST_TIER.case: {"enable_hierarchical_cache": True},
     TREE: {"radix_cache_backend": "mine"},
@@ -72,6 +74,7 @@ def launch(*has: str) -> Launch:
         radix_cache_backend=None,
         enable_mixed_chunk=False,
         disable_hybrid_swa_memory=False,
+        disaggregation_mode="null",
         tp_size=1,
         pp_size=1,
         nnodes=1,

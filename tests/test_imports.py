@@ -18,7 +18,7 @@ STOREYS = (
     {"mem_pool"},
     {"fitting"},
     {"attention"},
-    {"drafts", "history", "retrieval", "windows"},
+    {"disaggregation", "drafts", "history", "retrieval", "windows"},
     {"host_tier"},
     {"plan"},
     {"SGLang's side"},
@@ -69,10 +69,10 @@ def test_imports_run_downwards():
     assert upwards == []
 
 
-@pytest.mark.parametrize("one", ["drafts", "history", "retrieval", "windows", "fitting"])
+@pytest.mark.parametrize("one", ["disaggregation", "drafts", "history", "retrieval", "windows", "fitting"])
 def test_features_do_not_know_each_other(one):
     """But for the host tier, which carries the scores of histories, and SGLang's side."""
-    others = {"drafts", "history", "retrieval", "windows", "host_tier", "fitting"} - {one}
+    others = {"disaggregation", "drafts", "history", "retrieval", "windows", "host_tier", "fitting"} - {one}
     assert not [
         (module, imported)
         for module, found in modules().items()
@@ -87,7 +87,8 @@ def test_files_that_import_sglang_say_so():
 
 
 NAMED = re.compile(
-    r"drafts?|specul\w*|history|histories|retriev\w*|reservoir|overlay|tier|hicache|hierarchical|windows?|swa", re.I
+    r"disaggregat\w*|drafts?|specul\w*|history|histories|retriev\w*|reservoir|overlay|tier|hicache|hierarchical|windows?|swa",
+    re.I,
 )
 """Words by which the core would speak of a feature."""
 
@@ -117,7 +118,7 @@ def names(tree: ast.AST) -> Iterator[str]:
 
 def test_no_feature_is_named_in_a_condition_outside_its_folder():
     """FairKV and fitting are no features of that sort: they change no pool."""
-    rooms = {"drafts", "history", "retrieval", "host_tier", "windows"}
+    rooms = {"disaggregation", "drafts", "history", "retrieval", "host_tier", "windows"}
     found = []
     for path in (ROOT / "sgl_ragged").rglob("*.py"):
         if path.relative_to(ROOT / "sgl_ragged").parts[0] in rooms:

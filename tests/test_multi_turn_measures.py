@@ -195,12 +195,20 @@ def test_samples_count_from_the_last_before_to_the_first_after():
 def test_a_server_that_fails_to_collect_once_is_asked_again(statuses, error, monkeypatch):
     monkeypatch.setattr(gauges, "_RETRY_S", 0)
     left = list(statuses)
-    poller = gauges.Poller("http://server", 0.0, 1.0)
+    poller = gauges.Poller(["http://server"], 0.0, 1.0)
     transport = httpx.MockTransport(lambda _: httpx.Response(left.pop(0), text=METRICS + RETRACTED))
-    poller._client = httpx.AsyncClient(transport=transport, base_url="http://server")
+    poller._clients = [httpx.AsyncClient(transport=transport, base_url="http://server")]
     if error:
         with pytest.raises(error):
             asyncio.run(poller.start())
     else:
         assert asyncio.run(poller.start()).tokens == 1000
     assert not left
+
+
+def test_servers_behind_a_router_are_added_up():
+    poller = gauges.Poller(["http://one", "http://two"], 0.0, 1.0)
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=METRICS + RETRACTED))
+    poller._clients = [httpx.AsyncClient(transport=transport, base_url=f"http://{name}") for name in ("one", "two")]
+    one, both = gauges.pool_size(gauges.read(METRICS + RETRACTED)), asyncio.run(poller.start())
+    assert (both.tokens, both.kv_bytes) == (2 * one.tokens, 2 * one.kv_bytes)

@@ -29,6 +29,11 @@ class ServerClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.Client(base_url=self.url, limits=limits)
 
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Addresses of the servers that have the pools."""
+        return (self.url,)
+
     def __enter__(self) -> ServerClient:
         return self
 
@@ -124,3 +129,45 @@ class ServerClient:
             return self._http.request(method, path, timeout=timeout, **content)
         except httpx.TransportError as error:
             raise ServerLost(f"{type(error).__name__} on {path}") from None
+
+
+class RoutedClient(ServerClient):
+    """A client of a router at `url`, and of the servers that it has behind it, of which the pools are."""
+
+    def __init__(self, url: str, servers: Sequence[str]) -> None:
+        super().__init__(url)
+        self._servers = [ServerClient(server) for server in servers]
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        return tuple(server.url for server in self._servers)
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.__exit__()
+        super().__exit__()
+
+    def flush(self) -> None:
+        """The same of all servers."""
+        for server in self._servers:
+            server.flush()
+
+    def check_alive(self) -> None:
+        super().check_alive()
+        for server in self._servers:
+            server.check_alive()
+
+    def longest_prompt(self) -> int:
+        """The least of all servers."""
+        return min(server.longest_prompt() for server in self._servers)
+
+    def pool_tokens(self) -> int:
+        """Of all servers together."""
+        return sum(server.pool_tokens() for server in self._servers)
+
+    def metrics(self) -> str:
+        """Of the first server."""
+        return self._servers[0].metrics()
+
+    def _info(self) -> dict[str, Any]:
+        return self._servers[0]._info()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks.harness.client import ServerClient
+from benchmarks.harness.client import RoutedClient, ServerClient
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER, serve
 from benchmarks.harness.server_pool import ServerPool
@@ -134,9 +134,13 @@ class Started:
 
 
 class Connected:
-    """Servers that somebody else runs, one for each pool; their caches are emptied before each point."""
+    """Servers that somebody else runs, one for each pool; their caches are emptied before each point.
 
-    def __init__(self, urls: dict[Pool, str]) -> None:
+    Args:
+        urls: the server's address, or that of a router and, behind it, those of its servers.
+    """
+
+    def __init__(self, urls: dict[Pool, Sequence[str]]) -> None:
         self._urls = urls
 
     def __enter__(self) -> Connected:
@@ -147,5 +151,6 @@ class Connected:
 
     @contextlib.contextmanager
     def client(self, pool: Pool, requests: int, log: Path) -> Iterator[ServerClient]:
-        with ServerClient(self._urls[pool]) as client:
+        url, *servers = self._urls[pool]
+        with RoutedClient(url, servers) if servers else ServerClient(url) as client:
             yield client

@@ -138,15 +138,19 @@ def run(
     traffic: Traffic,
     *,
     poll_every_s: float,
+    polled: Sequence[str] = (),
     on_answer: Callable[[], None] = lambda: None,
 ) -> Run:
     """Drive the whole workload through the server at `url`.
+
+    Args:
+        polled: addresses of the servers whose pools are counted, where that is a router.
 
     Raises:
         ServerLost: the server went away.
         PointFailed: a request was not served as asked.
     """
-    return asyncio.run(_run(url, model, requests, traffic, poll_every_s, on_answer))
+    return asyncio.run(_run(url, model, requests, traffic, poll_every_s, polled or (url,), on_answer))
 
 
 async def _run(
@@ -155,12 +159,13 @@ async def _run(
     requests: Sequence[Request],
     traffic: Traffic,
     poll_every_s: float,
+    polled: Sequence[str],
     on_answer: Callable[[], None],
 ) -> Run:
     client = Client(url, model)
     began = time.perf_counter()
     driver = _Driver(client, requests, traffic, began)
-    poller = Poller(url, began, poll_every_s)
+    poller = Poller(polled, began, poll_every_s)
     try:
         size = await poller.start()
         async with asyncio.TaskGroup() as tasks:

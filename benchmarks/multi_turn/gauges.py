@@ -1,9 +1,10 @@
-"""Gauges of a server, polled from /metrics: the pool's size and use, and retractions."""
+"""Gauges of servers, polled from /metrics: the size and use of their pools, and retractions."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -71,11 +72,11 @@ def resident_bytes(values: dict[str, float]) -> int:
 
 
 class Poller:
-    """Polls a server while a point runs."""
+    """Polls servers while a point runs, and adds up what they say."""
 
-    def __init__(self, url: str, began: float, every_s: float) -> None:
+    def __init__(self, urls: Sequence[str], began: float, every_s: float) -> None:
         """`began`: time.perf_counter() at the beginning of the point."""
-        self._client = httpx.AsyncClient(base_url=url, timeout=60)
+        self._clients = [httpx.AsyncClient(base_url=url, timeout=60) for url in urls]
         self._began, self._every_s = began, every_s
         self._retracted_before = 0
         self.samples: list[Sample] = []
@@ -101,13 +102,18 @@ class Poller:
             await self.take()
 
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     async def _read(self) -> dict[str, float]:
+        every = [await self._read_one(client) for client in self._clients]
+        return {name: sum(values[name] for values in every) for name in every[0]}
+
+    async def _read_one(self, client: httpx.AsyncClient) -> dict[str, float]:
         # The server collects from files that its processes are writing: now and then it fails to, and answers 500.
         for _ in range(_ATTEMPTS):
             try:
-                answer = await self._client.get("/metrics")
+                answer = await client.get("/metrics")
             except httpx.TransportError as error:
                 raise ServerLost(f"{type(error).__name__} on /metrics") from None
             if answer.status_code == 404:

@@ -63,8 +63,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--url",
         action="append",
         default=[],
-        metavar="POOL=URL",
-        help="a server that runs already; once for each pool, instead of --pools",
+        metavar="POOL=URL[,URL...]",
+        help="a server that runs already, or a router and its servers; once for each pool, instead of --pools",
     )
     points = parser.add_argument_group("points")
     points.add_argument("--repeats", type=int, default=2, help="runs of each point, pools taking turns [2]")
@@ -93,14 +93,16 @@ def check(options: argparse.Namespace) -> None:
         raise SettingsError("--seed must not be negative; --min-load and --min-hit-rate are shares from 0 to 1")
 
 
-def pools_of(options: argparse.Namespace) -> tuple[list[Pool], dict[Pool, str]]:
-    """The pools in their order, and the addresses of servers that run already."""
+def pools_of(options: argparse.Namespace) -> tuple[list[Pool], dict[Pool, list[str]]]:
+    """The pools in their order, and the addresses of servers that run already, as `Connected` takes them."""
     urls = {}
     for text in options.url:
-        name, found, url = text.partition("=")
-        if not found or not url.startswith("http"):
-            raise SettingsError(f"--url {text!r}: write POOL=http://HOST:PORT")
-        urls[Pool.parse(name)] = url
+        name, found, addresses = text.partition("=")
+        if not found or not all(url.startswith("http") for url in addresses.split(",")):
+            raise SettingsError(
+                f"--url {text!r}: write POOL=http://HOST:PORT, and the servers of a router behind it, with commas"
+            )
+        urls[Pool.parse(name)] = addresses.split(",")
     pools = list(urls) or [Pool.parse(name) for name in options.pools.split(",")]
     if len(set(pools)) < len(pools):
         raise SettingsError("each pool can be measured once only")
@@ -156,7 +158,8 @@ class Benchmark:
         warm_up = driver.Traffic(min(4, o.output_length), o.max_parallel, math.inf, o.seed)
         try:
             progress.update(task, description=f"{key}: warm-up")
-            driver.run(client.url, o.model, self.schedule.warm_up[key.clients], warm_up, poll_every_s=o.poll_every)
+            warming = self.schedule.warm_up[key.clients]
+            driver.run(client.url, o.model, warming, warm_up, poll_every_s=o.poll_every, polled=client.pools)
             client.flush()
             progress.update(task, description=str(key))
             run = driver.run(
@@ -165,6 +168,7 @@ class Benchmark:
                 requests,
                 traffic,
                 poll_every_s=o.poll_every,
+                polled=client.pools,
                 on_answer=lambda: progress.advance(task),
             )
         except PointFailed as error:

@@ -315,6 +315,10 @@ class SlabStore:
         self._deferred = []
 
     @property
+    def has_pending_seals(self) -> bool:
+        return bool(self._pending)
+
+    @property
     def has_pending(self) -> bool:
         return bool(self._pending or self._deferred)
 

@@ -180,6 +180,12 @@ def lists(*lengths: Any) -> tuple[list[int], ...]:
     return tuple(length.tolist() for length in lengths)
 
 
+def release_row(table: Any, row: int) -> None:
+    """Take the pages of an open segment back from the request that gives up this row of SGLang's table."""
+    allocator = getattr(table, _OPEN)
+    allocator.free_page_ids(allocator.open_segments.release(row))
+
+
 # Hooks.
 
 
@@ -226,9 +232,8 @@ def alloc_for_decode(options: RaggedOptions, original: Callable, batch: Any, tok
 
 def free_rows(options: RaggedOptions, original: Callable, table: Any, indices: list[int]) -> None:
     """Takes the pages of open segments back from requests that give up their rows."""
-    allocator = getattr(table, _OPEN)
     for row in indices:
-        allocator.free_page_ids(allocator.open_segments.release(row))
+        release_row(table, row)
     original(table, indices)
 
 

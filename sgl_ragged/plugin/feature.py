@@ -200,6 +200,7 @@ def features() -> tuple[Feature, ...]:
 
     Raises RaggedConfigError where one of another package cannot be loaded.
     """
+    from sgl_ragged.disaggregation.sglang_feature import DISAGGREGATION
     from sgl_ragged.drafts.sglang_feature import DRAFTS
     from sgl_ragged.history.sglang_feature import HISTORY
     from sgl_ragged.host_tier.sglang_feature import HOST_TIER
@@ -215,7 +216,7 @@ def features() -> tuple[Feature, ...]:
                 f"feature {entry.name} ({entry.value}) cannot be loaded: {type(error).__name__}: {error}; remove its "
                 f"package, or mend it"
             ) from error
-    return (RETRIEVAL, HISTORY, WINDOWS, DRAFTS, *others, HOST_TIER)
+    return (RETRIEVAL, HISTORY, WINDOWS, DRAFTS, DISAGGREGATION, *others, HOST_TIER)
 
 
 def joined_features(plan: ServingPlan) -> list[tuple[Feature, Any]]:

@@ -166,7 +166,6 @@ _FORBIDDEN_FLAGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop --attention-backend"),
     ("prefill_attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop the flag"),
     ("decode_attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop the flag"),
-    ("disaggregation_mode", ("null",), "prefill/decode disaggregation is not supported with --kv-pool ragged"),
     (
         "hicache_host_memory_mode",
         ("cache",),

@@ -1,0 +1,1 @@
+"""Prefill and decode in servers of their own: pages go from one pool to another."""

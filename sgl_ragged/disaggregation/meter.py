@@ -1,0 +1,51 @@
+"""How much has been sent, counted on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from sgl_ragged.mem_pool.sizing import PoolSizes
+
+TOKENS = (256, 1024, 4096, 16384)
+"""Of prompts for which operators are told what is sent."""
+
+
+def sent_bytes(sizes: PoolSizes) -> dict[int, dict[str, int]]:
+    """By tokens of a prompt: bytes of its pages, mean over where in a segment it may end, and of the token pool."""
+    segment, token_bytes = sizes.layout.segment, sizes.layout.full_bytes_per_token(sizes.itemsize)
+    found = {}
+    for tokens in TOKENS:
+        lengths = range(max(tokens - segment // 2, 1), max(tokens - segment // 2, 1) + segment)
+        pages = sum(map(sizes.open_pages.pages, lengths)) * sizes.slab_bytes // segment
+        found[tokens] = {"pages": pages, "token_pool": sum(lengths) * token_bytes // segment}
+    return found
+
+
+class SendMeter:
+    """Requests, tokens and bytes that a prefill server has handed to its transfer engine.
+
+    Args:
+        page_bytes: of one page.
+    """
+
+    gauges: ClassVar[Mapping[str, str]] = {}
+    counters: ClassVar[Mapping[str, str]] = {
+        "sent_requests": "Requests whose pages have been handed to the transfer engine.",
+        "sent_tokens": "Tokens of these.",
+        "sent_bytes": "Bytes of the pages that have been handed to the transfer engine on this rank.",
+    }
+    label: ClassVar[str] = ""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._counts = dict.fromkeys(self.counters, 0)
+
+    def count(self, pages: int, requests: int = 0, tokens: int = 0) -> None:
+        """So many pages were handed over, and with them so many requests to their end."""
+        self._counts["sent_bytes"] += pages * self._page_bytes
+        self._counts["sent_requests"] += requests
+        self._counts["sent_tokens"] += tokens
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        return {(name, ""): float(count) for name, count in self._counts.items()}
