@@ -14,7 +14,7 @@ from benchmarks.gpu_blocks.timing import Call
 from sgl_ragged.attention.kernels import append, describe, gate, row_copy
 from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.fitting.fitted import use_codebook
-from sgl_ragged.mem_pool.segments import InChunk
+from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.retrieval.overlay import attend_overlay
 from sgl_ragged.scorers.gate import FoldedGate, Gate
@@ -122,7 +122,7 @@ def _gates(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
 
 
 def _fitting(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
-    """A chunk's segments of one layer, sealed with and without a codebook."""
+    """A chunk's segments of one layer, one that decode has filled in all layers; sealed with and without a codebook."""
     model, device = case.model, context.device
     count = case.chunk // model.segment
     keys, values = torch.randn((2, case.chunk, model.heads, model.head_dim), device=device).to(context.dtype)
@@ -150,6 +150,14 @@ def _fitting(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
             store.seal(0, chunk)
 
         yield f"{count} segments {name}, one layer", (sealed, 2 * keys.nbytes)
+        row = torch.ones(1, dtype=torch.int64, device=device)
+        filled = InTails(row, store.tails.table[1:2, 0].contiguous(), row, torch.zeros_like(row))
+
+        def sealed_behind_decode(store=store, filled=filled) -> None:
+            store.seal(None, filled)
+
+        layers, of_layer = store.layout.num_layers, 2 * keys.nbytes // count
+        yield f"1 segment {name}, {layers} layers", (sealed_behind_decode, layers * of_layer)
 
 
 def _transfers(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
