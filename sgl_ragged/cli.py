@@ -206,7 +206,8 @@ def show_layout(options: argparse.Namespace) -> None:
         print("\ntokens of a request   requests at once   full KV    gain")
         for tokens in LOADS_TOKENS:
             requests, full = sizes.requests_of(tokens)
-            print(f"{tokens:>19}   {requests:>16}   {full:>7}   {requests / full if full else float('nan'):>4.2f}x")
+            gain = f"{requests / full:.2f}x" if full else "-"
+            print(f"{tokens:>19}   {requests:>16}   {full:>7}   {gain:>5}")
         return
     names = ["slab_bytes", "num_slots", "max_total_tokens", "rows_bytes", "max_requests", "total_bytes", "full_tokens"]
     shown = {name: getattr(sizes, name) for name in names} | {"kept": plan.kept.tolist(), "slab_dtype": plan.form.name}
