@@ -235,7 +235,16 @@ def test_what_steps_do_beside_attention(context):
     assert all(row["gb_per_s"] > 0 for row in rows)
     named = [row["case"] for row in rows]
     assert len(named) == len(set(named))
-    for part in ("description of 2", "with sinks", "overlays", "gate, 64", "append with gate", "fitted, one layer", "fitted, 2 layers", "2 programs"):
+    for part in (
+        "description of 2",
+        "with sinks",
+        "overlays",
+        "gate, 64",
+        "append with gate",
+        "fitted, one layer",
+        "fitted, 2 layers",
+        "2 programs",
+    ):
         assert any(part in name for name in named), part
 
 
