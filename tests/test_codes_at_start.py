@@ -7,7 +7,7 @@ from sglang.srt.server_args import prepare_server_args
 
 from sgl_ragged.plugin.options import ATTRIBUTE
 from tests.models import make_llama
-from tests.test_plugin import RESERVOIRS, TIERS, WIDE, refusal, resolved
+from tests.test_plugin import WIDE, refusal, resolved
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def llama(tmp_path_factory):
     ("flags", "words"),
     [
         (("--kv-cache-dtype", "fp8_e4m3"), "rounded twice; use wide"),
-        pytest.param(("--ragged-reservoir", "1GiB"), "read keys as numbers; use wide", marks=RESERVOIRS),
+        pytest.param(("--ragged-reservoir", "1GiB"), "read keys as numbers; use wide"),
     ],
 )
 def test_slabs_of_codes_are_refused_where_nothing_can_read_them(llama, flags, words):
@@ -28,7 +28,6 @@ def test_slabs_of_codes_are_refused_where_nothing_can_read_them(llama, flags, wo
     assert words in message
 
 
-@TIERS
 def test_slabs_of_codes_lie_on_the_host_as_they_are_alone(llama):
     tier = ("--kv-pool", "ragged", "--ragged-slab-dtype", "k8v4", "--enable-hierarchical-cache")
     assert "would round it again; use exact" in refusal(llama, *tier, "--ragged-host-codec", "fp8")

@@ -225,5 +225,5 @@ def test_a_layer_is_not_read_before_it_has_come_from_the_host():
     backend = SimpleNamespace(
         pool=pool, _behind={3: []}, layer_indices=numbers, forward_metadata=None, _heads=lambda *_: heads
     )
-    RaggedAttnBackend._attend(backend, operation, None, None, None, layer, None, None)
+    RaggedAttnBackend._attend(backend, operation, None, None, None, layer, None, None, None)
     assert said == [("wait", 3), ("read", 3)]
