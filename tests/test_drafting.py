@@ -9,9 +9,12 @@ from sglang.srt.model_executor.cuda_graph_config import Phase
 
 from sgl_ragged.drafts import sglang_feature
 from sgl_ragged.drafts.sglang_feature import DRAFTS, Drafts
+from sgl_ragged.drafts.sglang_flags import draft_backend
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.launch import Launch
 from sgl_ragged.plugin.options import RaggedOptions
+
+MODEL = {"speculative_algorithm": "standalone", "speculative_draft_model_path": "folder"}
 
 
 def launch(view: object = None, **given: object) -> Launch:
@@ -25,6 +28,11 @@ def launch(view: object = None, **given: object) -> Launch:
         enable_watermark=False,
         cuda_graph_backend_decode=None,
         cuda_graph_config=None,
+        speculative_draft_model_path=None,
+        speculative_eagle_topk=None,
+        speculative_draft_kv_cache_dtype=None,
+        speculative_draft_attention_backend=None,
+        decoupled_spec_role="null",
     )
     return Launch(RaggedOptions(kv_pool="ragged"), SimpleNamespace(**flags | given), view=view)
 
@@ -32,12 +40,20 @@ def launch(view: object = None, **given: object) -> Launch:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        *(({"speculative_algorithm": name}, f"{name} is not supported") for name in ("EAGLE", "STANDALONE", "nextn")),
+        *(
+            ({"speculative_algorithm": name}, f"{name} is not supported")
+            for name in ("EAGLE", "EAGLE3", "nextn", "DFLASH")
+        ),
+        ({"speculative_algorithm": "STANDALONE"}, "add --speculative-draft-model-path"),
+        ({**MODEL, "speculative_eagle_topk": 2}, "no trees: set --speculative-eagle-topk 1"),
+        ({**MODEL, "speculative_draft_kv_cache_dtype": "fp8_e4m3"}, "has the model's dtype"),
+        ({**MODEL, "decoupled_spec_role": "verifier"}, "from another server"),
+        ({**MODEL, "speculative_adaptive": True}, "drop --speculative-adaptive"),
         ({"speculative_ngram_max_bfs_breadth": 4}, "no trees: set --speculative-ngram-max-bfs-breadth 1"),
         ({"speculative_ngram_external_corpus_path": "c"}, "an external corpus"),
         ({"speculative_ngram_external_sam_budget": 2}, "an external corpus"),
         ({"speculative_adaptive": True}, "drop --speculative-adaptive"),
-        ({"speculative_use_rejection_sampling": True}, "needs a draft model"),
+        ({"speculative_use_rejection_sampling": True}, "needs drafts by EAGLE"),
         ({"enable_watermark": True}, "watermarks"),
         ({"cuda_graph_backend_decode": "full"}, "CUDA graphs of decode"),
         ({"cuda_graph_config": {Phase.DECODE: {"backend": "full"}}}, "CUDA graphs of decode"),
@@ -54,6 +70,23 @@ def test_accepted_lengths_that_are_made_up_are_refused(monkeypatch):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
     with pytest.raises(RaggedConfigError, match="unset it"):
         DRAFTS.settle(launch())
+    monkeypatch.delenv("SGLANG_SIMULATE_ACC_LEN")
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "true")
+    DRAFTS.settle(launch())
+    with pytest.raises(RaggedConfigError, match="plans verification before drafts are known"):
+        DRAFTS.settle(launch(**MODEL))
+
+
+def test_a_draft_model_has_attention_of_its_own():
+    """Of the device, or what was asked for where it is that."""
+    for device, backend in (("cpu", "torch_native"), ("cuda", "triton")):
+        for asked in (None, backend):
+            start = launch(SimpleNamespace(device=device), **MODEL, speculative_draft_attention_backend=asked)
+            assert draft_backend(start) == backend
+        with pytest.raises(RaggedConfigError, match="fa3 has not been tested"):
+            draft_backend(launch(SimpleNamespace(device=device), **MODEL, speculative_draft_attention_backend="fa3"))
+    with pytest.raises(RaggedConfigError, match="not been tested on xpu"):
+        draft_backend(launch(SimpleNamespace(device="xpu"), **MODEL))
 
 
 def test_a_chain_is_no_longer_than_a_segment():
