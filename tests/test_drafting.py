@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.model_executor.cuda_graph_config import Phase
 
 from sgl_ragged.drafts import sglang_feature
+from sgl_ragged.drafts.sglang_draft_backend import DraftSteps
 from sgl_ragged.drafts.sglang_feature import DRAFTS, Drafts
 from sgl_ragged.drafts.sglang_flags import draft_backend
 from sgl_ragged.errors import RaggedConfigError
@@ -87,6 +89,27 @@ def test_a_draft_model_has_attention_of_its_own():
             draft_backend(launch(SimpleNamespace(device=device), **MODEL, speculative_draft_attention_backend="fa3"))
     with pytest.raises(RaggedConfigError, match="not been tested on xpu"):
         draft_backend(launch(SimpleNamespace(device="xpu"), **MODEL))
+
+
+def test_a_step_of_drafting_sees_what_counts_and_the_drafts_up_to_its_own():
+    """Against attention to these tokens alone, of two requests whose tokens lie anywhere."""
+    rng, dim, lengths = torch.Generator().manual_seed(0), 8, [3, 11]
+    keys, values = torch.randn(2, 64, 1, dim, generator=rng)
+    queries = torch.randn(2, 1, dim, generator=rng)
+    table = torch.randperm(64, generator=rng).view(2, 32)
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=None, token_to_kv_pool=None)
+    steps = DraftSteps(runner, 4).attn_backends
+    assert len(steps) == 3
+    for number, step in enumerate(steps):
+        rows, before = torch.tensor([1, 0]), torch.tensor(lengths)
+        found = step._run_sdpa_forward_decode(
+            queries, torch.empty_like(queries), keys, values, table, rows, before, scaling=0.5
+        )
+        for query, output, row, length in zip(queries, found, (1, 0), lengths, strict=True):
+            seen = table[row, : length + number + 1]
+            weights = (0.5 * keys[seen, 0] @ query[0]).softmax(0)
+            torch.testing.assert_close(output[0], weights @ values[seen, 0])
+        assert before.tolist() == lengths
 
 
 def test_a_chain_is_no_longer_than_a_segment():
