@@ -19,6 +19,7 @@ from sgl_ragged.mem_pool.slab_format import ASKED
 from sgl_ragged.mem_pool.slab_format import AUTO as BY_RATIO
 from sgl_ragged.model_options import add_model_options, choose_kept, read_model
 from sgl_ragged.plan import ServingPlan, kept_share
+from sgl_ragged.plugin.flags import dashed
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,17 @@ DTYPES = ("float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
 NOTHING_ELSE: dict[str, Any] = dict(
     speculative_algorithm=None,
     disaggregation_mode="null",
+    speculative_ngram_max_bfs_breadth=1,
+    speculative_ngram_external_corpus_path=None,
+    speculative_ngram_external_sam_budget=0,
+    speculative_eagle_topk=1,
+    speculative_adaptive=False,
+    speculative_use_rejection_sampling=False,
+    speculative_draft_kv_cache_dtype=None,
+    decoupled_spec_role="null",
+    enable_watermark=False,
+    cuda_graph_backend_decode=None,
+    cuda_graph_config=None,
     enable_lora=None,
     lora_paths=None,
     enable_hierarchical_cache=False,
@@ -92,6 +104,8 @@ def make_parser() -> argparse.ArgumentParser:
     layout.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
     for name, text in layout_flags():
         layout.add_argument(f"--{name}", help=text.replace("--ragged-", "--"))
+    for name in layout_also():
+        layout.add_argument(dashed(name), help="as SGLang's")
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
@@ -117,6 +131,13 @@ def layout_flags() -> list[tuple[str, str]]:
     return [(name.replace("_", "-"), FLAGS[f"ragged_{name}"].metadata["parser"]["help"]) for name in names]
 
 
+def layout_also() -> list[str]:
+    """Settings of SGLang that `layout` has flags for."""
+    from sgl_ragged.plugin.feature import features
+
+    return [name for feature in features() for name in feature.layout_also]
+
+
 def show_layout(options: argparse.Namespace) -> None:
     """Print the pool's sizes on one rank that holds all heads."""
     import torch
@@ -130,6 +151,7 @@ def show_layout(options: argparse.Namespace) -> None:
         describe_features,
         feature_bytes,
         join_features,
+        page_bytes,
         refuse_in_vain,
         settle_features,
         side_pages,
@@ -152,7 +174,8 @@ def show_layout(options: argparse.Namespace) -> None:
     kv_dtype = cache_dtype(options.dtype)
     if options.pp_size < 1:
         raise RaggedConfigError(f"--pp-size {options.pp_size} must be at least 1")
-    launch = Launch(asked, SimpleNamespace(**NOTHING_ELSE | {"pp_size": options.pp_size}), model_config, kv_dtype)
+    given = {name: getattr(options, name) for name in ("pp_size", *layout_also())}
+    launch = Launch(asked, SimpleNamespace(**NOTHING_ELSE | given), model_config, kv_dtype)
     geometry = launch.geometry
     assert geometry is not None, "the model is known"
     refuse_in_vain(launch)
@@ -196,6 +219,7 @@ def show_layout(options: argparse.Namespace) -> None:
         side,
         options.max_total_tokens,
         beside,
+        page_bytes(rank),
     )
     if sizes.warning is not None:
         print(f"sgl-ragged: warning: {sizes.warning}", file=sys.stderr)

@@ -191,6 +191,35 @@ def test_what_top_k_and_top_p_leave():
     torch.testing.assert_close(p, torch.tensor([[1, 0, 0, 0], [4 / 9, 0, 3 / 9, 2 / 9]]))
 
 
+def test_links_of_a_draft_model_are_those_of_chains():
+    lengths, width = [10, 20, 63], 5
+    chains = [[-1, 0, 1, 2, 3]] * 3
+    found = [torch.zeros(3 * width, dtype=torch.int64), *torch.zeros((3, 3, width), dtype=torch.int64)]
+    mask = torch.ones(3 * width * width, dtype=torch.bool)
+    scores = torch.arange(width - 1).repeat(3, 1)
+    shape = (1, width - 1, width, 0)
+    torch_verify.links_of_chains(scores[:, :-1], scores, torch.tensor(lengths, dtype=torch.int32), mask, *found, *shape)
+    for have, want in zip(found, linked(chains, lengths), strict=True):
+        assert torch.equal(have, want)
+
+
+def test_a_draft_model_goes_on_with_its_best_token():
+    best, certain = torch.tensor([[7], [9]]), torch.ones(2, 1)
+    tokens, hidden, scores, drawn = torch_verify.next_of_chain(1, certain, best, None, None, 1)
+    assert (tokens.tolist(), hidden, scores.tolist()) == ([7, 9], None, [[1], [1]])
+    assert torch.equal(drawn[1], best)
+
+
+def test_where_a_draft_model_writes_and_what_it_goes_on_with():
+    table = torch.arange(40, dtype=torch.int32).view(2, 20)
+    locations = torch.zeros(6, dtype=torch.int64)
+    torch_verify.chain_locations(torch.tensor([1, 0]), table, torch.tensor([3, 5]), locations, 1, 3)
+    assert locations.tolist() == [23, 24, 25, 5, 6, 7]
+    last = torch.zeros(2, dtype=torch.int32)
+    torch_verify.last_accepted(torch.tensor([4, 5, 6, 7, 8, 9]), torch.tensor([1, 3], dtype=torch.int32), last, 3, 2)
+    assert last.tolist() == [4, 9]
+
+
 def test_where_accepted_tokens_lie():
     locations = torch.tensor([100, 101, 102, 7, 8, 9])
     front, accepted = torch.zeros(6, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)

@@ -121,6 +121,27 @@ def test_layout_of_a_bounded_history(model, monkeypatch, capsys):
         run(monkeypatch, *flags, "1000")
 
 
+def test_layout_with_a_draft_model(model, monkeypatch, capsys):
+    flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--max-running-requests", "7", *WIDE]
+    run(monkeypatch, *flags, "--json")
+    assert json.loads(capsys.readouterr().out)["draft_bytes_per_token"] is None
+    flags += ["--speculative-algorithm", "STANDALONE"]
+    with pytest.raises(SystemExit, match="add --speculative-draft-model-path"):
+        run(monkeypatch, *flags)
+    run(monkeypatch, *flags, "--speculative-draft-model-path", str(model), "--json")
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["draft_bytes_per_token"] == 3 * 4 * 64 * 2 * 2
+    page = plan["slab_bytes"] + 256 * plan["draft_bytes_per_token"]
+    assert plan["total_bytes"] == plan["num_slots"] * page + plan["rows_bytes"] <= 64 * 2**20
+    run(monkeypatch, *flags, "--speculative-draft-model-path", str(model))
+    assert f"chains of 4 drafts by {model.name}, 3072 bytes for each virtual token" in capsys.readouterr().out
+    (model / "windowed").mkdir()
+    config = json.loads((model / "config.json").read_text()) | {"num_kv_shared_layers": 1}
+    (model / "windowed" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match=r"as a draft model, .* share keys and values"):
+        run(monkeypatch, *flags, "--speculative-draft-model-path", str(model / "windowed"))
+
+
 def test_layout_of_retrieval(model, monkeypatch, capsys):
     make_profile(model, model / "roles.safetensors", pivots=((0, 1), (1, 2)))
     flags = ["layout", "--model", str(model), "--kv-bytes", "64MiB", "--max-running-requests", "7", "--ratio", "0.3"]

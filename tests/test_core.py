@@ -345,6 +345,21 @@ def test_plan_counts_padding_slot_and_row():
     assert plan.total_bytes == 11 * layout.slab_bytes(2) + 5 * (100 + 2 * 2 * 4)
 
 
+def test_what_lies_beside_pages_is_counted():
+    """As many tokens as the budget holds of both; an uncompressed cache would have it beside it, too."""
+    layout = SlabLayout(kept=uniform_kept(4, 8, 0.5, 256), head_dim=32, segment=256)
+    pages, beside = OpenPages(256, 128), 256 * 1000
+    plan = fit_pool(layout, 2, pages, 2**26, 3, beside_bytes=beside)
+    assert plan.total_bytes == plan.num_slots * (layout.slab_bytes(2) + beside) + plan.rows_bytes <= 2**26
+    assert plan.total_bytes + layout.slab_bytes(2) + beside > 2**26
+    assert plan.full_tokens == plan.total_bytes // (4 * 8 * 2 * 32 * 2 + 1000)
+    assert f"{plan.num_slots * beside} bytes beside the pages" in plan.describe()
+    chosen = fit_pool(layout, 2, pages, 2**26, None, beside_bytes=beside)
+    assert chosen.rows_bytes <= chosen.total_bytes * chosen.freed_share / 2
+    with pytest.raises(RaggedConfigError, match=f"pages of {layout.slab_bytes(2) + beside} bytes"):
+        fit_pool(layout, 2, pages, 2**20, 3, beside_bytes=beside)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("1024", 1024), ("1KiB", 1024), ("2k", 2000), ("24GiB", 24 * 2**30), ("512M", 512 * 10**6), ("1e9", 10**9)],

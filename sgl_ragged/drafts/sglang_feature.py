@@ -3,68 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sgl_ragged.drafts import sglang_flags
+from sgl_ragged.drafts.draft_model import DraftModel
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
+from sgl_ragged.host_tier.sglang_feature import HOST_TIER
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.feature import Feature, Seam, Worker
-from sgl_ragged.plugin.launch import FLASHINFER, M_ROPE, MIXED, Conflict, Launch
+from sgl_ragged.plugin.feature import Feature, Rank, Seam, Worker
+from sgl_ragged.plugin.launch import FLASHINFER, FP8, M_ROPE, MIXED, Conflict, Launch
 from sgl_ragged.retrieval.sglang_feature import RETRIEVAL
 from sgl_ragged.windows.sglang_feature import WINDOWS
 
 HOOKS = "sgl_ragged.drafts.sglang_chains"
+FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
-ALGORITHM = "NGRAM"
-"""Whose drafts are verified."""
+ADAPTERS, RANKS = "--enable-lora", "more ranks than one"
 
-ADAPTERS = "--enable-lora"
-
-USE = "use --speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1"
-
-_FORBIDDEN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    # field, values that are fine, reason
-    (
-        "speculative_ngram_max_bfs_breadth",
-        (1,),
-        "with --kv-pool ragged drafts are chains, no trees: set --speculative-ngram-max-bfs-breadth 1",
-    ),
-    (
-        "speculative_ngram_external_corpus_path",
-        (None,),
-        "drafts from an external corpus have not been tested with --kv-pool ragged; drop the flag",
-    ),
-    (
-        "speculative_ngram_external_sam_budget",
-        (0,),
-        "drafts from an external corpus have not been tested with --kv-pool ragged; drop the flag",
-    ),
-    (
-        "speculative_adaptive",
-        (False,),
-        "chains of drafts have one length with --kv-pool ragged; drop --speculative-adaptive",
-    ),
-    (
-        "speculative_use_rejection_sampling",
-        (False,),
-        "rejection sampling needs a draft model, which --kv-pool ragged does not serve; drop the flag",
-    ),
-    (
-        "enable_watermark",
-        (False,),
-        "watermarks have not been tested with drafts and --kv-pool ragged; drop one of the two",
-    ),
-)
+BY_MODEL = "--speculative-algorithm STANDALONE"
+"""Drafts by a model of their own."""
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """width: tokens of a chain, the first of which is certain."""
+    """width: tokens of a chain, the first of which is certain. model: that drafts, if one does."""
 
     width: int
+    model: DraftModel | None = None
 
 
 class Drafting(Feature):
@@ -72,9 +41,12 @@ class Drafting(Feature):
 
     name = "drafts"
     case = "--speculative-algorithm"
+    layout_also = sglang_flags.IN_LAYOUTS
     needed_for = " with --speculative-algorithm"
     cases: ClassVar[Mapping] = {
-        ADAPTERS: lambda launch: bool(launch.server_args.enable_lora or launch.server_args.lora_paths)
+        ADAPTERS: lambda launch: bool(launch.server_args.enable_lora or launch.server_args.lora_paths),
+        BY_MODEL: lambda launch: sglang_flags.by_model(launch.server_args),
+        RANKS: lambda launch: launch.server_args.tp_size > 1,
     }
     conflicts = (
         Conflict(case, ADAPTERS, "beside requests with adapters an answer has been seen to differ"),
@@ -84,6 +56,9 @@ class Drafting(Feature):
         Conflict(case, FLASHINFER, "flashinfer does not plan for chains", "use --ragged-kernel triton"),
         Conflict(case, MIXED, "SGLang decodes drafts in batches of their own"),
         Conflict(case, M_ROPE, "positions of drafts beside pictures have not been tested", "drop it"),
+        Conflict(BY_MODEL, HOST_TIER.case, "what comes back from the host has nothing of the draft model with it"),
+        Conflict(BY_MODEL, FP8, "a draft model beside an FP8 cache has not been tested", "use --kv-cache-dtype auto"),
+        Conflict(BY_MODEL, RANKS, "a draft model on several ranks has not been tested", "use --tp 1, or NGRAM"),
     )
     seams = (
         Seam(
@@ -108,6 +83,16 @@ class Drafting(Feature):
             f"{HOOKS}.sample_to_border",
         ),
         Seam(
+            f"{FACTORY}.create_decode_backend",
+            ("self",),
+            "sgl_ragged.drafts.sglang_draft_model.steps_of_drafting",
+        ),
+        Seam(
+            f"{FACTORY}.create_draft_extend_backend",
+            ("self",),
+            "sgl_ragged.drafts.sglang_draft_model.behind_drafting",
+        ),
+        Seam(
             "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache",
             ("batch", "accept_index", "num_correct_drafts", "token_to_kv_pool_allocator"),
         ),
@@ -117,17 +102,7 @@ class Drafting(Feature):
         return launch.server_args.speculative_algorithm is not None
 
     def settle(self, launch: Launch) -> Any:
-        server_args = launch.server_args
-        if server_args.speculative_algorithm.upper() != ALGORITHM:
-            raise RaggedConfigError(
-                f"--speculative-algorithm {server_args.speculative_algorithm} is not supported with --kv-pool ragged, "
-                f"where {ALGORITHM} is; {USE}"
-            )
-        for name, fine, reason in _FORBIDDEN:
-            value = getattr(server_args, name)
-            if value not in fine:
-                raise RaggedConfigError(f"{reason} ({name} is {value!r})")
-        _refuse_graphs(server_args)
+        sglang_flags.refuse(launch.server_args)
         if float(os.environ.get("SGLANG_SIMULATE_ACC_LEN", -1)) > 0:
             raise RaggedConfigError("SGLANG_SIMULATE_ACC_LEN accepts drafts behind borders of segments; unset it")
         return True
@@ -136,18 +111,35 @@ class Drafting(Feature):
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
         graphs = with_phase(launch.view.cuda_graph_config, Phase.DECODE, backend=Backend.DISABLED)
-        return {"disable_overlap_schedule": True, "cuda_graph_config": graphs}
+        changed = {"disable_overlap_schedule": True, "cuda_graph_config": graphs}
+        if sglang_flags.by_model(launch.server_args):
+            changed["speculative_draft_attention_backend"] = sglang_flags.draft_backend(launch)
+        return changed
 
     def join(self, settings: Any, plan: ServingPlan, launch: Launch) -> Any:
-        width = launch.view.speculative_num_draft_tokens
+        width = sglang_flags.width(launch)
         if width > plan.segment:
             raise RaggedConfigError(
                 f"--speculative-num-draft-tokens {width} is more than a segment of {plan.segment} tokens; take fewer"
             )
-        return Drafts(width)
+        if not sglang_flags.by_model(launch.server_args):
+            return Drafts(width)
+        from sgl_ragged.drafts.sglang_draft_model import read_draft_model
+
+        return Drafts(width, read_draft_model(launch))
 
     def state(self, settings: Any) -> tuple[Any, ...]:
-        return (settings.width,)
+        return (settings.width, settings.model.token_bytes if settings.model else 0)
+
+    def page_bytes(self, settings: Any, rank: Rank) -> int:
+        return rank.plan.segment * settings.model.token_bytes if settings.model else 0
+
+    def own_pool(self, settings: Any, configurator: Any, build: Callable[[], Any]) -> Any:
+        if not configurator.is_draft_worker:
+            return None
+        from sgl_ragged.drafts.sglang_draft_model import build_beside
+
+        return build_beside(settings.model, configurator, build)
 
     def attach(self, settings: Any, worker: Worker) -> Any:
         from sgl_ragged.drafts.sglang_chains import Chains
@@ -157,22 +149,20 @@ class Drafting(Feature):
         return worker.given
 
     def describe(self, settings: Any, sizes: PoolSizes) -> str:
-        return f"chains of {settings.width} drafts, without overlapped batches and CUDA graphs"
+        whose = ""
+        if settings.model is not None:
+            whose = f" by {settings.model.name}, {settings.model.token_bytes} bytes for each virtual token"
+        return f"chains of {settings.width} drafts{whose}, without overlapped batches and CUDA graphs"
 
     def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
-        return {"draft_tokens": settings and settings.width}
+        return {"draft_tokens": settings and settings.width} | self._model_info(settings)
 
+    def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
+        return self._model_info(settings)
 
-def _refuse_graphs(server_args: Any) -> None:
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
-
-    asked = {Phase.DECODE: server_args.cuda_graph_backend_decode}
-    for phase, given in (server_args.cuda_graph_config or {}).items():
-        asked[phase] = given.get("backend", asked.get(phase))
-    if asked[Phase.DECODE] not in (None, Backend.DISABLED):
-        raise RaggedConfigError(
-            "CUDA graphs of decode are not supported with drafts and --kv-pool ragged; drop the flag"
-        )
+    @staticmethod
+    def _model_info(settings: Any) -> dict[str, Any]:
+        return {"draft_bytes_per_token": settings.model.token_bytes if settings and settings.model else None}
 
 
 DRAFTS = Drafting()

@@ -191,6 +191,70 @@ def fill_accepted(
     accept_out_cache_loc[: len(found)] = found
 
 
+def chain_locations(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    topk: int,
+    num_cols: int,
+    positions: None = None,
+    mrope: None = None,
+) -> None:
+    """Write the locations of each request's next `topk * num_cols` tokens, request by request."""
+    columns = seq_lens.long()[:, None] + torch.arange(topk * num_cols)
+    out_cache_loc.copy_(req_to_token[req_pool_indices.long()[:, None], columns].flatten())
+
+
+def last_accepted(
+    accept_tokens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_stride: int,
+    batch_size: int,
+) -> None:
+    """Write the last token that is accepted of each request: of [requests, accept_stride], number accept_lens."""
+    found = accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens.long()[:, None] - 1)
+    bonus_tokens.copy_(found[:, 0])
+
+
+def links_of_chains(
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    spec_steps: int,
+    num_verify_tokens: int,
+    tree_mask_mode: int,
+) -> None:
+    """Positions and links of chains of `num_verify_tokens`; shapes as in `links`. The mask is read by nobody."""
+    assert topk == 1, "drafts are chains"
+    order = torch.arange(num_verify_tokens)
+    positions.copy_((seq_lens.long()[:, None] + order).flatten())
+    retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
+    retrieve_next_token.copy_(torch.where(order < num_verify_tokens - 1, order + 1, -1))
+    retrieve_next_sibling.fill_(-1)
+
+
+def next_of_chain(
+    step: int,
+    topk_p: torch.Tensor,
+    topk_index: torch.Tensor,
+    hidden_states: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    topk: int,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """What is drafted next, int64 [requests], behind one draft each, [requests, 1]; of a chain nothing is chosen."""
+    assert topk == 1, "drafts are chains"
+    parents = torch.full_like(topk_index, step)
+    return topk_index.flatten(), hidden_states, topk_p, (topk_p[:, None], topk_index, parents)
+
+
 def top_k_renormalised(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
     """Distributions [n, vocabulary] over the k most probable tokens, integers [n], and those as probable as these."""
     ordered = probs.sort(dim=-1, descending=True).values

@@ -6,7 +6,7 @@ read until then: a batch that finishes a segment leaves its pages to the next ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,12 +37,14 @@ class OpenSegments:
 
     `store` has the tails, whose table is written, and counts the batches that have been described. `kept`: those of
     requests that have ended, where the radix cache keeps any. `width`: tokens of a step that may yet be rejected, where
-    requests have drafts; 0 where they have none.
+    requests have drafts; 0 where they have none. `on_copy`: who has tokens of their own at the same locations; they are
+    told of the page where an open segment begins and of that where its copy does, int64 [1] each.
     """
 
     def __init__(self, store: SlabStore) -> None:
         self.store, self.kept = store, OpenCache()
         self.width = 0
+        self.on_copy: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
         self.reset()
 
     @property

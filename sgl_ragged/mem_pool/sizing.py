@@ -72,6 +72,8 @@ class PoolSizes:
 
     `open_pages`: of open segments. `side_bytes`: what is kept beside each request row: by the scorer, and overlays.
     `side_pages`, `side_page_bytes`: another pool's, its padding page among them. `side_pages_of`: whose they are.
+    `beside_bytes`: what another cache keeps beside each page, for as many tokens: an uncompressed cache would have it,
+    too.
     """
 
     layout: SlabLayout
@@ -83,10 +85,26 @@ class PoolSizes:
     side_pages: int = 0
     side_page_bytes: int = 0
     side_pages_of: str = ""
+    beside_bytes: int = 0
 
     @property
     def slab_bytes(self) -> int:
         return self.layout.slab_bytes(self.itemsize)
+
+    @property
+    def page_bytes(self) -> int:
+        """A slab, and what is beside it."""
+        return self.slab_bytes + self.beside_bytes
+
+    @property
+    def full_page_bytes(self) -> int:
+        """The same of an uncompressed cache."""
+        return self.layout.segment * self.layout.full_bytes_per_token(self.itemsize) + self.beside_bytes
+
+    @property
+    def freed_share(self) -> float:
+        """Of these, what compression frees."""
+        return 1 - self.page_bytes / self.full_page_bytes
 
     @property
     def row_bytes(self) -> int:
@@ -103,7 +121,7 @@ class PoolSizes:
 
     @property
     def total_bytes(self) -> int:
-        return self.num_slots * self.slab_bytes + self.rows_bytes + self.side_pages_bytes
+        return self.num_slots * self.page_bytes + self.rows_bytes + self.side_pages_bytes
 
     @property
     def max_total_tokens(self) -> int:
@@ -118,7 +136,7 @@ class PoolSizes:
     @property
     def full_tokens(self) -> int:
         """Tokens that an uncompressed cache holds in the same bytes, with as many pages beside it."""
-        return (self.total_bytes - self.side_pages_bytes) // self.layout.full_bytes_per_token(self.itemsize)
+        return (self.total_bytes - self.side_pages_bytes) * self.layout.segment // self.full_page_bytes
 
     @property
     def warning(self) -> str | None:
@@ -153,6 +171,8 @@ class PoolSizes:
         beside = ""
         if self.side_pages:
             beside = f"{self.side_pages_of} {self.side_pages_bytes} bytes in {self.side_pages} pages, "
+        if self.beside_bytes:
+            beside += f"{self.num_slots * self.beside_bytes} bytes beside the pages, "
         share = f"mean share {self.layout.mean_kept_share:.4f}"
         if self.layout.form.quantised:
             share += f" in {self.layout.form.name}, {self.layout.byte_share(self.itemsize):.4f} of the bytes"
@@ -181,6 +201,7 @@ def fit_pool(
     side_bytes: int = 0,
     max_tokens: int | None = None,
     side_pages: SidePages | None = None,
+    beside_bytes: int = 0,
 ) -> PoolSizes:
     """Divide a KV budget into pages for slabs and open segments, and what is beside them.
 
@@ -196,6 +217,7 @@ def fit_pool(
         max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
             smaller has fewer requests, too.
         side_pages: what another pool needs, if there is one.
+        beside_bytes: as in PoolSizes.
 
     Raises:
         RaggedConfigError: the budget does not hold what one request needs, or a limit is below what serves, or that
@@ -212,7 +234,9 @@ def fit_pool(
     most_slots = None if max_tokens is None else max_tokens // layout.segment + 1
 
     def with_requests(requests: int) -> PoolSizes:
-        empty = PoolSizes(layout, itemsize, open_pages, num_slots=0, num_rows=requests + 1, side_bytes=side_bytes)
+        empty = PoolSizes(
+            layout, itemsize, open_pages, 0, requests + 1, side_bytes=side_bytes, beside_bytes=beside_bytes
+        )
         running = side_pages.running(requests, budget_bytes) if side_pages and max_requests is None else requests
 
         def with_slots(slots: int) -> PoolSizes:
@@ -226,14 +250,14 @@ def fit_pool(
                 side_pages_of=side_pages.what,
             )
 
-        slots = range(max(budget_bytes, 0) // empty.slab_bytes + 1)
+        slots = range(max(budget_bytes, 0) // empty.page_bytes + 1)
         fitting = bisect.bisect_right(slots, budget_bytes, key=lambda count: with_slots(count).total_bytes) - 1
         if fitting < least:
             small = with_slots(least)
             beside = f" and {small.side_pages_bytes} for {small.side_pages_of}" if side_pages else ""
             raise RaggedConfigError(
                 f"a KV budget of {budget_bytes} bytes is too small: {requests} running requests need "
-                f"{small.rows_bytes} bytes, and one of them {least} pages of {small.slab_bytes} bytes{beside}, "
+                f"{small.rows_bytes} bytes, and one of them {least} pages of {small.page_bytes} bytes{beside}, "
                 f"together {small.total_bytes}; give more memory (--kv-bytes, --mem-fraction-static), "
                 f"fewer --max-running-requests or a shorter --ragged-segment"
             )
@@ -244,9 +268,9 @@ def fit_pool(
 
     if max_requests is not None:
         return with_requests(max_requests)
-    freed = 1 - layout.byte_share(itemsize)
-    share = min(MAX_ROW_SHARE, freed / 2) if freed > 0 else MAX_ROW_SHARE
     alone = with_requests(1)
+    freed = alone.freed_share
+    share = min(MAX_ROW_SHARE, freed / 2) if freed > 0 else MAX_ROW_SHARE
     requests = min((alone.num_slots - 1) // (open_pages.most + 1), int(budget_bytes * share) // alone.row_bytes - 1)
     plan = with_requests(min(max(requests, 1), MAX_ROWS))
     # In a small pool the padding page and what is left over of the budget weigh as much as what is beside requests.

@@ -194,6 +194,9 @@ def build_allocator(
 ) -> Any:
     """Builds SGLang's allocator, and puts the one in its place that knows of open segments."""
     found, plan = original(configurator, token_to_kv_pool=token_to_kv_pool, **more), serving_plan(options)
+    if more["token_to_kv_pool_allocator"] is not None:
+        # A model that runs beside the served one shares its locations.
+        return found
     settings = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
     of_features = [feature.allocator(found, token_to_kv_pool, settings) for feature, _ in joined_features(plan)]
     made = next((one for one in of_features if one is not None), None)

@@ -25,12 +25,14 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
-        if algorithm != "NGRAM":
-            return None
-        from sgl_ragged.drafts.sglang_cpu import ngram_worker
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "STANDALONE"
 
-        return ngram_worker()
+    def get_speculative_worker_cls(self, algorithm: str) -> type | None:
+        from sgl_ragged.drafts import sglang_cpu
+
+        makers = {"NGRAM": sglang_cpu.ngram_worker, "STANDALONE": sglang_cpu.draft_model_worker}
+        return makers[algorithm]() if algorithm in makers else None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         from sgl_ragged.drafts.torch_verify import extend_locations

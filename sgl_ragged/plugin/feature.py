@@ -82,6 +82,7 @@ class Feature:
     name: in plans, of what it attaches to the pool, and in /server_info. case: in the table of conflicts.
     flags: a dataclass of `flags.flag`s; they are given in vain without the feature, and `in_vain` is what is said then.
     layout_flags: those of its fields that `sgl-ragged layout` has, too.
+    layout_also: settings of SGLang on which sizes depend; `sgl-ragged layout` has their flags, too.
     needed_for: words for what its seams are needed for, such as " with --flag".
     radix_cache: the name under which it registers one, and the path of SGLang's factory.
     known_backend: the attention backend that SGLang is to see while it looks at the model, where it serves some models
@@ -94,6 +95,7 @@ class Feature:
     flags: ClassVar[type | None] = None
     in_vain: ClassVar[str] = "{flags} given in vain: drop it"
     layout_flags: ClassVar[tuple[str, ...]] = ()
+    layout_also: ClassVar[tuple[str, ...]] = ()
     needed_for: ClassVar[str] = ""
     seams: tuple[Seam, ...] = ()
     radix_cache: ClassVar[tuple[str, str] | None] = None
@@ -134,6 +136,10 @@ class Feature:
         """Device bytes per request row."""
         return 0
 
+    def page_bytes(self, settings: Any, rank: Rank) -> int:
+        """Device bytes per page that another cache takes, whose tokens have the same locations."""
+        return 0
+
     def side_pages(self, settings: Any, rank: Rank, prefill: Prefill) -> SidePages | None:
         """Pages of another pool beside slabs, one feature's at most."""
         return None
@@ -147,6 +153,11 @@ class Feature:
         return 0
 
     # In a worker.
+
+    def own_pool(self, settings: Any, configurator: Any, build: Callable[[], Any]) -> Any:
+        """The pool of a model that it runs beside the served one, which `build` makes as SGLang would; None where it is
+        the served model's that is asked for. configurator: SGLang's, of the model."""
+        return None
 
     def allocator(self, found: Any, kvcache: Any, settings: dict[str, Any]) -> Any:
         """The allocator in place of the one that SGLang has made, where the pool has more than slabs: one feature's at

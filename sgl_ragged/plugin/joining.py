@@ -91,6 +91,11 @@ def describe_features(plan: ServingPlan, sizes: PoolSizes) -> list[str]:
     return [line for line in lines if line is not None]
 
 
+def page_bytes(rank: Rank) -> int:
+    """Device bytes per page of the pool that features take."""
+    return sum(feature.page_bytes(settings, rank) for feature, settings in joined_features(rank.plan))
+
+
 def feature_bytes(rank: Rank) -> int:
     """Device bytes per request row that features take."""
     return sum(feature.row_bytes(settings, rank) for feature, settings in joined_features(rank.plan))

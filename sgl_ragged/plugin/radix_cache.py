@@ -174,6 +174,8 @@ class OpenRadixCache(UnifiedRadixCache):
         """New pages with the same content, once the next batch is described. There must be free ones."""
         own = self._new_pages(len(pages))
         self.slabs.open_segments.store.defer_copy(pages, own)
+        for told in self.slabs.open_segments.on_copy:
+            told(pages[:1], own[:1])
         return own
 
     def _new_pages(self, count: int) -> torch.Tensor:

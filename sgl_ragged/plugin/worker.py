@@ -15,7 +15,7 @@ from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages, fit_pool
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Prefill, Rank, Worker, joined_features
-from sgl_ragged.plugin.joining import feature_bytes, side_pages
+from sgl_ragged.plugin.joining import feature_bytes, page_bytes, side_pages
 from sgl_ragged.plugin.metrics import summary
 from sgl_ragged.plugin.model_support import refuse_kv_dtype
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
@@ -62,6 +62,7 @@ def size_pool(options: RaggedOptions, original: Callable, configurator: Any, pre
         _side_bytes(rank, configurator),
         schedule.max_total_tokens,
         beside,
+        page_bytes(rank),
     )
     tokens = least_over_ranks(plan.max_total_tokens, ranks, group)
     both: dict[str, int] = {}
@@ -102,15 +103,20 @@ def repeat_heads_on_cpus(
 
 
 def build_pool(
-    options: RaggedOptions, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **_: Any
+    options: RaggedOptions, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **more: Any
 ) -> Any:
-    """Builds the ragged pool instead of SGLang's, and logs the start-up line."""
+    """Builds the ragged pool instead of SGLang's, and logs the start-up line. Features may have pools of their own."""
     import torch
 
     from sgl_ragged.plugin.pool import RaggedTokenToKVPool
     from sgl_ragged.scorers import get_scorer
 
     serving = serving_plan(options)
+    build = functools.partial(original, configurator, sizes=sizes, req_to_token_pool=req_to_token_pool, **more)
+    own = [feature.own_pool(settings, configurator, build) for feature, settings in joined_features(serving)]
+    found = next((one for one in own if one is not None), None)
+    if found is not None:
+        return found
     rank = _rank(serving, configurator)
     owner, beside = _side_pages(rank, configurator)
     plan = PoolSizes(
@@ -120,6 +126,7 @@ def build_pool(
         num_slots=sizes.max_total_num_tokens // serving.segment + 1,
         num_rows=req_to_token_pool.size + 1,
         side_bytes=_side_bytes(rank, configurator),
+        beside_bytes=page_bytes(rank),
     )
     if owner is not None and beside is not None:
         plan = replace(

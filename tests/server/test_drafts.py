@@ -78,12 +78,12 @@ def ask_all(server: Any, prompts: list[list[int]], new: int = NEW) -> list[Draft
         return list(threads.map(lambda one: ask(server, one, new), prompts))
 
 
-def assert_same(found: Drafted, wanted: Drafted) -> None:
+def assert_same(found: Drafted, wanted: Drafted, atol: float = 1e-4) -> None:
     """Equal up to where the best two tokens are as good as equal."""
     differ = [i for i, (a, b) in enumerate(zip(found.tokens, wanted.tokens, strict=True)) if a != b]
     same = differ[0] if differ else len(wanted.tokens)
     assert not differ or wanted.gaps[same] < CLOSE
-    np.testing.assert_allclose(found.logprobs[:same], wanted.logprobs[:same], atol=1e-4)
+    np.testing.assert_allclose(found.logprobs[:same], wanted.logprobs[:same], atol=atol)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,85 @@
+"""A draft model beside the pool of slabs: what its cache takes, where it lies, and its attention on CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sgl_ragged.drafts.draft_model import DraftModel
+from sgl_ragged.drafts.sglang_flags import BACKENDS
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin.launch import Launch
+from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.windows.sglang_pool import slab_pool
+
+
+def read_draft_model(launch: Launch) -> DraftModel:
+    """What the cache of a start's draft model takes.
+
+    Raises:
+        RaggedConfigError: there is no such model, or its attention is of a kind that `--kv-pool ragged` does not serve.
+    """
+    from sgl_ragged.plugin.model_support import expected_kv_dtype, load_model_config, model_geometry, refuse_model
+
+    path = launch.server_args.speculative_draft_model_path
+    # Where no server is started, SGLang has resolved nothing.
+    config = load_model_config(Path(path)) if launch.view is None else _as_workers_read_it(launch.server_args, path)
+    try:
+        refuse_model(config)
+    except RaggedConfigError as error:
+        raise RaggedConfigError(f"as a draft model, {error}") from None
+    geometry = model_geometry(config)
+    if geometry.windowed is not None:
+        raise RaggedConfigError(f"{path} has sliding windows, which have not been tested in a draft model; use another")
+    kv_dtype = launch.kv_dtype if launch.view is None else expected_kv_dtype(config, launch.view.kv_cache_dtype)
+    assert kv_dtype is not None, "the cache is known"
+    return DraftModel(Path(path).name, geometry.num_layers, geometry.num_heads, geometry.head_dim, kv_dtype.itemsize)
+
+
+def _as_workers_read_it(server_args: Any, path: str) -> Any:
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.configs.model_config import ModelConfig
+
+    revision = resolving_view(server_args).speculative_draft_model_revision
+    return ModelConfig.from_server_args(server_args, model_path=path, model_revision=revision, is_draft_model=True)
+
+
+def build_beside(model: DraftModel, configurator: Any, build: Callable[[], Any]) -> Any:
+    """SGLang's own pool for the draft model, at the locations of the pool of slabs; copies of open segments have its
+    tokens, too.
+
+    Raises:
+        RaggedConfigError: it is not of the size that was counted.
+    """
+    pool, slabs = build(), slab_pool(configurator.token_to_kv_pool_allocator.get_kvcache())
+    counted = model.token_bytes * slabs.page_size * slabs.sizes.num_slots
+    if sum(pool.get_kv_size_bytes()) != counted:
+        raise RaggedConfigError(
+            f"the draft model's cache takes {sum(pool.get_kv_size_bytes())} bytes, and {counted} were counted for it; "
+            f"use --speculative-algorithm NGRAM"
+        )
+    places = torch.arange(slabs.page_size, device=slabs.device)
+
+    def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        first = (pages[:, None] * slabs.page_size + places for pages in (target, source))
+        pool.move_kv_cache(*(locations.flatten() for locations in first))
+
+    slabs.open_segments.on_copy.append(copy)
+    return pool
+
+
+def steps_of_drafting(options: RaggedOptions, original: Callable, factory: Any) -> Any:
+    """Attention of the steps in which drafts are made; SGLang has none on CPUs."""
+    if factory.draft_attn_backend != BACKENDS["cpu"] or factory.speculative_num_steps <= 1:
+        return original(factory)
+    from sgl_ragged.drafts.sglang_draft_backend import DraftSteps
+
+    return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps)
+
+
+def behind_drafting(options: RaggedOptions, original: Callable, factory: Any) -> Any:
+    """Attention of the draft model to what was accepted: on CPUs the one that it has already."""
+    return None if factory.draft_attn_backend == BACKENDS["cpu"] else original(factory)
