@@ -134,7 +134,10 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         (("--ragged-scorer-weights", "gates.safetensors"), "'keydiff' has no weights"),
         (("--kv-bytes", "many"), "cannot read 'many'"),
         (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
-        (("--speculative-algorithm", "EAGLE"), "EAGLE is not supported with --kv-pool ragged, where NGRAM is; use"),
+        (
+            ("--speculative-algorithm", "EAGLE"),
+            "EAGLE is not supported with --kv-pool ragged, where NGRAM and STANDALONE are; use",
+        ),
         (("--speculative-algorithm", "NGRAM"), "chains, no trees: set --speculative-ngram-max-bfs-breadth 1"),
         ((*CHAINS, "--speculative-ngram-external-corpus-path", "f"), "an external corpus"),
         ((*CHAINS, "--ragged-history", "1024"), "--speculative-algorithm is not supported with --ragged-history"),
