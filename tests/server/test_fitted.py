@@ -132,7 +132,7 @@ def test_without_it_answers_are_those_of_what_is_kept(servers, tmp_path):
     assert np.abs(answers[1] - answers[0]).max() > 1e-2
 
 
-@pytest.mark.parametrize("placed", ["permute", "split"])
+@pytest.mark.parametrize("placed", [pytest.param("permute", marks=pytest.mark.thorough), "split"])
 def test_ranks_agree(servers, tmp_path, placed):
     make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
     answers = []
