@@ -173,10 +173,14 @@ def test_ranks_have_series_of_their_own(character_model, folder, profile, server
         assert found["sglang:ragged_sealed_segments_total", str(rank)] == 3
 
 
-def test_replicas(character_model, folder, servers):
-    """What /server_info says of one replica, and the metrics of each."""
+def test_replicas(character_model, folder, profile, servers, server):
+    """Each answers as one process; what /server_info says of one of them, and the metrics of each."""
+    asked = prompt(9, 3 * SEGMENT + 20)
+    flush(server)
+    alone = generate(server, asked, SEGMENT)
     flags = ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--dp-size", "2"]
     flags += ["--max-running-requests", "2", "--load-balance-method", "round_robin", "--decode-log-interval", "1"]
+    flags += ["--ragged-profile", str(folder / "profile.safetensors")]
 
     def in_use(server) -> dict[str, float]:
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
@@ -188,6 +192,12 @@ def test_replicas(character_model, folder, servers):
         }
 
     with servers.serve(character_model, *COMMON, *flags, log=folder / "replicas.log", env=two_cores()) as server:
+        for cached in (False, False, True, True):
+            found = generate(server, asked, SEGMENT)
+            assert (found.cached > 0) == cached, "in turns, each with a cache of its own"
+            assert found.tokens == alone.tokens
+            np.testing.assert_allclose(found.output_logprobs, alone.output_logprobs, atol=1e-4)
+        flush(server)
         info = httpx.get(f"{server.url}/server_info", timeout=60).json()
         assert info["ragged"]["ratio"] == RATIO
         assert info["ragged"]["virtual_tokens"] == info["max_total_num_tokens"]
