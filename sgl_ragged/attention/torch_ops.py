@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
-from sgl_ragged.attention.torch_past import Past, past_of
+from sgl_ragged.attention.torch_past import Past, WidePast, past_of
 from sgl_ragged.attention.view import DecodeView, ExtendView, Piece, most_seen
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import Band
@@ -27,7 +27,7 @@ CACHE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class DecodePart:
-    """Requests of a decode batch that attend together. `longest_tail`: tokens in the longest of their tails.
+    """Requests of a decode batch that attend together. `tokens_read`: of the longest of their tails, whole pages.
 
     `real`: int64, which of them are no padding; None where all are. Padding writes nothing: what others read under a
     mask may lie in its page, and must be finite.
@@ -35,7 +35,7 @@ class DecodePart:
 
     requests: slice
     view: DecodeView
-    longest_tail: int
+    tokens_read: int
     real: torch.Tensor | None
     _masks: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
@@ -52,8 +52,8 @@ class DecodePart:
 
     @functools.cached_property
     def open_mask(self) -> torch.Tensor:
-        """bool [batch, 1, 1, longest_tail]: tokens of open segments that each query may see."""
-        tokens = torch.arange(self.longest_tail, device=self.view.slots.device)
+        """bool [batch, 1, 1, tokens_read]: tokens of open segments that each query may see."""
+        tokens = torch.arange(self.tokens_read, device=self.view.slots.device)
         return (tokens <= self.view.open_offsets[:, None])[:, None, None]
 
 
@@ -97,7 +97,9 @@ class TorchOps(Operations):
             own = view[start : start + at_once]
             own = replace(own, slots=own.slots[:, : int(own.seen.max())].long())
             real = None if bool((own.req_pool_indices > 0).all()) else own.req_pool_indices.nonzero()[:, 0]
-            parts.append(DecodePart(slice(start, start + at_once), own, int(own.open_offsets.max()) + 1, real))
+            most = int(own.open_offsets.max()) // each + 1
+            own = replace(own, pages=own.pages[:, :most])
+            parts.append(DecodePart(slice(start, start + at_once), own, most * each, real))
         return tuple(parts)
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
@@ -262,9 +264,9 @@ def _attend_part_of_batch(
     assert lse is not None or not any(band.partial for band in store.layout.bands[layer]), (
         "layers with partial heads need their log-sum-exps"
     )
-    tail_keys, tail_values = store.tails.read_numbers(layer, view.pages, part.longest_tail)
+    tail = WidePast(*store.tails.pages_of(layer, view.pages.flatten()))
     asked = queries.float() * store.logit_scale(layer)
-    tail_logits = (asked @ tail_keys.transpose(2, 3)).masked_fill_(~part.open_mask, -torch.inf)
+    tail_logits = _logits(asked, tail).masked_fill_(~part.open_mask, -torch.inf)
     tail_weights, output = torch.zeros_like(tail_logits), torch.zeros_like(asked)
     for index, band in enumerate(store.layout.bands[layer]):
         if band.kept == 0:
@@ -280,16 +282,13 @@ def _attend_part_of_batch(
             tail_weights[:, heads] = weights
         if lse is not None:
             lse[:, heads] = logs
-    return torch.add(output, tail_weights @ tail_values, out=output).to(queries.dtype)
+    return output.add_(_sums(tail_weights, tail)).to(queries.dtype)
 
 
 def _attend_band(
     queries: torch.Tensor, history: Past, tail: torch.Tensor | None, mask: torch.Tensor | None, log_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Decode attention of one band in float32: weights of all it sees, and what its history adds with them.
-
-    The history is used in the order in which it was gathered: only the logits, head_dim times smaller, are
-    brought into one row per query.
 
     Args:
         queries: [batch, heads, q_per_kv, d], scaled.
@@ -302,23 +301,39 @@ def _attend_band(
         The history's part of outputs, like `queries`; the weights of the tail, like `tail`; and the log-sum-exps of the
         logits [batch, heads, q_per_kv], if they are wanted.
     """
-    size, heads, per_head, dim = queries.shape
-    kept, segments = history.kept, history.entries // size
-    seen = segments * kept
-    asking = history.asking(queries)[:, None]
-    repeated = asking.expand(size, segments, heads, per_head, dim).reshape(-1, per_head, dim)
-    past = history.logits(repeated).view(size, segments, heads, per_head, kept)
-    past = past.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, seen)
+    past = _logits(queries, history)
+    seen = past.shape[-1]
     if mask is not None:
         past.masked_fill_(mask, -torch.inf)
     logits = past if tail is None else torch.cat([past, tail], dim=-1)
     lse = logits.logsumexp(dim=-1) if log_sums else None
     weights = logits.softmax(dim=-1) if lse is None else _softmax(logits, lse)
-    if not segments:
+    if not seen:
         return torch.zeros_like(queries), weights, lse
-    past = weights[..., :seen].unflatten(3, (segments, kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, kept)
-    sums = history.sums(past).view(size, segments, heads, per_head, dim).sum(dim=1)
-    return history.answer(sums), weights[..., seen:], lse
+    return _sums(weights[..., :seen], history), weights[..., seen:], lse
+
+
+def _logits(queries: torch.Tensor, past: Past) -> torch.Tensor:
+    """[batch, heads, q_per_kv, runs * kept] of queries [batch, heads, q_per_kv, d], each of which asks as many of the
+    `runs` of rows of one past.
+
+    Rows are used in the order in which they were gathered: only logits, head_dim times smaller, are brought into one
+    row per query.
+    """
+    size, heads, per_head, dim = queries.shape
+    runs = past.entries // size
+    asking = past.asking(queries)[:, None].expand(size, runs, heads, per_head, dim).reshape(-1, per_head, dim)
+    logits = past.logits(asking).view(size, runs, heads, per_head, past.kept)
+    return logits.permute(0, 2, 3, 1, 4).reshape(size, heads, per_head, runs * past.kept)
+
+
+def _sums(weights: torch.Tensor, past: Past) -> torch.Tensor:
+    """[batch, heads, q_per_kv, d]: values of the past times weights as `_logits` orders them."""
+    size, heads, per_head, _ = weights.shape
+    runs = past.entries // size
+    ordered = weights.unflatten(3, (runs, past.kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, past.kept)
+    sums = past.sums(ordered)
+    return past.answer(sums.view(size, runs, heads, per_head, -1).sum(dim=1))
 
 
 def _softmax(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:

@@ -40,12 +40,11 @@ class Past(ABC):
 
 
 class WidePast(Past):
-    """Rows in numbers: [entries, heads, 2 (K, V), kept, d]."""
+    """Rows in numbers: keys and values [entries, heads, kept, d]."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        rows = rows.float()
-        self.entries, self.kept = rows.shape[0], rows.shape[3]
-        self._keys, self._values = (rows[:, :, part].flatten(0, 1) for part in (0, 1))
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.entries, _, self.kept, _ = keys.shape
+        self._keys, self._values = (rows.float().flatten(0, 1) for rows in (keys, values))
 
     def asking(self, queries: torch.Tensor) -> torch.Tensor:
         return queries
@@ -103,5 +102,5 @@ class CentredPast(QuantisedPast):
 def past_of(rows: torch.Tensor | QuantisedRows) -> Past:
     """Rows from `SlabStore.gather`."""
     if not isinstance(rows, QuantisedRows):
-        return WidePast(rows)
+        return WidePast(*rows.unbind(2))
     return QuantisedPast(rows) if rows.moments is None else CentredPast(rows)

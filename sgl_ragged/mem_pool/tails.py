@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sgl_ragged.mem_pool.kv_dtype import movable
@@ -57,6 +59,7 @@ class Tails:
         stored = slabs.view(dtype)
         shape = (layers, 2, heads, tokens, dim)
         self.data = stored.as_strided((len(slabs), *shape), (stored.shape[1], *_strides(shape)))
+        self._scratch = torch.empty(0, dtype=dtype, device=slabs.device)
         self.table = torch.zeros((num_rows, 2, pages.most), dtype=torch.int32, device=slabs.device)
         self._in_pages = self.places == layout.segment
         if self._in_pages:
@@ -145,15 +148,18 @@ class Tails:
             return found[:, 0, :, :, :length].view(self.data.dtype)
         return found.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length].view(self.data.dtype)
 
-    def read_numbers(self, layer: int, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the same tokens, float32 [n, heads, length, head_dim] each, as products take them."""
-        some = pages[:, : -(-length // self.open_pages.tokens)]
-        found = movable(self.data[:, layer]).index_select(0, some.flatten()).view(self.data.dtype)
-        _, heads, tokens, dim = found.shape[1:]
-        shape = (2, len(some), heads, some.shape[1], tokens, dim)
-        numbers = torch.empty(shape, dtype=torch.float32, device=found.device)
-        numbers.permute(1, 3, 0, 2, 4, 5).copy_(found.unflatten(0, some.shape))
-        keys, values = numbers.flatten(3, 4)[:, :, :, :length]
+    def pages_of(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of whole pages, integers [n]: [n, heads, T, head_dim] each, as the cache holds them.
+
+        The results are scratch memory, valid until the next call, as those of `SlabStore.gather`.
+        """
+        shape = (2, len(pages), *self.data.shape[3:])
+        needed = math.prod(shape)
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed, dtype=self.data.dtype, device=self.data.device)
+        keys, values = found = self._scratch[:needed].view(shape)
+        for part in (0, 1):
+            torch.index_select(movable(self.data[:, layer, part]), 0, pages, out=movable(found[part]))
         return keys, values
 
     def append(
