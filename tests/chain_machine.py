@@ -58,7 +58,9 @@ class ChainMachine(OpenMachine):
         eagle_utils.eagle_prepare_for_decode(batch)
         self.store.batches += 1
         self.store.flush_pending_seals()
-        described = self.operations.describe_chains(self.table.req_to_token, rows, lengths, WIDTH)
+        described = self.operations.describe_chains(
+            self.table.req_to_token, rows, torch.tensor(lengths), lengths, WIDTH
+        )
         content, accepted = [], []
         for req, length in zip(self.running, lengths, strict=True):
             count = min(int(self.accepting.integers(1, WIDTH + 1)), SEGMENT - length % SEGMENT)

@@ -280,7 +280,7 @@ class Harness:
             if position and position % SEGMENT == 0:
                 self._begin_segment(row)
         rows, ends = torch.arange(1, len(sequences) + 1), [p + n for p, n in zip(positions, accepted, strict=True)]
-        batch = self.operations.describe_chains(self.table, rows, positions, width)
+        batch = self.operations.describe_chains(self.table, rows, torch.tensor(positions), positions, width)
         generator = torch.Generator().manual_seed(sum(ends))
         layers = []
         for layer in range(len(self.kept)):

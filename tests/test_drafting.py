@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.model_executor.cuda_graph_config import Phase
 
 from sgl_ragged.drafts.sglang_draft_backend import DraftSteps
 from sgl_ragged.drafts.sglang_feature import DRAFTS, Drafts
@@ -27,8 +26,6 @@ def launch(view: object = None, **given: object) -> Launch:
         speculative_adaptive=False,
         speculative_use_rejection_sampling=False,
         enable_watermark=False,
-        cuda_graph_backend_decode=None,
-        cuda_graph_config=None,
         speculative_draft_model_path=None,
         speculative_eagle_topk=None,
         speculative_draft_kv_cache_dtype=None,
@@ -56,8 +53,6 @@ def launch(view: object = None, **given: object) -> Launch:
         ({"speculative_adaptive": True}, "drop --speculative-adaptive"),
         ({"speculative_use_rejection_sampling": True}, "needs drafts by EAGLE"),
         ({"enable_watermark": True}, "watermarks"),
-        ({"cuda_graph_backend_decode": "full"}, "CUDA graphs of decode"),
-        ({"cuda_graph_config": {Phase.DECODE: {"backend": "full"}}}, "CUDA graphs of decode"),
     ],
 )
 def test_what_is_refused_says_why_in_one_line(given, words):
@@ -67,7 +62,7 @@ def test_what_is_refused_says_why_in_one_line(given, words):
 
 
 def test_accepted_lengths_that_are_made_up_are_refused(monkeypatch):
-    DRAFTS.settle(launch(cuda_graph_backend_decode="disabled"))
+    DRAFTS.settle(launch())
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
     with pytest.raises(RaggedConfigError, match="unset it"):
         DRAFTS.settle(launch())

@@ -114,13 +114,21 @@ class Operations(ABC):
         """
         return self.extend_batch(extend_view(req_to_token, rows, prefixes, lengths, self.store.layout.segment, seen))
 
-    def describe_chains(self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: list[int], width: int) -> Any:
-        """A batch of chains of drafts, `width` tokens each, as `extend` takes it; arguments as in `chain_view`.
+    def describe_chains(
+        self,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        prefixes: torch.Tensor,
+        prefixes_cpu: Sequence[int],
+        width: int,
+    ) -> Any:
+        """A batch of chains of drafts, `width` tokens each, as `extend` takes it; arguments as in `chain_view`, and
+        `prefixes` on the device, too, integers [chains].
 
         Their tokens go to the tails, where whoever writes to the same places next replaces them; nothing is sealed
         before `commit` says that they count.
         """
-        return self.extend_batch(chain_view(req_to_token, rows, prefixes, width, self.store.layout.segment))
+        return self.extend_batch(chain_view(req_to_token, rows, prefixes_cpu, width, self.store.layout.segment))
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
         """A view as `extend` takes it: one transfer to the device. Copies what is about to be sealed to its stages."""
@@ -177,14 +185,14 @@ class Operations(ABC):
         store = self.store
         # What is scored and read must not depend on whether a token came through the cache: it is as there.
         keys, values = self.to_cache(layer, keys, values)
-        output = self.room_for_output(queries, batch.view)
+        output, rows = self.room_for_output(queries, batch.view), batch.view.req_pool_indices
         if not batch.view.pieces:
             return output
-        self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, batch.view)
+        self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, rows)
         store.seal(layer, batch.tail_seals)
         self.seal_chunks(layer, keys, values, scorer_inputs, batch)
         self.attend_chunks(layer, queries, keys, values, batch, output, lse)
-        self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, batch.view)
+        self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, rows)
         return output
 
     def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
@@ -216,14 +224,15 @@ class Operations(ABC):
         scorer_inputs: torch.Tensor | None,
         copies: Copies,
         pages: torch.Tensor,
-        view: ExtendView,
+        rows: torch.Tensor,
     ) -> None:
-        """Write some of a chunk's tokens to the tails, which have these pages, [requests, K]."""
+        """Write some of a chunk's tokens to the tails of requests, which have these pages, [requests, K], and rows of
+        the request table, [requests]."""
         if len(copies):
             self.append(layer, keys, values, copies, pages)
             if scorer_inputs is not None:
-                own, rows = pages[copies.requests], view.req_pool_indices[copies.requests]
-                self.store.tails.append_inputs(layer, own, rows, copies.open_offsets, scorer_inputs[copies.tokens])
+                own, whose = pages[copies.requests], rows[copies.requests]
+                self.store.tails.append_inputs(layer, own, whose, copies.open_offsets, scorer_inputs[copies.tokens])
 
     @abstractmethod
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor, copies: Copies, pages: torch.Tensor) -> None:

@@ -6,7 +6,9 @@ other requests. Extend copies one table to the device per batch, whatever the nu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from sgl_ragged.attention.kernels import append, decode, describe, extend, gate,
 from sgl_ragged.attention.kernels.append import GateInputs
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
+from sgl_ragged.attention.triton_chains import ChainBatch, ChainRoom
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.attention.triton_warmup import warm_up
 from sgl_ragged.attention.view import DecodeView, ExtendView
@@ -52,6 +55,10 @@ class TritonExtendBatch(ExtendBatch):
     work: tuple[LayerWork, ...]
     scratch: tuple[torch.Tensor, torch.Tensor] | None
     places: torch.Tensor | None
+
+    @property
+    def lists(self) -> torch.Tensor:
+        return self.view.lists
 
 
 class TritonOps(Operations):
@@ -99,6 +106,7 @@ class TritonOps(Operations):
         self._max_segments = max_segments
         self._work: dict[int, tuple[LayerWork, ...]] = {}
         self._max_batch = 0
+        self._chains: ChainRoom | None = None
         self.reserve(max_batch)
 
     def reserve(self, max_batch: int) -> None:
@@ -106,7 +114,7 @@ class TritonOps(Operations):
         if max_batch <= self._max_batch:
             return
         store, device = self.store, self.store.slabs.device
-        self._max_batch = max_batch
+        self._max_batch, self._chains = max_batch, None
         for batch in range(1, max_batch + 1):
             counts = self.cta_map.for_batch(batch)
             if id(counts) not in self._work:
@@ -166,13 +174,56 @@ class TritonOps(Operations):
 
     def divided(self, num_tiles: int) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
         """Work and scratch where heads are divided; whole heads if there are no tiles, or too many for that."""
-        store = self.store
+        work, rows = self.division(num_tiles)
+        return work, self.scratch(rows)
+
+    def division(self, num_tiles: int) -> tuple[tuple[LayerWork, ...], int]:
+        """As `divided`, with the rows of scratch that it takes."""
         if not 0 < num_tiles <= self._few_tiles:
-            return self._whole, None
+            return self._whole, 0
         work = self._chunk_work[num_tiles - 1]
-        rows = num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m
-        partial = torch.empty(rows * store.layout.head_dim, dtype=torch.float32, device=store.slabs.device)
-        return work, (partial, torch.empty(rows, dtype=torch.float32, device=store.slabs.device))
+        return work, num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m
+
+    def scratch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of so many rows; None of none."""
+        device, dim = self.store.slabs.device, self.store.layout.head_dim
+        sizes = rows * dim, rows
+        partial, lse = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
+        return (partial, lse) if rows else None
+
+    def describe_chains(
+        self,
+        req_to_token: torch.Tensor,
+        rows: torch.Tensor,
+        prefixes: torch.Tensor,
+        prefixes_cpu: Sequence[int],
+        width: int,
+    ) -> ChainBatch:
+        """As in `Operations`, on the device alone, in buffers that stay where they are."""
+        if len(rows) > self._max_batch:
+            raise RuntimeError(f"a batch of {len(rows)} chains does not fit the buffers, {self._max_batch}")
+        if self._chains is None or self._chains.width != width:
+            self._chains = ChainRoom(self, self._max_batch, width, self._max_segments)
+        return self._chains.describe(req_to_token, rows, prefixes)
+
+    def extend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Any,
+        scorer_inputs: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not isinstance(batch, ChainBatch):
+            return super().extend(layer, queries, keys, values, batch, scorer_inputs, lse)
+        keys, values = self.to_cache(layer, keys, values)
+        output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        rows = batch.req_pool_indices
+        self._store(layer, keys, values, scorer_inputs, batch.copies, batch.open_pages, rows)
+        self.attend_chunks(layer, queries, keys, values, batch, output, lse)
+        return output
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         store = self.store
@@ -233,11 +284,11 @@ class TritonOps(Operations):
         scorer_inputs: torch.Tensor | None,
         copies: Copies,
         pages: torch.Tensor,
-        view: ExtendView,
+        rows: torch.Tensor,
     ) -> None:
         gate_inputs = self._gate_inputs(layer, scorer_inputs)
         if gate_inputs is None:
-            super()._store(layer, keys, values, scorer_inputs, copies, pages, view)
+            super()._store(layer, keys, values, scorer_inputs, copies, pages, rows)
             return
         where = copies.tokens, copies.requests, copies.open_offsets, pages
         tails = self.store.tails.data
@@ -254,7 +305,7 @@ class TritonOps(Operations):
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: TritonExtendBatch,
+        batch: TritonExtendBatch | ChainBatch,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
     ) -> object:
@@ -267,7 +318,7 @@ class TritonOps(Operations):
             store.slabs,
             store.tails.data,
             layer,
-            batch.view.lists,
+            batch.lists,
             batch.open_pages,
             batch.tiles,
             batch.work[layer].ctas,

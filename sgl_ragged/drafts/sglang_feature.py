@@ -108,10 +108,7 @@ class Drafting(Feature):
         return True
 
     def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
-        from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
-
-        graphs = with_phase(launch.view.cuda_graph_config, Phase.DECODE, backend=Backend.DISABLED)
-        changed = {"disable_overlap_schedule": True, "cuda_graph_config": graphs}
+        changed: dict[str, Any] = {"disable_overlap_schedule": True}
         if sglang_flags.by_model(launch.server_args):
             changed["speculative_draft_attention_backend"] = sglang_flags.draft_backend(launch)
         return changed
@@ -152,7 +149,7 @@ class Drafting(Feature):
         whose = ""
         if settings.model is not None:
             whose = f" by {settings.model.name}, {settings.model.token_bytes} bytes for each virtual token"
-        return f"chains of {settings.width} drafts{whose}, without overlapped batches and CUDA graphs"
+        return f"chains of {settings.width} drafts{whose}, without overlapped batches"
 
     def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
         return {"draft_tokens": settings and settings.width} | self._model_info(settings)

@@ -104,7 +104,6 @@ def refuse(server_args: Any) -> None:
         raise RaggedConfigError("STANDALONE has drafts by a model: add --speculative-draft-model-path, or use NGRAM")
     if by_model(server_args) and os.environ.get(PLAN_STREAM, "").lower() in ("1", "true", "yes", "y"):
         raise RaggedConfigError(f"{PLAN_STREAM} plans verification before drafts are known; unset it")
-    _refuse_graphs(server_args)
 
 
 def draft_backend(launch: Launch) -> str:
@@ -125,15 +124,3 @@ def width(launch: Launch) -> int:
     if launch.view is not None:
         return launch.view.speculative_num_draft_tokens
     return WIDTHS[launch.server_args.speculative_algorithm.upper()]
-
-
-def _refuse_graphs(server_args: Any) -> None:
-    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase
-
-    asked = {Phase.DECODE: server_args.cuda_graph_backend_decode}
-    for phase, given in (server_args.cuda_graph_config or {}).items():
-        asked[phase] = given.get("backend", asked.get(phase))
-    if asked[Phase.DECODE] not in (None, Backend.DISABLED):
-        raise RaggedConfigError(
-            "CUDA graphs of decode are not supported with drafts and --kv-pool ragged; drop the flag"
-        )

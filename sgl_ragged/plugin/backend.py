@@ -143,14 +143,7 @@ class RaggedAttnBackend(AttentionBackend):
             self.forward_metadata = None
             return
         if mode.is_target_verify():
-            self.forward_metadata = self.operations.describe_chains(
-                self.req_to_token,
-                forward_batch.req_pool_indices,
-                forward_batch.seq_lens_cpu.tolist(),
-                forward_batch.spec_info.draft_token_num,
-            )
-            for epilogue in self.epilogues:
-                epilogue.describe(forward_batch)
+            self._describe_chains(forward_batch)
             return
         prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
         rows = forward_batch.req_pool_indices
@@ -177,18 +170,36 @@ class RaggedAttnBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before a decode step's graph is captured or replayed: seal, then describe the batch.
+        """Before the graph of a decode step, or of one that verifies chains, is captured or replayed: seal, then
+        describe the batch.
 
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
         self.store.batches += 1
-        self._describe_decode(forward_batch, in_capture)
+        if not forward_batch.forward_mode.is_target_verify():
+            self._describe_decode(forward_batch, in_capture)
+        else:
+            if not in_capture:
+                self.store.flush_pending_seals()
+            self._describe_chains(forward_batch, in_capture)
         if self.others is not None:
             self.others.init_forward_metadata_out_graph(forward_batch, in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if self.others is not None:
             self.others.init_forward_metadata_in_graph(forward_batch)
+
+    def _describe_chains(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self.forward_metadata = self.operations.describe_chains(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.seq_lens_cpu.tolist(),
+            forward_batch.spec_info.draft_token_num,
+        )
+        if not in_capture:
+            for epilogue in self.epilogues:
+                epilogue.describe(forward_batch)
 
     def _describe_decode(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         if not in_capture:

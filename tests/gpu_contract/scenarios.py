@@ -172,6 +172,9 @@ def drafts(name: str) -> None:
     server.verify(f"{name}: verify, at a border", [1, 2], [1023, 700], 8)
     server.verify(f"{name}: verify, seals what was accepted", [1, 2], [1024, 701], 8)
     server.verify(f"{name}: verify, behind 8,192", [3], [8200], 8)
+    server.capture(name, width=8)
+    server.replay(f"{name}: replay of 5 chains", range(1, 6), [700, 1020, 8260, 300, 512])
+    server.replay(f"{name}: replay of 1 chain", [1], [2047])
 
 
 def tier(name: str) -> None:

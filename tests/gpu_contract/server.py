@@ -222,9 +222,10 @@ class Server:
                 can_run_decode_cuda_graph=True,
             )
 
-    def capture(self, phase: str, sizes: Sequence[int] = (8, 4, 1)) -> None:
-        """SGLang's graph runner captures a step of every size, largest first."""
-        self.graphs, largest = tuple(sizes), max(sizes)
+    def capture(self, phase: str, sizes: Sequence[int] = (8, 4, 1), width: int = 0) -> None:
+        """SGLang's graph runner captures a step of every size, largest first: of decode, or of chains of `width`."""
+        self.graphs, self.width, largest = tuple(sizes), width, max(sizes)
+        mode, run = self._captured_mode()
         with REC.quiet():
             zeros = functools.partial(torch.zeros, largest, dtype=torch.int64)
             self.buffers = SimpleNamespace(
@@ -235,14 +236,15 @@ class Server:
             )
         REC.serving = True
         with REC.during(f"{phase}: before captures"):
-            self.backend.init_cuda_graph_state(largest, largest)
+            self.backend.init_cuda_graph_state(largest, largest * max(width, 1))
         self._pad()
         for size in sizes:
             own = self.buffers
             batch = SimpleNamespace(
-                forward_mode=ForwardMode.DECODE,
+                forward_mode=mode,
                 batch_size=size,
                 rids=None,
+                spec_info=SimpleNamespace(draft_token_num=width),
                 req_pool_indices=own.req_pool_indices[:size],
                 seq_lens=own.seq_lens[:size],
                 seq_lens_cpu=own.seq_lens_cpu[:size],
@@ -251,8 +253,13 @@ class Server:
                 self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
                 with REC.capture():
                     self.backend.init_forward_metadata_in_graph(batch)
-                    self._forward(batch, size, self.backend.forward_decode)
+                    self._forward(batch, size * max(width, 1), run)
         REC.serving = False
+
+    def _captured_mode(self) -> tuple[ForwardMode, Any]:
+        if self.width:
+            return ForwardMode.TARGET_VERIFY, self.backend.forward_extend
+        return ForwardMode.DECODE, self.backend.forward_decode
 
     def _pad(self) -> None:
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
@@ -265,6 +272,7 @@ class Server:
         """A step by a captured graph: what is done before it, with SGLang's own view of the padded batch."""
         size = min(size for size in self.graphs if size >= len(rows))
         batch, own = self._batch(rows, lengths), self.buffers
+        batch.spec_info = SimpleNamespace(draft_token_num=self.width)
         self._pad()
         with REC.quiet():
             own.req_pool_indices[: len(rows)].copy_(batch.req_pool_indices)
@@ -275,10 +283,10 @@ class Server:
                 buffers=own,
                 bs=size,
                 raw_bs=len(rows),
-                num_tokens=size,
+                num_tokens=size * max(self.width, 1),
                 global_num_tokens_cpu=None,
                 seq_len_fill_value=self.backend.get_cuda_graph_seq_len_fill_value(),
-                capture_forward_mode=ForwardMode.DECODE,
+                capture_forward_mode=self._captured_mode()[0],
                 is_encoder_decoder=False,
             )
         REC.serving = True

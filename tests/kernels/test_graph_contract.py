@@ -7,6 +7,7 @@ stands for the graph: a replay hands it to the operations once more, whatever th
 from __future__ import annotations
 
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
@@ -32,9 +34,9 @@ CAPTURED = (6, 2, 1)
 
 
 class Runner:
-    """SGLang's model runner and graph runner, as far as the backend sees them."""
+    """SGLang's model runner and graph runner, as far as the backend sees them. width: of chains; 0 without."""
 
-    def __init__(self, kernel: str = "triton") -> None:
+    def __init__(self, kernel: str = "triton", width: int = 0) -> None:
         layout = SlabLayout(KEPT[:LAYERS], DIM, SEGMENT)
         pool = RaggedTokenToKVPool(
             PoolSizes(layout, 4, OpenPages(SEGMENT, 36), 12 + 4 * len(LENGTHS), len(LENGTHS) + 1),
@@ -61,13 +63,15 @@ class Runner:
         largest = max(CAPTURED)
         self.rows = torch.zeros(largest, dtype=torch.int64)
         self.seq_lens = torch.zeros(largest, dtype=torch.int64)
-        self.inputs = torch.zeros(LAYERS, 3, largest, HEADS * PER_HEAD * DIM)
+        self.width = width
+        self.inputs = torch.zeros(LAYERS, 3, largest * max(width, 1), HEADS * PER_HEAD * DIM)
         self.graphs: dict[int, object] = {}
 
     def view(self, size: int) -> SimpleNamespace:
         seq_lens = self.seq_lens[:size]
         return SimpleNamespace(
-            forward_mode=ForwardMode.DECODE,
+            forward_mode=ForwardMode.TARGET_VERIFY if self.width else ForwardMode.DECODE,
+            spec_info=SimpleNamespace(draft_token_num=self.width),
             batch_size=size,
             req_pool_indices=self.rows[:size],
             seq_lens=seq_lens,
@@ -90,7 +94,7 @@ class Runner:
             self.backend.forward_extend(q.flatten(1), k, v, layer, batch)
 
     def capture(self) -> None:
-        self.backend.init_cuda_graph_state(max(CAPTURED), max(CAPTURED))
+        self.backend.init_cuda_graph_state(max(CAPTURED), max(CAPTURED) * max(self.width, 1))
         self.rows.zero_()
         self.seq_lens.fill_(self.backend.get_cuda_graph_seq_len_fill_value())
         for size in CAPTURED:
@@ -116,11 +120,34 @@ class Runner:
         output = self._forward(size)[:, : len(rows)]
         return output.transpose(0, 1).unflatten(2, (HEADS, PER_HEAD, DIM))
 
+    def verify(
+        self, sequences: list[Sequence], rows: list[int], positions: list[int], accepted: list[int]
+    ) -> list[torch.Tensor]:
+        """A chain behind a position of each sequence, padded to a captured size; `accepted` of its tokens are the
+        sequence's own, and count. Of these, each [accepted, layers, heads, q_per_kv, d]."""
+        size = min(size for size in CAPTURED if size >= len(rows))
+        self.rows.zero_()
+        self.seq_lens.fill_(self.backend.get_cuda_graph_seq_len_fill_value())
+        self.rows[: len(rows)], self.seq_lens[: len(rows)] = torch.tensor(rows), torch.tensor(positions)
+        self.inputs.normal_(std=3.0, generator=torch.Generator().manual_seed(sum(positions)))
+        for number, (part, name) in itertools.product(range(LAYERS), enumerate("qkv")):
+            for index, (s, p, count) in enumerate(zip(sequences, positions, accepted, strict=True)):
+                right = getattr(s, name)[p : p + count, number].flatten(1)
+                self.inputs[number, part, index * self.width :][:count, : right.shape[1]] = right
+        self.backend.init_forward_metadata_out_graph(self.view(size))
+        self.backend.forward_metadata = self.graphs[size]
+        output = self._forward(size).transpose(0, 1).unflatten(2, (HEADS, PER_HEAD, DIM))
+        ends = [position + count for position, count in zip(positions, accepted, strict=True)]
+        commit(self.backend.store, self.table, torch.tensor(rows), ends)
+        return [output[index * self.width :][:count] for index, count in enumerate(accepted)]
+
     def _forward(self, size: int) -> torch.Tensor:
         width = HEADS * DIM
+        call = self.backend.forward_extend if self.width else self.backend.forward_decode
+        size *= max(self.width, 1)
         return torch.stack(
             [
-                self.backend.forward_decode(q[:size], k[:size, :width], v[:size, :width], layer, None)
+                call(q[:size], k[:size, :width], v[:size, :width], layer, None)
                 for layer, (q, k, v) in zip(self.layers, self.inputs, strict=True)
             ]
         )
@@ -142,6 +169,27 @@ def test_replays_serve_other_requests_than_the_capture_and_seal_before_they_read
         output = runner.replay([sequences[row - 1] for row in rows], rows, positions)
         want = torch.stack([expected[row - 1][position] for row, position in zip(rows, positions, strict=True)])
         torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+
+
+def test_replays_verify_other_chains_than_the_capture():
+    """One comes to its border in the second step and begins a segment in the third; one is away, one comes later."""
+    sequences = [Sequence(n + 12, LAYERS, HEADS, PER_HEAD, DIM, "keydiff", seed) for seed, n in enumerate(LENGTHS)]
+    expected = [sequence.expected(KEPT[:LAYERS]) for sequence in sequences]
+    runner = Runner(width=4)
+    runner.capture()
+    runner.extend(sequences, LENGTHS)
+    at = dict(enumerate(LENGTHS, start=1))
+    for step in ({1: 1, 2: 3}, {1: 1, 2: 1, 3: 4}, {1: 4}, {1: 2, 3: 1}):
+        rows, accepted = list(step), list(step.values())
+        positions = [at[row] for row in rows]
+        if any(position % SEGMENT == 0 for position in positions):
+            runner.tails.table[1] = runner.tails.table[1].flip(0)
+        outputs = runner.verify([sequences[row - 1] for row in rows], rows, positions, accepted)
+        for row, output, position, count in zip(rows, outputs, positions, accepted, strict=True):
+            want = expected[row - 1][position : position + count]
+            torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
+            at[row] += count
+    assert runner.backend.store.batches > len(CAPTURED)
 
 
 def test_scheduler_shared_tables_are_read_before_the_replay_only():
