@@ -31,6 +31,7 @@ from sgl_ragged.attention.kernels import (
     decode,
     describe,
     extend,
+    fit,
     gate,
     parts,
     quantize_fp8,
@@ -39,6 +40,7 @@ from sgl_ragged.attention.kernels import (
     seal,
     tiles,
 )
+from sgl_ragged.fitting.attention_matching import MOST_CORRECTED
 from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
@@ -56,6 +58,8 @@ TOKENS = 76
 """Of an open segment in a page: no power of two, and no divisor of the segment, as in general."""
 FEATURES = 128
 """Of gates, as calibration trains them."""
+CODED_QUERIES = 84
+"""Of codebooks, as calibration records them."""
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -132,6 +136,7 @@ def builds(architecture: int) -> Iterator[Build]:
     yield Build(describe.describe_kernel, types, constants, 4, "fp32", 0)
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in gate.gate_kernel.arg_names if not n.isupper()}
     yield Build(gate.gate_kernel, types, {"FEATURES": FEATURES}, 1, "fp32", 0)
+    yield from _fit_builds()
 
 
 def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build]:
@@ -244,6 +249,27 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
         if kernel is seal.gather_kernel:
             options = {"maxnreg": seal.gather_registers(form, dim)}
         yield Build(kernel, types, constants, warps, dtype, dim, options=options)
+
+
+def _fit_builds() -> Iterator[Build]:
+    """Kernels of fitting, whose numbers are float32 whatever the cache holds."""
+
+    def types(kernel: Any, **others: str) -> dict[str, str]:
+        names = [name for name in kernel.arg_names if not name.isupper()]
+        given = {"ridge": "fp32"} | others
+        return {name: given.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names}
+
+    weighed = {"TOKENS": MOST_CORRECTED, "QUERIES": CODED_QUERIES, "BLOCK": MOST_CORRECTED}
+    yield Build(fit.weights_kernel, types(fit.weights_kernel), weighed, 4, "fp32", 0)
+    halves = dict.fromkeys(("queries_ptr", "across_ptr", "outputs_ptr"), "*fp16")
+    seen = types(fit.seen_from_kernel, frequencies_ptr="*fp64", numbers_ptr="*i32", **halves)
+    stored = types(fit.stored_kernel, ranks_ptr="*i64", totals_ptr="*i64")
+    for dim in head_dims("fp32"):
+        constants = {"SEGMENT": SEGMENT, "QUERIES": CODED_QUERIES, "HEAD_DIM": dim}
+        yield Build(fit.seen_from_kernel, seen, constants, fit.seen_from_warps(dim), "fp32", dim)
+        for form in CODES.values():
+            rows = {"TOKENS": MOST_CORRECTED, "HEAD_DIM": dim, "BITS": form.key_bits, "CENTRED": form.centred}
+            yield Build(fit.stored_kernel, stored, rows, 4, form.name, dim)
 
 
 def _pages(dtype: str) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from sgl_ragged.fitting import torch_steps
 from sgl_ragged.fitting.attention_matching import MOST_KEPT, Kept, corrections
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.budgets import UNIT
@@ -82,7 +83,8 @@ def left_over(
         new = whole_keys, whole_values
         if references is not None and kept_count <= MOST_KEPT * segment:
             kept = Kept.of([kept_count] * heads, keys.device)
-            fitted = corrections(whole_keys, whole_values, kept, segment_indices, references, lambda rows, *_: rows)
+            whole = whole_keys, whole_values
+            fitted = corrections(*whole, kept, segment_indices, references, lambda rows, *_: rows, torch_steps)
             corrected = fitted.ranks[..., None].expand_as(fitted.keys)
             new = whole_keys.scatter(2, corrected, fitted.keys), whole_values.scatter(2, corrected, fitted.values)
         # Of what is kept of every segment.

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.fitting import attention_matching
+from sgl_ragged.fitting import attention_matching, torch_steps
 from sgl_ragged.fitting.attention_matching import MOST_GROWTH, corrections
 from sgl_ragged.fitting.fitted import HeadFit
 from sgl_ragged.fitting.references import References
@@ -44,11 +44,13 @@ def matched(keys, values, places, numbers, references, form=None):
     fit = HeadFit.of(layout, 0, references)
 
     def stored(rows, *asked):
-        return rows if form is None else fit.stored(rows, *asked, form)
+        if form is None:
+            return rows
+        return torch_steps.nearly_stored(rows, *asked, fit.kept, form.key_bits, form.centred)
 
     order = kept.int().argsort(dim=-1, descending=True, stable=True)
     ranked = (x.gather(2, order[..., None].expand_as(x)) for x in (keys, values))
-    found = corrections(*ranked, fit.kept, numbers, references, stored)
+    found = corrections(*ranked, fit.kept, numbers, references, stored, torch_steps)
     index = order.gather(2, found.ranks)[..., None].expand_as(found.keys)
     own = places[..., None].expand(*places.shape, DIM)
     pairs = (keys, found.keys), (values, found.values)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sgl_ragged.attention.kernels import seal
+from sgl_ragged.attention.kernels import fit, seal
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import Finished, InTails
@@ -48,13 +48,36 @@ class HeadTable:
         )
 
 
+class Whole:
+    """Heads that keep every token, in order, of as many segments as were asked for: what is the same for all of them.
+
+    kept, key_blocks: as `HeadTable` has them. numbers: int32 [segments], 0, 1, .. positions: int32 [segments, heads,
+    S], in order.
+    """
+
+    def __init__(self, heads: int, layout: SlabLayout, device: torch.device) -> None:
+        self.kept = torch.full((heads,), layout.segment, dtype=torch.int32, device=device)
+        self.key_blocks = torch.arange(heads, device=device) * (2 * layout.segment * layout.head_dim // 16)
+        self._segment = layout.segment
+        self.numbers = self.positions = torch.empty(0, dtype=torch.int32, device=device)
+
+    def of(self, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`numbers` and `positions` of so many."""
+        if len(self.numbers) < segments:
+            self.numbers = torch.arange(segments, dtype=torch.int32, device=self.kept.device)
+            order = torch.arange(self._segment, dtype=torch.int32, device=self.kept.device)
+            self.positions = order.repeat(segments, len(self.kept), 1)
+        return self.numbers[:segments], self.positions[:segments]
+
+
 class TritonSealer:
-    """`SlabStore.sealer` by kernels: three launches for a scorer that has a kernel, and what is corrected by torch's
-    batched solvers, without a wait for the device."""
+    """`SlabStore.sealer` by kernels: three launches for a scorer that has a kernel. What is corrected takes torch's
+    batched products and solvers beside, without a wait for the device."""
 
     def __init__(self, layout: SlabLayout, device: torch.device) -> None:
         self._layers = [HeadTable.of(layout, slice(n, n + 1), device) for n in range(layout.num_layers)]
         self._every = HeadTable.of(layout, slice(None), device)
+        self._whole = {count: Whole(count * layout.num_heads, layout, device) for count in {1, layout.num_layers}}
 
     def heads(self, layer: int | None) -> HeadTable:
         return self._every if layer is None else self._layers[layer]
@@ -78,14 +101,17 @@ class TritonSealer:
         if store.corrector is None:
             _write(store, heads, source, segments.slots, chosen)
             return self._by_layer(chosen, layers, layout)
+        whole = self._whole[len(layers)]
         for part in _parts(source, layout, len(segments)):
             # Copies: kernels are compiled for addresses that divide by 16.
-            own = replace(source, firsts=source.firsts[part].clone())
-            rows = seal.ordered_rows(own, chosen[part], layout.head_dim)
-            store.corrector.in_place(layers, rows, segments.segment_indices[part])
-            places = torch.arange(layout.segment, dtype=torch.int32, device=scores.device)
-            in_order = places.repeat(*rows.shape[:2], 1)
-            _write(store, heads, seal.Source.of_rows(rows, layout.num_heads), segments.slots[part].clone(), in_order)
+            firsts, slots = source.firsts[part], segments.slots[part]
+            if part.start:
+                firsts, slots = firsts.clone(), slots.clone()
+            numbers, in_order = whole.of(len(slots))
+            own = replace(source, firsts=firsts)
+            rows = seal.ordered_rows(own, chosen[part], numbers, whole.kept, whole.key_blocks, layout.head_dim)
+            store.corrector.in_place(layers, rows, segments.segment_indices[part], fit)
+            _write(store, heads, seal.Source.of_rows(rows, layout.num_heads, numbers), slots, in_order)
         return self._by_layer(chosen, layers, layout)
 
     @staticmethod

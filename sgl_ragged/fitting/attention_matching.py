@@ -10,25 +10,19 @@ everything else that it saw when it was recorded; D = M + R. All masses here are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 
 from sgl_ragged.fitting.references import References
-
-LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
-"""What one kept token may count."""
 
 MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
 """Per query, in squared shares of attention: how much weights and values hold on to 1 and to what they were."""
 
 COARSE_RIDGE = 3e-5
 """VALUE_RIDGE where keys have four bits: the format of the fewest bytes, in which few tokens stand for many."""
-
-STEPS = 8
-"""Of the projected gradient: what is left of the mass is left to the values; more made outputs no better."""
 
 MOST_CORRECTED = 64
 """Of the tokens that a head keeps, how many are corrected: those that the codebook attends to most."""
@@ -64,6 +58,44 @@ class Kept:
         return cls(counts, most, None if len(set(totals)) == 1 else own[..., None], ridge)
 
 
+class Steps(Protocol):
+    """What is many small operations in torch (`torch_steps`), and one launch each where there are kernels for it."""
+
+    def seen_from(self, references: References, numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
+        """`References.seen_from` of the last tokens of segments of `length` tokens, of their `numbers`, integers
+        [segments], in their sequences."""
+
+    def weights(
+        self, exps: torch.Tensor, whole: torch.Tensor, unchanged: torch.Tensor | None, ridge: float
+    ) -> torch.Tensor:
+        """Weights of kept tokens with which their shares of attention give what the segment had.
+
+        Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + ridge |w - 1|^2, by projected
+        Nesterov steps on variables scaled by the diagonal.
+
+        Args:
+            exps: float32 [..., kept, m]. whole: [..., 1, m], what they are shares of. unchanged: alike, what others
+                have of it; None for 1 of each.
+
+        Returns:
+            [..., kept, 1].
+        """
+
+    def nearly_stored(
+        self,
+        rows: torch.Tensor,
+        ranks: torch.Tensor | None,
+        keys: torch.Tensor,
+        kept: Kept,
+        bits: int,
+        centred: bool,
+    ) -> torch.Tensor:
+        """Rows of keys as codes of so many bits give them back, but for last bits; other arguments as in `Stored`.
+
+        centred: whether codes are of keys less the mean of all that a head keeps, in units of their spread.
+        """
+
+
 Stored = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """What rows of keys [segments, heads, n, d] will be once they are stored, in place of those at ranks [segments, heads,
 n] of the keys [segments, heads, most, d] of which heads keep their own; ranks None: in place of all."""
@@ -94,6 +126,7 @@ def corrections(
     numbers: torch.Tensor,
     references: References,
     stored: Stored,
+    steps: Steps,
 ) -> Corrections:
     """Correct kept keys and values, MOST_CORRECTED of each head at most: those that are attended to most.
 
@@ -109,7 +142,7 @@ def corrections(
     heads, _, queries = references.queries.shape
     at_once = max(1, at_once_bytes(keys.device) // bytes_per_segment(heads, queries, keys.shape[2]))
     split = (x.split(at_once) for x in (keys, values, numbers))
-    parts = [_correct(k, v, kept, n, references, stored) for k, v, n in zip(*split, strict=True)]
+    parts = [_correct(k, v, kept, n, references, stored, steps) for k, v, n in zip(*split, strict=True)]
     return parts[0] if len(parts) == 1 else Corrections.of(parts)
 
 
@@ -129,17 +162,18 @@ def _correct(
     numbers: torch.Tensor,
     references: References,
     stored: Stored,
+    steps: Steps,
 ) -> Corrections:
     keys, values, length, most = keys.float(), values.float(), keys.shape[2], kept.most
     # The codebook's queries look back from each segment's last token.
-    queries, bias, rest, output = references.seen_from((numbers + 1) * length - 1, numbers == 0)
+    queries, bias, rest, output = steps.seen_from(references, numbers, length)
     # In units of what else a query saw: where exponentials overflow, the head keeps its own.
     exps = (keys @ queries).sub_(rest).exp_()
     whole = exps.sum(dim=2, keepdim=True).add_(1.0)
     true = _plus(output, values, exps).div_(whole)
 
     kept_keys, kept_values, kept_exps = (x[:, :, :most] for x in (keys, values, exps))
-    ranks, unchanged, others = None, 1.0, output
+    ranks, unchanged, others = None, None, output
     mine, own_keys, own_values, valid = kept_exps, kept_keys, kept_values, kept.own
     if most > MOST_CORRECTED:
         ranks = _most_attended(kept_exps, whole, kept)
@@ -152,15 +186,16 @@ def _correct(
         others = _plus(output, kept_values * own, kept_exps)
     if valid is not None:
         mine = mine * valid
-    before = mine.sum(dim=2, keepdim=True).add_(unchanged)
-    weights = _weights(mine / whole, 1 - unchanged / whole, MASS_RIDGE * references.count)
+    beside = 1.0 if unchanged is None else unchanged
+    before = mine.sum(dim=2, keepdim=True).add_(beside)
+    weights = steps.weights(mine, whole, unchanged, MASS_RIDGE * references.count)
     longer = torch.addcmul(own_keys, weights.log(), bias)
 
     # Stored keys may lie beyond all true logits.
     changed = (stored(longer, ranks, kept_keys) @ queries).sub_(rest).exp_()
     if valid is not None:
         changed.mul_(valid)
-    now = changed.sum(dim=2, keepdim=True).add_(unchanged)
+    now = changed.sum(dim=2, keepdim=True).add_(beside)
     changed /= now
     gap = torch.addcmul(true, others, now.reciprocal(), value=-1)
     gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), changed.flatten(0, 1), alpha=-1)
@@ -213,42 +248,3 @@ def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: Kept) -> torch
     if kept.own is not None:
         shares = shares.masked_fill(~kept.own[..., 0], -1.0)
     return shares.argsort(dim=-1, descending=True, stable=True)[..., :MOST_CORRECTED]
-
-
-def _weights(shares: torch.Tensor, wanted: torch.Tensor, ridge: float) -> torch.Tensor:
-    """Weights of kept tokens with which their shares of attention give what the segment had.
-
-    Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + ridge |w - 1|^2, by projected Nesterov
-    steps on variables scaled by the diagonal.
-
-    Args:
-        shares: [..., kept, m]; wanted: [..., 1, m].
-
-    Returns:
-        [..., kept, 1].
-    """
-    gram = shares @ shares.transpose(-1, -2)
-    linear = (shares @ wanted.transpose(-1, -2))[..., 0] + ridge
-    gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    unit = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-    gram /= unit[..., None] * unit[..., None, :]
-    # No eigenvalue is larger than the largest sum of a row.
-    step = 1 / gram.sum(dim=-1).amax(dim=-1, keepdim=True)
-    gram.mul_(-step[..., None]).diagonal(dim1=-2, dim2=-1).add_(1.0)
-    linear, low, high = linear / unit * step, LEAST_WEIGHT * unit, MOST_WEIGHT * unit
-    now, ahead, momentum = unit, unit, 1.0
-    for _ in range(STEPS):
-        after = _moved(gram, ahead, linear).clamp_(low, high)
-        momentum, last = (1 + math.sqrt(1 + 4 * momentum**2)) / 2, momentum
-        ahead = torch.lerp(now, after, 1 + (last - 1) / momentum)
-        now = after
-    return (now / unit)[..., None]
-
-
-def _moved(matrix: torch.Tensor, vector: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """start [.., n] plus matrix [.., n, n] times vector [.., n]."""
-    if matrix.device.type == "cpu":
-        # LAPACK makes one product after the other, three times as slow.
-        return (matrix * vector[..., None, :]).sum(dim=-1).add_(start)
-    wide = (x.flatten(0, -2)[..., None] for x in (start, vector))
-    return torch.baddbmm(next(wide), matrix.flatten(0, -3), next(wide)).view(start.shape)

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sgl_ragged.fitting import torch_steps
 from sgl_ragged.fitting.attention_matching import (
     COARSE_RIDGE,
     MOST_KEPT,
     VALUE_RIDGE,
     Corrections,
     Kept,
+    Steps,
     at_once_bytes,
     bytes_per_segment,
     corrections,
@@ -21,8 +23,6 @@ from sgl_ragged.fitting.attention_matching import (
 from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.quantise import largest_code, rotation_matrix
-from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import Rows, SlabStore
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
@@ -45,39 +45,6 @@ class HeadFit:
         chosen = fitted_heads(layout, layer)
         heads = torch.tensor([head for head, _ in chosen], dtype=torch.int64, device=references.queries.device)
         return cls(heads, _kept(layout, chosen, heads.device), references.heads(heads))
-
-    def stored(
-        self, rows: torch.Tensor, places: torch.Tensor | None, keys: torch.Tensor, form: SlabFormat
-    ) -> torch.Tensor:
-        """Rows of keys as codes give them back; arguments as `attention_matching.Stored` has them."""
-        moments = None
-        if form.centred:
-            # Moments are those of all that a head keeps.
-            every = rows if places is None else keys.scatter(2, places[..., None].expand_as(rows), rows)
-            moments = self._moments(every)
-        return nearly_stored(rows, form.key_bits, moments)
-
-    def _moments(self, keys: torch.Tensor) -> torch.Tensor:
-        """`row_moments` of keys [segments, heads, most, d], but for their last bits."""
-        own = None if self.kept.own is None else self.kept.own.float()
-        counts = self.kept.totals[..., None].float()
-        mean = ((keys if own is None else keys * own).sum(dim=2, keepdim=True) / counts).half().float()
-        distance = (keys - mean).square_()
-        spread = ((distance if own is None else distance.mul_(own)).sum(dim=2, keepdim=True) / counts).sqrt_().sqrt_()
-        return torch.stack([mean, spread.clamp_min_(LEAST_SCALE).half().float()])
-
-
-def nearly_stored(rows: torch.Tensor, bits: int, moments: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [.., d] as codes of so many bits give them back; `stored_keys` in few operations, but for last bits.
-
-    Args:
-        moments: float32 [2 (mean, spread), .., 1, d], where the format's keys are centred.
-    """
-    matrix, most = rotation_matrix(rows.shape[-1], rows.device), largest_code(bits)
-    turned = (rows if moments is None else (rows - moments[0]).div_(moments[1])) @ matrix
-    scale = (turned.abs().amax(dim=-1, keepdim=True) / most).clamp_(LEAST_SCALE, MOST_SCALE).half().float()
-    back = turned.div_(scale).round_().clamp_(-most, most).mul_(scale) @ matrix
-    return back if moments is None else torch.addcmul(moments[0], back, moments[1])
 
 
 def fitted_heads(layout: SlabLayout, layer: int) -> list[tuple[int, int]]:
@@ -150,27 +117,27 @@ class StoreFit:
         ranked = firsts[:, fit.heads, None] + order.index_select(1, fit.heads)
         flat = ranked.flatten()
         keys, values = (x.flatten(0, 2).index_select(0, flat).view(*ranked.shape, -1) for x in every)
-        found = self._corrections(fit, layer, keys, values, numbers)
+        found = self._corrections(fit, layer, keys, values, numbers, torch_steps)
         corrected = ranked.gather(2, found.ranks).flatten()
         for x, new in zip(every, self._store.to_cache(layer, found.keys, found.values), strict=True):
             x.flatten(0, 2).index_copy_(0, corrected, movable(new).flatten(0, 2))
         return every[0], every[1]
 
-    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor) -> None:
+    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor, steps: Steps) -> None:
         """Correct what is kept. rows: [segments, heads of these layers, 2, S, d], what a head keeps in front."""
         heads = self._store.layout.num_heads
         for first, fit in [(layers[0], self._layers[layers[0]])] if len(layers) == 1 else self._runs:
             if not len(fit.heads):
                 continue
-            own = (first - layers[0]) * heads + fit.heads
+            own = fit.heads if first == layers[0] else (first - layers[0]) * heads + fit.heads
             keys, values = (rows[:, own, part] for part in (0, 1))
-            found = self._corrections(fit, first, keys, values, numbers)
+            found = self._corrections(fit, first, keys, values, numbers, steps)
             segment = torch.arange(len(rows), device=own.device)[:, None, None]
             for part, new in enumerate(self._store.to_cache(first, found.keys, found.values)):
                 movable(rows)[segment, own[:, None], part, found.ranks] = movable(new)
 
     def _corrections(
-        self, fit: HeadFit, layer: int, keys: torch.Tensor, values: torch.Tensor, numbers: torch.Tensor
+        self, fit: HeadFit, layer: int, keys: torch.Tensor, values: torch.Tensor, numbers: torch.Tensor, steps: Steps
     ) -> Corrections:
         """Of rows [segments, fitted heads, S, d], as the cache holds them or as its bytes, in the order of what is
         kept. layer: whose scales they have, where the cache is FP8."""
@@ -178,10 +145,12 @@ class StoreFit:
 
         def stored(rows: torch.Tensor, places: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
             rounded = store.from_cache(layer, 0, store.to_cache(layer, rows, rows)[0]).float()
-            return fit.stored(rounded, places, keys, form) if form.quantised else rounded
+            if not form.quantised:
+                return rounded
+            return steps.nearly_stored(rounded, places, keys, fit.kept, form.key_bits, form.centred)
 
         keys, values = (store.from_cache(layer, part, x.view(store.dtype)) for part, x in enumerate((keys, values)))
-        return corrections(keys, values, fit.kept, numbers, fit.references, stored)
+        return corrections(keys, values, fit.kept, numbers, fit.references, stored, steps)
 
 
 def layers_at_once(queries: torch.Tensor, layout: SlabLayout) -> int:

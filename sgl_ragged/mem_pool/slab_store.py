@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,8 +32,11 @@ class Corrector(Protocol):
         """Other rows for a layer's segments. order: what `rank_positions` says of these."""
         ...
 
-    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Change rows [segments, heads of one layer or of all, 2 (K, V), S, d]; what heads keep is in front."""
+    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor, steps: Any) -> None:
+        """Change rows [segments, heads of one layer or of all, 2 (K, V), S, d]; what heads keep is in front.
+
+        steps: `fitting.attention_matching.Steps`, of the caller's.
+        """
         ...
 
 

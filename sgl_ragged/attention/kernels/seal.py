@@ -78,13 +78,13 @@ class Source:
         return Source(keys, values, first_tokens[:, None], 1, key, value, key, value, 0, dim, heads, heads, 0)
 
     @staticmethod
-    def of_rows(rows: torch.Tensor, heads: int) -> Source:
+    def of_rows(rows: torch.Tensor, heads: int, numbers: torch.Tensor) -> Source:
         """Segments whose keys and values lie in one tensor [segments, heads of all layers, 2 (K, V), S, d], contiguous.
-        heads: of one layer."""
+        heads: of one layer. numbers: int32 [segments], 0, 1, .."""
         _, count, _, length, dim = rows.shape
-        head, firsts = 2 * length * dim, torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        head = 2 * length * dim
         strides = count * head, count * head, dim, dim, heads * head, head
-        return Source(rows[:, :, 0], rows[:, :, 1], firsts[:, None], 1, *strides, heads, count, 0)
+        return Source(rows[:, :, 0], rows[:, :, 1], numbers[:, None], 1, *strides, heads, count, 0)
 
     @property
     def constants(self) -> dict[str, int]:
@@ -388,17 +388,21 @@ def gather(
     )
 
 
-def ordered_rows(source: Source, positions: torch.Tensor, head_dim: int) -> torch.Tensor:
+def ordered_rows(
+    source: Source,
+    positions: torch.Tensor,
+    numbers: torch.Tensor,
+    kept: torch.Tensor,
+    key_blocks: torch.Tensor,
+    head_dim: int,
+) -> torch.Tensor:
     """Keys and values of whole segments in another order: [segments, heads, 2 (K, V), S, d].
 
     Args:
-        positions: from `choose`.
+        positions: from `choose`. numbers: int32 [segments], 0, 1, ..
+        kept, key_blocks: as in `gather`, where every head keeps all.
     """
     segments, heads, segment = positions.shape
-    device = positions.device
-    rows = torch.empty((segments, heads, 2, segment, head_dim), dtype=source.keys.dtype, device=device)
-    kept = torch.full((heads,), segment, dtype=torch.int32, device=device)
-    blocks = torch.arange(heads, device=device) * (2 * segment * head_dim // 16)
-    slots = torch.arange(segments, device=device)
-    gather(source, rows.flatten(1), slots, positions, kept, blocks, segment, head_dim)
+    rows = torch.empty((segments, heads, 2, segment, head_dim), dtype=source.keys.dtype, device=positions.device)
+    gather(source, rows.flatten(1), numbers, positions, kept, key_blocks, segment, head_dim)
     return rows

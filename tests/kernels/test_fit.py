@@ -1,0 +1,73 @@
+"""Kernels of fitting, in the interpreter, against the same steps in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sgl_ragged.attention.kernels import fit
+from sgl_ragged.fitting import torch_steps
+from sgl_ragged.fitting.attention_matching import Kept
+from sgl_ragged.fitting.references import References
+from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+
+SEGMENTS, HEADS = 2, 3
+
+
+@pytest.mark.parametrize(("dim", "queries"), [(16, 7), (24, 40)])
+def test_queries_are_seen_from_the_ends_of_segments(dim, queries):
+    """Of the first segment of a sequence and of a far one; of some heads, out of order, and where not all is turned."""
+    generator = torch.Generator().manual_seed(dim)
+    made = {
+        QUERIES: torch.randn(HEADS, queries, dim, generator=generator).half(),
+        MASSES: torch.rand(HEADS, 2, queries, generator=generator),
+        OUTPUTS: torch.randn(HEADS, 2, queries, dim, generator=generator).half(),
+        ROPE[0]: torch.rand(1, dim // 4, generator=generator).double(),
+        ROPE[1]: torch.randperm(dim, generator=generator)[None],
+    }
+    references = References.of(made, 0.3)
+    numbers = torch.tensor([0, 4000])
+    for some in (references, references.heads(slice(1, 3)), references.heads(torch.tensor([2, 0]))):
+        found, wanted = fit.seen_from(some, numbers, 64), torch_steps.seen_from(some, numbers, 64)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "queries"), [(1, 5), (17, 33), (64, 84)])
+@pytest.mark.parametrize("others", [True, False])
+def test_weights_are_those_of_the_projected_gradient(tokens, queries, others):
+    generator = torch.Generator().manual_seed(tokens)
+    exps = torch.rand(SEGMENTS, HEADS, tokens, queries, generator=generator).square()
+    # As if half of what the segment had were dropped; of one token nothing is attended to.
+    exps[0, 0, 0] = 0
+    whole = 2 * exps.sum(dim=2, keepdim=True) + 1
+    unchanged = whole * torch.rand(whole.shape, generator=generator) * 0.3 if others else None
+    ridge = 1e-6 * queries
+    found, wanted = (of.weights(exps, whole, unchanged, ridge) for of in (fit, torch_steps))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert wanted.std() > 0 or tokens == 1
+
+
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("some", [True, False])
+def test_rows_are_nearly_what_codes_give_back(centred, some):
+    """Of heads that keep different numbers, where all or some rows are replaced."""
+    generator = torch.Generator().manual_seed(int(some))
+    totals = [5, 33, 20]
+    kept = Kept.of(totals, "cpu")
+    every = torch.randn(SEGMENTS, HEADS, 40, 24, generator=generator) * 2 + torch.linspace(-8, 8, 24)
+    keys, ranks = every[:, :, : kept.most], None
+    count = kept.most
+    if some:
+        count = 18
+        ranks = torch.stack([torch.randperm(kept.most, generator=generator)[:count] for _ in range(6)])
+        ranks = ranks.view(SEGMENTS, HEADS, count)
+    rows = torch.randn(SEGMENTS, HEADS, count, 24, generator=generator) * 2 + 3
+    for bits in (4, 8):
+        found, wanted = (of.nearly_stored(rows, ranks, keys, kept, bits, centred) for of in (fit, torch_steps))
+        step = (rows.abs().amax() + 8) / 2 ** (bits - 1)
+        distance = (found - wanted).abs()
+        assert distance.max() < 2 * step
+        # A last bit may take a code to its neighbour.
+        assert (distance > 1e-4).float().mean() < 0.01
+        assert (found - rows).abs().max() > 1e-3
