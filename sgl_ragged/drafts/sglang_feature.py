@@ -24,8 +24,8 @@ FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 ADAPTERS, RANKS = "--enable-lora", "more ranks than one"
 
-BY_MODEL = "--speculative-algorithm STANDALONE"
-"""Drafts by a model of their own."""
+BY_MODEL = "a draft model"
+"""Drafts by a smaller model, or by a head on the served model's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Drafting(Feature):
     def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
         from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
+        sglang_flags.refuse_resolved(launch.view)
         graphs = with_phase(launch.view.cuda_graph_config, Phase.DECODE, backend=Backend.DISABLED)
         changed = {"disable_overlap_schedule": True, "cuda_graph_config": graphs}
         if sglang_flags.by_model(launch.server_args):
