@@ -24,9 +24,10 @@ MIXED = {"eagle": 0.01, "eagle3": 0.01}
 """Standard deviation of weights on hidden states."""
 
 
-def make_followed(folder: Path) -> Path:
-    """The model: see above. Its even query heads are not heard, so that a head may use them for itself."""
-    make_llama(folder, num_hidden_layers=3)
+def make_followed(folder: Path, head_dim: int = 64) -> Path:
+    """The model: see above. Its even query heads are not heard, so that a head may use them for itself, if values are
+    as large as embeddings."""
+    make_llama(folder, num_hidden_layers=3, head_dim=head_dim)
     weights = load_file(folder / "model.safetensors")
     embeddings = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = embeddings / embeddings.square().mean(-1, keepdim=True).sqrt()
@@ -35,10 +36,11 @@ def make_followed(folder: Path) -> Path:
             weights[f"model.layers.{layer}.{name}.weight"] *= 0.05 if name.endswith("o_proj") else 1.0
             if layer:
                 weights[f"model.layers.{layer}.{name}.weight"].zero_()
-    heard = weights["model.layers.0.self_attn.o_proj.weight"].unflatten(1, (4, 2, 64))
-    heard[:, :, 0].zero_()
-    values = "model.layers.0.self_attn.v_proj.weight"
-    weights[values] = torch.linalg.qr(weights[values]).Q.contiguous()
+    if head_dim == 64:
+        heard = weights["model.layers.0.self_attn.o_proj.weight"].unflatten(1, (4, 2, 64))
+        heard[:, :, 0].zero_()
+        values = "model.layers.0.self_attn.v_proj.weight"
+        weights[values] = torch.linalg.qr(weights[values]).Q.contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -72,6 +74,27 @@ def make_follower(model: Path, folder: Path, kind: str) -> Path:
         config = folder / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"norm_output": True}))
     save_file({name: weight.contiguous() for name, weight in head.items()}, path, metadata={"format": "pt"})
+    return folder
+
+
+def make_mtp(folder: Path) -> Path:
+    """A like model as a MiMo, whose checkpoint has a layer that drafts beside its own (`models/mimo_mtp.py`)."""
+    weights = load_file(make_followed(folder, head_dim=32) / "model.safetensors")
+    for layer in range(3):
+        for letter in "qkv":
+            name = f"model.layers.{layer}.self_attn.{letter}_proj"
+            weights[f"{name}.bias"] = torch.zeros(len(weights[f"{name}.weight"]))
+    own = "model.mtp_layers.0."
+    first = {name.replace("model.layers.0.", own): weight for name, weight in weights.items() if ".layers.0." in name}
+    ones, identity = torch.ones(256), torch.eye(256)
+    mixed = 0.01 * torch.randn((256, 256), generator=torch.Generator().manual_seed(1))
+    weights |= {name: weight.clone() for name, weight in first.items()}
+    weights |= {f"{own}{name}_layernorm.weight": ones.clone() for name in ("token", "hidden", "final")}
+    weights[f"{own}input_proj.weight"] = torch.cat((mixed, identity), 1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    more = {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | more))
     return folder
 
 

@@ -70,7 +70,7 @@ def launch(view: object = None, **given: object) -> Launch:
         ({"speculative_adaptive": True}, "drop --speculative-adaptive"),
         ({"speculative_use_rejection_sampling": True}, "rejection sampling has not been tested"),
         ({"speculative_algorithm": "EAGLE3"}, "EAGLE3 has drafts by a model: add --speculative-draft-model-path"),
-        ({"speculative_algorithm": "nextn"}, "NEXTN has drafts by a model: add --speculative-draft-model-path"),
+        ({"speculative_algorithm": "nextn"}, "set --speculative-eagle-topk 1 and --speculative-num-steps"),
         ({**HEAD, "speculative_eagle_topk": None}, "set --speculative-eagle-topk 1 and --speculative-num-steps"),
         ({**HEAD, "speculative_eagle_topk": 4}, "no trees: set --speculative-eagle-topk 1"),
         ({**HEAD, "speculative_num_steps": None}, "needs --speculative-num-steps"),
@@ -160,6 +160,13 @@ def test_a_head_for_another_model_is_refused_in_one_line(tmp_path, algorithm, ch
     with pytest.raises(RaggedConfigError, match=words) as refused:
         read_draft_model(starts[1])
     assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_without_layers_that_draft_needs_a_head(tmp_path):
+    model = load_model_config(make_config(tmp_path))
+    start = replace(launch(**HEAD | {"speculative_draft_model_path": None}), model=model, kv_dtype=torch.bfloat16)
+    with pytest.raises(RaggedConfigError, match=r"no layers that draft .* add --speculative-draft-model-path"):
+        read_draft_model(start)
 
 
 def test_a_step_of_drafting_sees_what_counts_and_the_drafts_up_to_its_own():

@@ -18,12 +18,11 @@ from sgl_ragged.windows.sglang_pool import slab_pool
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 """In the config of an EAGLE-3 head: behind which layers of the model it reads."""
 
-HEADS = {
-    "EAGLE": ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"),
-    "NEXTN": ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"),
-    "EAGLE3": ("LlamaForCausalLMEagle3",),
-}
-"""Architectures of heads that draft from hidden states, by algorithm, as their config.json names them."""
+_OF_EAGLE = ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MiMoMTP")
+
+HEADS = {"EAGLE": _OF_EAGLE, "NEXTN": _OF_EAGLE, "EAGLE3": ("LlamaForCausalLMEagle3",)}
+"""Architectures that draft from hidden states, by algorithm: as config.json names heads, and as SGLang names the layers
+of a checkpoint that draft (MTP)."""
 
 
 def read_draft_model(launch: Launch) -> DraftModel:
@@ -35,7 +34,7 @@ def read_draft_model(launch: Launch) -> DraftModel:
     """
     from sgl_ragged.plugin.model_support import expected_kv_dtype, load_model_config, model_geometry, refuse_model
 
-    path = launch.server_args.speculative_draft_model_path
+    path = launch.server_args.speculative_draft_model_path or launch.model.model_path
     # Where no server is started, SGLang has resolved nothing.
     config = (
         load_model_config(Path(path), draft=True)
@@ -53,7 +52,8 @@ def read_draft_model(launch: Launch) -> DraftModel:
         raise RaggedConfigError(f"{path} has sliding windows, which have not been tested in a draft model; use another")
     kv_dtype = launch.kv_dtype if launch.view is None else expected_kv_dtype(config, launch.view.kv_cache_dtype)
     assert kv_dtype is not None, "the cache is known"
-    return DraftModel(Path(path).name, geometry.num_layers, geometry.num_heads, geometry.head_dim, kv_dtype.itemsize)
+    layers = config.num_nextn_predict_layers or geometry.num_layers
+    return DraftModel(Path(path).name, layers, geometry.num_heads, geometry.head_dim, kv_dtype.itemsize)
 
 
 def _refuse_head(head: Any, launch: Launch) -> None:
@@ -63,6 +63,11 @@ def _refuse_head(head: Any, launch: Launch) -> None:
     algorithm, model, config = launch.server_args.speculative_algorithm.upper(), launch.model, head.hf_config
     path, found = launch.server_args.speculative_draft_model_path, architecture(head)
     known = HEADS[algorithm]
+    if path is None and found not in known:
+        raise RaggedConfigError(
+            f"the checkpoint of {architecture(model)} has no layers that draft and are tested with --kv-pool ragged: "
+            f"add --speculative-draft-model-path, or use NGRAM"
+        )
     if found not in known:
         raise RaggedConfigError(
             f"{path} is of architecture {found}, and with --kv-pool ragged {algorithm} has been tested with "
@@ -80,13 +85,15 @@ def _refuse_head(head: Any, launch: Launch) -> None:
             f"reads behind layers {aux} of {model.num_hidden_layers}, and not the last one can be read",
         ),
         (
-            algorithm != "EAGLE3" and bool(config.tie_word_embeddings),
+            found.endswith("Eagle") and bool(config.tie_word_embeddings),
             "has tie_word_embeddings in its config.json, and SGLang gives it embeddings and output of the model apart",
         ),
     )
     for applies, why in wrong:
         if applies:
-            raise RaggedConfigError(f"{path} is no head for this model: it {why}; use one that was made for it")
+            raise RaggedConfigError(
+                f"{path or model.model_path} is no head for this model: it {why}; use one that was made for it"
+            )
 
 
 def _as_workers_read_it(server_args: Any, path: str) -> Any:

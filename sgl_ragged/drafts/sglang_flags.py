@@ -128,7 +128,8 @@ def refuse(server_args: Any) -> None:
         value = getattr(server_args, name)
         if value not in fine:
             raise RaggedConfigError(f"{reason} ({name} is {value!r})")
-    if by_model(server_args) and not server_args.speculative_draft_model_path:
+    # Of EAGLE it may be the served model's own checkpoint.
+    if algorithm.upper() in ("STANDALONE", "EAGLE3") and not server_args.speculative_draft_model_path:
         raise RaggedConfigError(
             f"{algorithm.upper()} has drafts by a model: add --speculative-draft-model-path, or use NGRAM"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.draft_head import make_head
-from tests.draft_heads import drafted_per_step, make_followed, make_follower
+from tests.draft_heads import drafted_per_step, make_followed, make_follower, make_mtp
 from tests.server.client import flush, found_of, server_settings
 from tests.server.test_bounded_history import STRICT
 from tests.server.test_draft_models import FLAGS, SEGMENT, prompt
@@ -21,7 +21,7 @@ KINDS = ("eagle", "eagle3")
 TOKEN_BYTES = 4 * 1 * 4 * 64 * 2
 """Of a head in float32: 1 layer of 4 heads of dimension 64, keys and values."""
 
-PROMPTS = [prompt(seed, n) for seed, n in enumerate((1, 2 * SEGMENT, 3 * SEGMENT - 1, 301))]
+PROMPTS = [prompt(seed, n) for seed, n in enumerate((1, SEGMENT + 1, 3 * SEGMENT - 1, 301))]
 
 
 def by_head(kind: str, folder: object) -> tuple[str, ...]:
@@ -121,6 +121,25 @@ def test_drafts_are_those_of_a_head_in_torch(model, head, drafting):
     assert min(said) > 1.2
     # SGLang counts the tokens behind the prompt's step, and those behind an answer's end.
     np.testing.assert_allclose([one.per_step for one in found], said, rtol=0.08)
+
+
+@pytest.mark.thorough
+def test_a_layer_of_the_checkpoint_drafts(servers, tmp_path):
+    """MTP: no other folder is needed."""
+    own = make_mtp(tmp_path / "own")
+    drafts = ("--speculative-algorithm", "NEXTN", "--speculative-eagle-topk", "1", "--speculative-num-steps", "4")
+    with servers.serve(own, *FLAGS, "--kv-bytes", "24MiB", log=tmp_path / "plain.log", env=STRICT) as server:
+        want = [ask(server, one, NEW) for one in PROMPTS]
+    with servers.serve(own, *FLAGS, *drafts, "--kv-bytes", "32MiB", log=tmp_path / "log", env=STRICT) as server:
+        assert server_settings(server)["draft_bytes_per_token"] == 4 * 1 * 4 * 32 * 2
+        cold, hits = ([ask(server, one, NEW) for one in PROMPTS] for _ in range(2))
+    for found in (cold, hits):
+        for have, one in zip(found, want, strict=True):
+            assert_same(have, one)
+    assert [one.cached for one in hits] == [0, SEGMENT, 3 * SEGMENT - 2, 300]
+    rates = [float(np.mean([one.per_step for one in found])) for found in (cold, hits)]
+    assert rates[0] > 1.3
+    assert rates[1] == pytest.approx(rates[0], rel=0.1)
 
 
 @pytest.mark.thorough
