@@ -135,8 +135,8 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         (("--kv-bytes", "many"), "cannot read 'many'"),
         (("--page-size", "1"), "--page-size 1 differs from the segment length 256"),
         (
-            ("--speculative-algorithm", "EAGLE"),
-            "EAGLE is not supported with --kv-pool ragged, where NGRAM and STANDALONE are; use",
+            ("--speculative-algorithm", "DFLASH"),
+            "DFLASH is not supported with --kv-pool ragged, where NGRAM, STANDALONE, EAGLE, EAGLE3, NEXTN are; use",
         ),
         (("--speculative-algorithm", "NGRAM"), "chains, no trees: set --speculative-ngram-max-bfs-breadth 1"),
         ((*CHAINS, "--speculative-ngram-external-corpus-path", "f"), "an external corpus"),

@@ -34,8 +34,8 @@ def ngram_worker() -> type:
     return NGRAMWorker
 
 
-def draft_model_worker() -> type:
-    """SGLang's worker for drafts by a model of its own; else as `ngram_worker`."""
+def draft_model_worker(algorithm: str) -> type:
+    """SGLang's worker for drafts by a model: a smaller one, or a head on hidden states; else as `ngram_worker`."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worker_v2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -50,7 +50,7 @@ def draft_model_worker() -> type:
             (MHATokenToKVPool, "_init_kv_copy_and_warmup", _copy_by_torch),
         )
     )
-    return StandaloneWorkerV2
+    return StandaloneWorkerV2 if algorithm == "STANDALONE" else eagle_worker_v2.EAGLEWorkerV2
 
 
 def _replace_verification() -> None:

@@ -24,8 +24,8 @@ FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 
 ADAPTERS, RANKS = "--enable-lora", "more ranks than one"
 
-BY_MODEL = "--speculative-algorithm STANDALONE"
-"""Drafts by a model of their own."""
+BY_MODEL = "a draft model"
+"""Drafts by a smaller model, or by a head on the served model's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Drafting(Feature):
         return True
 
     def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
+        sglang_flags.refuse_resolved(launch.view)
         changed: dict[str, Any] = {"disable_overlap_schedule": True}
         if sglang_flags.by_model(launch.server_args):
             changed["speculative_draft_attention_backend"] = sglang_flags.draft_backend(launch)

@@ -8,15 +8,18 @@ from typing import Any
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.launch import Launch
 
-ALGORITHMS = ("NGRAM", "STANDALONE")
-"""Whose drafts are verified: n-grams, and a model of its own."""
+ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+"""Whose drafts are verified: n-grams, a smaller model, and heads that read the served model's hidden states. NEXTN is
+SGLang's other name of EAGLE."""
 
-USE = "use --speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1, or STANDALONE with a draft model"
+HEADS = ("EAGLE", "EAGLE3", "NEXTN")
+
+USE = "use --speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1, or one of the others with a draft model"
 
 IN_LAYOUTS = ("speculative_algorithm", "speculative_draft_model_path")
 """Settings on which sizes depend."""
 
-WIDTHS = {"NGRAM": 12, "STANDALONE": 4}
+WIDTHS = {"NGRAM": 12, "STANDALONE": 4, "EAGLE": 4, "EAGLE3": 4, "NEXTN": 4}
 """Tokens of a chain where nobody says, in SGLang."""
 
 BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
@@ -37,7 +40,7 @@ _OF_ALL: Forbidden = (
     (
         "speculative_use_rejection_sampling",
         (False,),
-        "rejection sampling needs drafts by EAGLE, which --kv-pool ragged does not serve; drop the flag",
+        "rejection sampling has not been tested with --kv-pool ragged; drop the flag",
     ),
     (
         "enable_watermark",
@@ -76,6 +79,26 @@ _OF_A_MODEL: Forbidden = (
         "the draft model's cache has the model's dtype with --kv-pool ragged; drop the flag",
     ),
     (
+        "enable_multi_layer_eagle",
+        (False,),
+        "draft heads of several layers, each for one step, have not been tested with --kv-pool ragged; drop the flag",
+    ),
+    (
+        "speculative_token_map",
+        (None,),
+        "drafts from a part of the vocabulary have been tested with EAGLE3 alone, whose heads name it; drop the flag",
+    ),
+    (
+        "speculative_draft_window_size",
+        (None,),
+        "a sliding window in a draft model has not been tested with --kv-pool ragged; drop the flag",
+    ),
+    (
+        "speculative_use_block_verification",
+        (False,),
+        "verification by blocks has not been tested with --kv-pool ragged; drop the flag",
+    ),
+    (
         "decoupled_spec_role",
         (None, "null"),
         "drafts from another server have not been tested with --kv-pool ragged; drop the flag",
@@ -84,8 +107,13 @@ _OF_A_MODEL: Forbidden = (
 
 
 def by_model(server_args: Any) -> bool:
-    """True if a model of its own drafts."""
-    return (server_args.speculative_algorithm or "").upper() == "STANDALONE"
+    """True if a model drafts, be it a head: it has a cache of its own."""
+    return (server_args.speculative_algorithm or "").upper() in ("STANDALONE", *HEADS)
+
+
+def by_head(server_args: Any) -> bool:
+    """True if what drafts reads the served model's hidden states."""
+    return (server_args.speculative_algorithm or "").upper() in HEADS
 
 
 def refuse(server_args: Any) -> None:
@@ -94,16 +122,41 @@ def refuse(server_args: Any) -> None:
     if algorithm.upper() not in ALGORITHMS:
         raise RaggedConfigError(
             f"--speculative-algorithm {algorithm} is not supported with --kv-pool ragged, where "
-            f"{' and '.join(ALGORITHMS)} are; {USE}"
+            f"{', '.join(ALGORITHMS)} are; {USE}"
         )
     for name, fine, reason in _OF_ALL + (_OF_A_MODEL if by_model(server_args) else _OF_NGRAMS):
         value = getattr(server_args, name)
         if value not in fine:
             raise RaggedConfigError(f"{reason} ({name} is {value!r})")
-    if by_model(server_args) and not server_args.speculative_draft_model_path:
-        raise RaggedConfigError("STANDALONE has drafts by a model: add --speculative-draft-model-path, or use NGRAM")
+    # Of EAGLE it may be the served model's own checkpoint.
+    if algorithm.upper() in ("STANDALONE", "EAGLE3") and not server_args.speculative_draft_model_path:
+        raise RaggedConfigError(
+            f"{algorithm.upper()} has drafts by a model: add --speculative-draft-model-path, or use NGRAM"
+        )
+    if by_model(server_args):
+        _refuse_steps(server_args)
     if by_model(server_args) and os.environ.get(PLAN_STREAM, "").lower() in ("1", "true", "yes", "y"):
         raise RaggedConfigError(f"{PLAN_STREAM} plans verification before drafts are known; unset it")
+
+
+def _refuse_steps(server_args: Any) -> None:
+    """What SGLang asserts, and what it would choose itself: trees, for some models."""
+    topk, steps = server_args.speculative_eagle_topk, server_args.speculative_num_steps
+    if steps is None and (topk is not None or server_args.speculative_num_draft_tokens is not None):
+        raise RaggedConfigError("SGLang needs --speculative-num-steps beside other sizes of drafts: add it")
+    if by_head(server_args) and topk is None:
+        raise RaggedConfigError(
+            "for some models SGLang drafts trees by itself: set --speculative-eagle-topk 1 and --speculative-num-steps"
+        )
+
+
+def refuse_resolved(view: Any) -> None:
+    """Raise RaggedConfigError for what SGLang has made of flags that can be served; view: its resolved settings."""
+    if view.speculative_algorithm not in ALGORITHMS or view.enable_multi_layer_eagle:
+        what = "several layers" if view.enable_multi_layer_eagle else view.speculative_algorithm
+        raise RaggedConfigError(
+            f"for these models SGLang drafts by {what}, which --kv-pool ragged does not serve; {USE}"
+        )
 
 
 def draft_backend(launch: Launch) -> str:

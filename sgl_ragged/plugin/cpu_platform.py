@@ -9,6 +9,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+_BY_MODEL = ("STANDALONE", "EAGLE", "EAGLE3")
+"""SGLang's names of drafts by a model; NEXTN has become EAGLE when it asks."""
+
 
 class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """An x86 CPU with PyTorch's own operators in place of SGLang's AMX kernels."""
@@ -26,13 +29,14 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == "STANDALONE"
+        return algorithm in _BY_MODEL
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
         from sgl_ragged.drafts import sglang_cpu
 
-        makers = {"NGRAM": sglang_cpu.ngram_worker, "STANDALONE": sglang_cpu.draft_model_worker}
-        return makers[algorithm]() if algorithm in makers else None
+        if algorithm == "NGRAM":
+            return sglang_cpu.ngram_worker()
+        return sglang_cpu.draft_model_worker(algorithm) if algorithm in _BY_MODEL else None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
         from sgl_ragged.drafts.torch_verify import extend_locations

@@ -63,7 +63,9 @@ class OpenRadixCache(UnifiedRadixCache):
         self.slabs: SlabAllocator = slab_allocator(params.token_to_kv_pool_allocator)
         self.entries = self.slabs.open_segments.kept
         self.below: Below | None = None
-        super().__init__(params)
+        # By single tokens, even where drafts are made from hidden states. For these SGLang takes pairs of tokens, since
+        # what such a head keeps of a token depends on the next one: it finds one token less, and never another's.
+        super().__init__(replace(params, is_eagle=False))
         self._found: set[Entry] = set()
         self._locations: dict[str, torch.Tensor] = {}
         self._kept_rows: dict[int, int] = {}
