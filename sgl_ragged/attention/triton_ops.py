@@ -14,6 +14,7 @@ import torch
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
 from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
 from sgl_ragged.attention.kernels.append import GateInputs
+from sgl_ragged.attention.kernels.newest import Newest
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_seal import TritonSealer
@@ -113,7 +114,6 @@ class TritonOps(Operations):
                 self._work[id(counts)] = _layer_work(counts, store.layout.kept, device)
         parts = self.cta_map.most_parts(max_batch)
         self._view = DecodeView.empty(max_batch, self._max_segments, store.tails)
-        self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
 
@@ -295,35 +295,44 @@ class TritonOps(Operations):
         lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store, view = self.store, batch.view
-        numbers = self._numbers[: len(view)]
-        tokens = head_rows(keys), head_rows(values), numbers, numbers, view.open_offsets, view.pages
-        gate_inputs = self._gate_inputs(layer, scorer_inputs)
-        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None, gate_inputs)
-        if scorer_inputs is not None and gate_inputs is None:
-            store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
-        return self.attend(layer, queries, batch, lse, sinks)
+        view = batch.view
+        newest = self.newest(layer, keys, values, scorer_inputs)
+        if scorer_inputs is not None and newest.gate is None:
+            self.store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
+        return self.attend(layer, queries, newest, batch, lse, sinks)
+
+    def newest(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, scorer_inputs: torch.Tensor | None = None
+    ) -> Newest:
+        """What a decode step writes to the tails, from the arguments of `decode`."""
+        scales = self.store.kv_scales[layer] if self.store.fp8 else None
+        return Newest(head_rows(keys), head_rows(values), scales, self._gate_inputs(layer, scorer_inputs))
 
     def attend(
         self,
         layer: int,
         queries: torch.Tensor,
+        newest: Newest,
         batch: TritonDecodeBatch,
         lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
+        """Decode attention over slabs, tails and the new tokens, which are written to the tails on the way:
+        [batch, heads, q_per_kv, head_dim]."""
         work = batch.work[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        self.attend_parts(layer, queries, batch.view, work)
+        self.attend_parts(layer, queries, newest, batch.view, work)
         decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse, sinks)
         return output
 
-    def attend_parts(self, layer: int, queries: torch.Tensor, view: DecodeView, work: LayerWork) -> object:
+    def attend_parts(
+        self, layer: int, queries: torch.Tensor, newest: Newest, view: DecodeView, work: LayerWork
+    ) -> object:
         """The first launch of decode attention; what it returns is that of `kernels.decode.decode_parts`."""
         store = self.store
         return decode.decode_parts(
             head_rows(queries),
+            newest,
             store.slabs,
             store.tails.data,
             layer,
