@@ -184,6 +184,8 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         if dtype in FP8:
             types |= dict.fromkeys(scales, "fp32")
         own = common | ({} if dtype in FP8 else dict.fromkeys(scales))
+        if kernel is extend.extend_kernel:
+            own["sinks_ptr"] = None
         strides = {name: "i32" for name in kernel.arg_names if name not in types | own and not name.isupper()}
         blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         blocks["PRECISION"] = tile.precision

@@ -125,8 +125,9 @@ def test_partial_heads_compile_as_well(kernel):
     assert kernel is decode.combine_kernel or found.async_depth >= 2, found
 
 
-def test_learned_sinks_compile_as_well():
-    build = one_build(decode.combine_kernel)
+@pytest.mark.parametrize("kernel", [decode.combine_kernel, extend.extend_kernel, extend.combine_tiles_kernel])
+def test_learned_sinks_compile_as_well(kernel):
+    build = one_build(kernel)
     constants = {name: value for name, value in build.constants.items() if name != "sinks_ptr"}
     found = compile_build(
         dataclasses.replace(build, types=build.types | {"sinks_ptr": "*bf16"}, constants=constants), 90

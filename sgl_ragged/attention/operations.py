@@ -63,7 +63,8 @@ class Operations(ABC):
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
     adds_sinks: bool = False
-    """True where `decode` takes `sinks`, the layer's learned sinks [heads * q_per_kv], and the output has them."""
+    """True where `extend` and `decode` take `sinks`, the layer's learned sinks [heads * q_per_kv], and the output has
+    them; `lse` has not."""
 
     block_m: int | None = None
     """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
@@ -158,6 +159,7 @@ class Operations(ABC):
         batch: Any,
         scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store a chunk's keys and values, seal the segments that it finishes, attend.
 
@@ -169,6 +171,7 @@ class Operations(ABC):
             lse: float32 [tokens, heads, q_per_kv], all -inf, to be filled with the natural log-sum-exps of the logits;
                 layers with partial heads need it. They remain -inf where a head attends to nothing here, and its
                 output is 0.
+            sinks: as `adds_sinks` says.
 
         Returns:
             [tokens, heads, q_per_kv, head_dim]; zeros for tokens of no chunk. Changes the slabs of finished segments
@@ -183,7 +186,7 @@ class Operations(ABC):
         self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, batch.view)
         store.seal(layer, batch.tail_seals)
         self.seal_chunks(layer, keys, values, scorer_inputs, batch)
-        self.attend_chunks(layer, queries, keys, values, batch, output, lse)
+        self.attend_chunks(layer, queries, keys, values, batch, output, lse, *([] if sinks is None else [sinks]))
         self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, batch.view)
         return output
 
@@ -242,7 +245,7 @@ class Operations(ABC):
         lse: torch.Tensor | None = None,
     ) -> object:
         """The attention of `extend` alone, to keys and values as the cache holds them, into `output`, as
-        `room_for_output` gives it, and `lse`."""
+        `room_for_output` gives it, and `lse`. Takes `sinks` behind these where `adds_sinks`."""
 
     @abstractmethod
     def decode(

@@ -257,6 +257,7 @@ class TritonOps(Operations):
         batch: TritonExtendBatch,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> object:
         """The attention of `extend` alone, into `output`; what it returns is that of `kernels.extend.extend`."""
         store = self.store
@@ -282,6 +283,7 @@ class TritonOps(Operations):
             self._opens[layer],
             lse,
             store.layout.form,
+            sinks,
         )
 
     def decode(

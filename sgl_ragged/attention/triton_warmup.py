@@ -70,4 +70,6 @@ def _attention(
     if operations.adds_sinks and operations.is_whole(layer):
         for dtype in {operations.store.query_dtype, torch.float32}:
             sinks = queries.new_zeros(queries[0, :, :, 0].numel(), dtype=dtype)
+            for one in batches:
+                operations.attend_chunks(layer, queries, keys, keys, one, output, None, sinks)
             operations.attend(layer, queries, newest, step, None, sinks)
