@@ -30,6 +30,7 @@ from sgl_ragged.attention.kernels import (
     append,
     decode,
     describe,
+    describe_chunks,
     extend,
     gate,
     parts,
@@ -130,6 +131,10 @@ def builds(architecture: int) -> Iterator[Build]:
     pages = _pages("bf16")["PAGES"]
     constants = {"SEGMENT": SEGMENT, "PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe.BLOCK_SLOTS}
     yield Build(describe.describe_kernel, types, constants, 4, "fp32", 0)
+    chunks = describe_chunks.describe_chunks_kernel
+    types = {n: "*i32" if n.endswith("_ptr") else "i32" for n in chunks.arg_names if not n.isupper()}
+    constants = {"PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe_chunks.BLOCK_SEALS}
+    yield Build(chunks, types | {"rows_ptr": "*i64"}, constants, 1, "fp32", 0)
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in gate.gate_kernel.arg_names if not n.isupper()}
     yield Build(gate.gate_kernel, types, {"FEATURES": FEATURES}, 1, "fp32", 0)
 

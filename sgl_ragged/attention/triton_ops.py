@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
+from sgl_ragged.attention.kernels import append, decode, describe, describe_chunks, extend, gate, quantize_fp8, tiles
 from sgl_ragged.attention.kernels.append import GateInputs
 from sgl_ragged.attention.kernels.newest import Newest
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
@@ -97,6 +97,7 @@ class TritonOps(Operations):
             # Heads that only other ranks store have a CTA, too, which finds no rows.
             chunk_map = build_cta_map(np.maximum(layout.kept, 1), chunk_ctas, range(1, self._few_tiles + 1))
             self._chunk_work = [_layer_work(c, layout.kept, device) for c in chunk_map.counts_by_batch.values()]
+        self._places = torch.arange(layout.segment, device=device)
         self._max_segments = max_segments
         self._work: dict[int, tuple[LayerWork, ...]] = {}
         self._max_batch = 0
@@ -154,8 +155,20 @@ class TritonOps(Operations):
         firsts, places = batch.chunk_seals[0], None
         if len(firsts) and self.store.scorer.scores_tokens_alone:
             # Once for all layers.
-            places = firsts.long()[:, None] + torch.arange(self.store.layout.segment, device=firsts.device)
+            places = firsts[:, None] + self._places
         return TritonExtendBatch(**vars(batch), work=work, scratch=scratch, places=places)
+
+    def look_up(
+        self,
+        view: ExtendView,
+        before: torch.Tensor,
+        behind: torch.Tensor,
+        in_tails: tuple[torch.Tensor, torch.Tensor],
+        in_chunks: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As in `Operations`, in one launch."""
+        rows, table = view.req_pool_indices, self.store.tails.table
+        return describe_chunks.describe_chunks(view.pages, rows, table, before, behind, in_tails, in_chunks)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int
