@@ -30,6 +30,7 @@ from sgl_ragged.attention.kernels import (
     append,
     decode,
     describe,
+    describe_chunks,
     extend,
     fit,
     gate,
@@ -134,6 +135,10 @@ def builds(architecture: int) -> Iterator[Build]:
     pages = _pages("bf16")["PAGES"]
     constants = {"SEGMENT": SEGMENT, "PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe.BLOCK_SLOTS}
     yield Build(describe.describe_kernel, types, constants, 4, "fp32", 0)
+    chunks = describe_chunks.describe_chunks_kernel
+    types = {n: "*i32" if n.endswith("_ptr") else "i32" for n in chunks.arg_names if not n.isupper()}
+    constants = {"PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe_chunks.BLOCK_SEALS}
+    yield Build(chunks, types | {"rows_ptr": "*i64"}, constants, 1, "fp32", 0)
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in gate.gate_kernel.arg_names if not n.isupper()}
     yield Build(gate.gate_kernel, types, {"FEATURES": FEATURES}, 1, "fp32", 0)
     yield from _fit_builds()
@@ -150,8 +155,10 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         (
             decode.decode_kernel,
             tiles.decode_tile(dim, itemsize, fp8=dtype in FP8, form=form),
-            {"queries_ptr": query, "slabs_ptr": slabs, "tails_ptr": element, "slots_ptr": "*i32"}
+            {"queries_ptr": query, "keys_ptr": query, "values_ptr": query, "slabs_ptr": slabs, "tails_ptr": element}
+            | dict.fromkeys(("features_ptr", "gate_output_ptr", "inputs_ptr"), "*fp32")
             | {
+                "slots_ptr": "*i32",
                 "pages_ptr": "*i32",
                 "seen_ptr": "*i32",
                 "open_lengths_ptr": "*i32",
@@ -182,20 +189,25 @@ def _attention_builds(dtype: str, dim: int, architecture: int) -> Iterator[Build
         ),
     )
     for kernel, tile, types in kernels:
+        scales = ("value_scale", "key_reciprocal", "value_reciprocal")
+        scales = tuple(name for name in scales if name in kernel.arg_names)
         if dtype in FP8:
-            types["value_scale"] = "fp32"
-        else:
-            common["value_scale"] = None
-        strides = {name: "i32" for name in kernel.arg_names if name not in types | common and not name.isupper()}
+            types |= dict.fromkeys(scales, "fp32")
+        own = common | ({} if dtype in FP8 else dict.fromkeys(scales))
+        if kernel is extend.extend_kernel:
+            own["sinks_ptr"] = None
+        strides = {name: "i32" for name in kernel.arg_names if name not in types | own and not name.isupper()}
         blocks: dict[str, Any] = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages}
         blocks["PRECISION"] = tile.precision
         if kernel is extend.extend_kernel:
             blocks |= {"DIVIDED": False, "LSE": False}
+        else:
+            blocks |= {"LARGEST": FP8.get(dtype), "FEATURES": FEATURES}
         options = {"maxnreg": tile.registers}
-        yield Build(kernel, types | strides, common | blocks, tile.warps, dtype, dim, options=options)
+        yield Build(kernel, types | strides, own | blocks, tile.warps, dtype, dim, options=options)
         # Of heads divided among CTAs, one dtype stands for all: only what is done with the result differs.
         if kernel is extend.extend_kernel and dtype == "bf16":
-            divided = common | blocks | {"DIVIDED": True}
+            divided = own | blocks | {"DIVIDED": True}
             yield Build(kernel, types | strides, divided, tile.warps, dtype, dim, "extend in parts")
 
 

@@ -159,11 +159,10 @@ class Harness:
         `scales` are those of FP8 caches, whose queries are float32. `sinks` as in
         `Sequence.expected`. With a `bound`, histories are bounded.
 
-        With a placement, one rank's places. With it, with sinks or where `gives_lse`, `lse` holds the last batch's
-        log-sum-exps [layers, tokens, ..].
+        With a placement, one rank's places. With it, where `gives_lse`, or with sinks that operations do not add, `lse`
+        holds the last batch's log-sum-exps [layers, tokens, ..].
         """
         self.kept, self.placement, self.sinks = kept, placement, sinks
-        self.gives_lse = gives_lse or placement is not None or sinks is not None
         heads = np.tile(np.arange(kept.shape[1]), (len(kept), 1)) if placement is None else placement.heads[:, rank]
         self.heads = torch.tensor(heads)
         layout = SlabLayout(kept=kept, head_dim=dim, segment=SEGMENT, form=form)
@@ -197,6 +196,8 @@ class Harness:
         self.store.scales = [0.5] * len(kept)
         self.store.kv_scales = [scales] * len(kept)
         self.operations = make_operations(self.store, segments)
+        self.gives_lse = gives_lse or placement is not None
+        self.gives_lse |= sinks is not None and not self.operations.adds_sinks
         # Whatever is read by mistake shows: nothing may depend on memory that was not written.
         self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
         # Extra pages and stages for each request: those of the open segment, and those of the one before.
@@ -228,9 +229,11 @@ class Harness:
                 self._rows(sequences, starts, ends, layer),
                 self._scorer_inputs(sequences, starts, ends, layer),
             )
-            lse = self.lse[layer] if self.gives_lse else None
-            output = self.operations.extend(layer, *rows, batch, scorer_inputs, lse)
-            layers.append(output if self.sinks is None else with_sinks(output, self.lse[layer], self.sinks[layer]))
+            lse, more = self.lse[layer] if self.gives_lse else None, self._sinks(layer)
+            output = self.operations.extend(layer, *rows, batch, scorer_inputs, lse, *more)
+            if self.sinks is not None and not more:
+                output = with_sinks(output, self.lse[layer], self.sinks[layer])
+            layers.append(output)
         return list(torch.stack(layers, dim=1).split(lengths))
 
     def decode(self, sequences: list[Sequence], positions: list[int], padding: int = 0) -> torch.Tensor:
@@ -262,7 +265,7 @@ class Harness:
             padded = [torch.cat([t, t.new_full((padding, *t.shape[1:]), 7.0)]) for t in tensors]
             lse = self.lse[layer] if self.gives_lse else None
             padded_inputs = padded[3] if len(padded) > 3 else None
-            more = [self.sinks[layer].flatten()] if self.sinks is not None and self.operations.adds_sinks else []
+            more = self._sinks(layer)
             output = self.operations.decode(layer, *padded[:3], batch, padded_inputs, lse, *more)[:size]
             if self.sinks is not None and not more:
                 output = with_sinks(output, self.lse[layer, :size], self.sinks[layer])
@@ -296,6 +299,10 @@ class Harness:
         commit(self.store, self.table, rows, ends)
         outputs = torch.stack(layers, dim=1).unflatten(0, (len(accepted), width))
         return [output[:count] for output, count in zip(outputs, accepted, strict=True)]
+
+    def _sinks(self, layer: int) -> list[torch.Tensor]:
+        """Of a layer, as operations take them that add them."""
+        return [self.sinks[layer].flatten()] if self.sinks is not None and self.operations.adds_sinks else []
 
     def _begin_segment(self, row: int) -> None:
         self.store.tails.table[row] = self.store.tails.table[row].flip(0)

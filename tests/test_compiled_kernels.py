@@ -125,8 +125,9 @@ def test_partial_heads_compile_as_well(kernel):
     assert kernel is decode.combine_kernel or found.async_depth >= 2, found
 
 
-def test_learned_sinks_compile_as_well():
-    build = one_build(decode.combine_kernel)
+@pytest.mark.parametrize("kernel", [decode.combine_kernel, extend.extend_kernel, extend.combine_tiles_kernel])
+def test_learned_sinks_compile_as_well(kernel):
+    build = one_build(kernel)
     constants = {name: value for name, value in build.constants.items() if name != "sinks_ptr"}
     found = compile_build(
         dataclasses.replace(build, types=build.types | {"sinks_ptr": "*bf16"}, constants=constants), 90
@@ -134,10 +135,13 @@ def test_learned_sinks_compile_as_well():
     assert found.spilled_bytes == 0, found
 
 
-def test_keys_alone_are_appended_without_a_gate():
+@pytest.mark.parametrize(
+    ("kernel", "output"), [(append.append_kernel, "output_ptr"), (decode.decode_kernel, "gate_output_ptr")]
+)
+def test_keys_alone_are_appended_without_a_gate(kernel, output):
     """Of other scorers, others write what they need."""
-    build = one_build(append.append_kernel)
-    gone = ("features_ptr", "output_ptr", "inputs_ptr")
+    build = one_build(kernel)
+    gone = ("features_ptr", output, "inputs_ptr")
     types = {name: kind for name, kind in build.types.items() if name not in gone}
     constants = build.constants | dict.fromkeys(gone) | {"FEATURES": 0}
     found = compile_build(dataclasses.replace(build, types=types, constants=constants), 90)

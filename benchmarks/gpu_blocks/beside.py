@@ -78,9 +78,13 @@ def _steps(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
     queries = torch.randn(shape, device=context.device).to(context.dtype)
     sinks = torch.zeros(model.heads * model.q_per_kv, dtype=context.dtype, device=context.device)
     read = batch * case.context // model.segment * int(stage.store.layout.kept[0].sum()) * 2 * model.head_dim * 2
-    yield f"attention of {batch}, {case.context} tokens", (lambda: operations.attend(0, queries, described_batch), read)
-    with_sinks = lambda: operations.attend(0, queries, described_batch, None, sinks)  # noqa: E731
-    yield f"attention of {batch}, {case.context} tokens, with sinks", (with_sinks, read)
+    keys = queries[:, :, 0].contiguous()
+    for name, more in (("", ()), (", with sinks", (None, None, sinks))):
+
+        def attended(more: tuple = more) -> None:
+            operations.decode(0, queries, keys, keys, described_batch, *more)
+
+        yield f"attention of {batch}, {case.context} tokens{name}", (attended, read)
     fetched = torch.randn((batch, model.heads, case.overlay, 2 * model.head_dim), device=context.device)
     fetched = fetched.to(context.dtype)
     counts = torch.full((batch, model.heads), case.overlay, dtype=torch.int32, device=context.device)

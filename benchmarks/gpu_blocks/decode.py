@@ -1,7 +1,7 @@
 """Blocks `decode` and `formats`: one layer's decode attention against an uncompressed cache, by method of the CTA map
 and ratio, and by what slabs hold.
 
-What is timed is attention alone, ours in both its launches: writing the new token's key and value is block `append`.
+What is timed is attention, ours in both its launches, which write the new token's key and value, too.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class _Comparison:
         model = case.model
         shape = (case.batch, model.heads, model.q_per_kv, model.head_dim)
         self.queries = torch.randn(shape, device=context.device).to(context.dtype)
+        self.keys = self.queries[:, :, 0].contiguous()
         self.prepared: dict[str, Call] = {}
         self.calls: dict[str, int] = {}
         self.ours: list[Row] = []
@@ -93,7 +94,7 @@ class _Comparison:
         shape = (model.heads, model.q_per_kv, model.head_dim, slabs.stored)
         if shape not in context.residents:
             context.residents[shape], _ = measured_residents(stage, case.batch)
-        layers, queries = len(kept), self.queries
+        layers, queries, keys = len(kept), self.queries, self.keys
         for method in slabs.methods:
             operations = stage.operations(method, context.residents[shape], case.batch)
             batches = stage.decode_batches(operations, case.batch, copies, case.length)
@@ -101,7 +102,7 @@ class _Comparison:
             def ours(operations=operations, batches=batches) -> None:
                 for batch in batches:
                     for layer in range(layers):
-                        operations.attend(layer, queries, batch)
+                        operations.decode(layer, queries, keys, keys, batch)
 
             name = f"ours {slabs.name} {method}"
             self._add(name, ours, copies * layers)
@@ -133,10 +134,10 @@ class _Comparison:
 
     def _add_flashinfer(self, name: str, stage: Stage, slabs: Slabs, copies: int) -> None:
         case, layers = self.case, stage.store.layout.num_layers
-        decoders = flashinfer_calls.slab_decode(stage, self.queries, copies, case.length)
+        decoders = flashinfer_calls.slab_decode(stage, self.queries, self.keys, copies, case.length)
         operations = stage.operations("exact", FALLBACK_RESIDENT, case.batch)
         batch = stage.decode_batches(operations, case.batch, 1, case.length)[0]
-        difference = distance(decoders[0](0), operations.attend(0, self.queries, batch))
+        difference = distance(decoders[0](0), operations.decode(0, self.queries, self.keys, self.keys, batch))
 
         def theirs() -> None:
             for decoder in decoders:

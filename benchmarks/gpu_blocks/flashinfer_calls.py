@@ -115,7 +115,9 @@ def full_extend(module: Any, cache: FullCache, queries: torch.Tensor, heads: int
     return attend
 
 
-def slab_decode(stage: Stage, queries: torch.Tensor, copies: int, length: int) -> list[Callable[[int], torch.Tensor]]:
+def slab_decode(
+    stage: Stage, queries: torch.Tensor, keys: torch.Tensor, copies: int, length: int
+) -> list[Callable[[int], torch.Tensor]]:
     """The project's FlashInfer operations for `copies` batches of different requests: calls from layer to output.
 
     Each has plans of its own, made here: what the calls take is the device's time alone.
@@ -127,9 +129,11 @@ def slab_decode(stage: Stage, queries: torch.Tensor, copies: int, length: int) -
         operations = FlashInferOps(stage.store, batch, stage.max_segments)
         rows = torch.arange(batch, device=device) + 1 + copy * batch
         described = operations.describe_decode(stage.table, rows, lengths, lengths.cpu())
-        calls.append(partial(_attend, operations, queries, described))
+        calls.append(partial(_attend, operations, queries, keys, described))
     return calls
 
 
-def _attend(operations: FlashInferOps, queries: torch.Tensor, batch: TritonDecodeBatch, layer: int) -> torch.Tensor:
-    return operations.attend(layer, queries, batch)
+def _attend(
+    operations: FlashInferOps, queries: torch.Tensor, keys: torch.Tensor, batch: TritonDecodeBatch, layer: int
+) -> torch.Tensor:
+    return operations.decode(layer, queries, keys, keys, batch)

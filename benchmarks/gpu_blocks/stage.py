@@ -149,7 +149,8 @@ def measured_residents(stage: Stage, batch: int) -> tuple[int, object]:
     described = operations.describe_decode(stage.table, ones, ones, ones.cpu())
     shape = (batch, store.layout.num_heads, store.q_per_kv, store.layout.head_dim)
     queries = torch.zeros(shape, dtype=store.query_dtype, device=stage.device)
-    kernel = operations.attend_parts(0, queries, described.view, described.work[0])
+    newest = operations.newest(0, queries[:, :, 0], queries[:, :, 0], operations.made_up_inputs(batch))
+    kernel = operations.attend_parts(0, queries, newest, described.view, described.work[0])
     if kernel is None:
         return FALLBACK_RESIDENT, None
     return resident_ctas(kernel, stage.device), kernel

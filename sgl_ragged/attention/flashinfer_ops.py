@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import build_cta_map
+from sgl_ragged.attention.kernels.newest import Newest
 from sgl_ragged.attention.merge import merge_states
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView, seen_segments
@@ -216,6 +217,7 @@ class FlashInferOps(TritonOps):
         self,
         layer: int,
         queries: torch.Tensor,
+        newest: Newest,
         batch: TritonDecodeBatch,
         lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -223,7 +225,7 @@ class FlashInferOps(TritonOps):
         assert lse is None, "split heads are refused with FlashInfer"
         assert sinks is None, "they are added to the output, where there are any"
         assert isinstance(batch, FlashInferDecodeBatch)
-        self.attend_parts(layer, queries, batch.open_view, batch.work[layer])
+        self.attend_parts(layer, queries, newest, batch.open_view, batch.work[layer])
         # With one CTA per head, parts are heads.
         tails = self._partial[: queries.numel()].view(queries.shape)
         tail_lse = self._lse[: tails[..., 0].numel()].view(queries.shape[:-1])

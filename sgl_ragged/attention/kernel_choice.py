@@ -136,7 +136,9 @@ def _resident_ctas(store: SlabStore) -> tuple[int, int]:
     queries = torch.zeros(shape, dtype=store.query_dtype, device=device)
     # A padded row of length 0, and a chunk of one token: there is nothing to read from slabs and tails.
     batch = trial.describe_decode(table, row, row, row.cpu())
-    decode = trial.attend_parts(0, queries, batch.view, batch.work[0])
+    made_up = trial.made_up_inputs(1)
+    newest = trial.newest(0, queries[:, :, 0], queries[:, :, 0], made_up)
+    decode = trial.attend_parts(0, queries, newest, batch.view, batch.work[0])
     keys = queries[:, :, 0].to(store.dtype).contiguous()
     chunk = trial.describe_extend(table, row, [0], [1])
     extend = trial.attend_chunks(0, queries, keys, keys, chunk, torch.empty_like(queries))

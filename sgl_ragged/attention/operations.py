@@ -63,7 +63,8 @@ class Operations(ABC):
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
 
     adds_sinks: bool = False
-    """True where `decode` takes `sinks`, the layer's learned sinks [heads * q_per_kv], and the output has them."""
+    """True where `extend` and `decode` take `sinks`, the layer's learned sinks [heads * q_per_kv], and the output has
+    them; `lse` has not."""
 
     block_m: int | None = None
     """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
@@ -138,24 +139,50 @@ class Operations(ABC):
             host.append(view.tiles(self.store.q_per_kv, self.block_m))
         columns = to_device(host, view.req_pool_indices.device)
         tail_request, tail_number, chunk_request, chunk_number, first_token, before, behind = columns[6:13]
-        tails, rows, slots = self.store.tails, view.req_pool_indices, view.pages
-        # Of a segment that is finished the tokens are read from its stage on: its own page is where its slab goes.
-        finished = before < behind
-        own = torch.where(finished, tails.stages(rows, BEFORE), _slots_of(slots, before))
-        open_pages = tails.pages(rows, own, torch.where(finished, BEFORE, NOW))
-        next_pages = tails.pages(rows, _slots_of(slots, behind), NOW)
-        sealed_slots = slots[tail_request, tail_number].long()
-        sealed_pages = tails.stage(sealed_slots, open_pages[tail_request])
+        open_pages, next_pages, tail_slots, chunk_slots = self.look_up(
+            view, before, behind, (tail_request, tail_number), (chunk_request, chunk_number)
+        )
+        rows = view.req_pool_indices
+        # Nothing is launched for batches that finish none.
+        tail_rows, tail_pages = rows[:0], open_pages[:0]
+        if len(tail_request):
+            tail_rows, tail_slots = rows[tail_request], tail_slots.long()
+            tail_pages = self.store.tails.stage(tail_slots, open_pages[tail_request])
         return ExtendBatch(
             view=view,
             open_pages=open_pages,
             next_pages=next_pages,
             open_copies=Copies(*columns[:3]),
             rest_copies=Copies(*columns[3:6]),
-            tail_seals=InTails(rows[tail_request], sealed_pages, sealed_slots, tail_number),
-            chunk_seals=(first_token, slots[chunk_request, chunk_number], chunk_number),
+            tail_seals=InTails(tail_rows, tail_pages, tail_slots, tail_number),
+            chunk_seals=(first_token, chunk_slots, chunk_number),
             tiles=columns[13] if self.block_m is not None else None,
         )
+
+    def look_up(
+        self,
+        view: ExtendView,
+        before: torch.Tensor,
+        behind: torch.Tensor,
+        in_tails: tuple[torch.Tensor, torch.Tensor],
+        in_chunks: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where a batch's segments lie.
+
+        Args:
+            before, behind: integers [requests], numbers of the segments that are open before and behind each chunk.
+            in_tails, in_chunks: requests and numbers of finished segments, integers [segments] each.
+
+        Returns:
+            `ExtendBatch.open_pages` and `next_pages`, and slots of finished segments, in tails and in chunks.
+        """
+        tails, rows, slots = self.store.tails, view.req_pool_indices, view.pages
+        # Of a segment that is finished the tokens are read from its stage on: its own page is where its slab goes.
+        finished = before < behind
+        own = torch.where(finished, tails.stages(rows, BEFORE), _slots_of(slots, before))
+        open_pages = tails.pages(rows, own, torch.where(finished, BEFORE, NOW))
+        next_pages = tails.pages(rows, _slots_of(slots, behind), NOW)
+        return open_pages, next_pages, slots[in_tails], slots[in_chunks]
 
     def extend(
         self,
@@ -166,6 +193,7 @@ class Operations(ABC):
         batch: Any,
         scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store a chunk's keys and values, seal the segments that it finishes, attend.
 
@@ -177,6 +205,7 @@ class Operations(ABC):
             lse: float32 [tokens, heads, q_per_kv], all -inf, to be filled with the natural log-sum-exps of the logits;
                 layers with partial heads need it. They remain -inf where a head attends to nothing here, and its
                 output is 0.
+            sinks: as `adds_sinks` says.
 
         Returns:
             [tokens, heads, q_per_kv, head_dim]; zeros for tokens of no chunk. Changes the slabs of finished segments
@@ -191,7 +220,7 @@ class Operations(ABC):
         self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, rows)
         store.seal(layer, batch.tail_seals)
         self.seal_chunks(layer, keys, values, scorer_inputs, batch)
-        self.attend_chunks(layer, queries, keys, values, batch, output, lse)
+        self.attend_chunks(layer, queries, keys, values, batch, output, lse, *([] if sinks is None else [sinks]))
         self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, rows)
         return output
 
@@ -251,7 +280,7 @@ class Operations(ABC):
         lse: torch.Tensor | None = None,
     ) -> object:
         """The attention of `extend` alone, to keys and values as the cache holds them, into `output`, as
-        `room_for_output` gives it, and `lse`."""
+        `room_for_output` gives it, and `lse`. Takes `sinks` behind these where `adds_sinks`."""
 
     @abstractmethod
     def decode(

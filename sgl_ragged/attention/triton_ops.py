@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
+from sgl_ragged.attention.kernels import append, decode, describe, describe_chunks, extend, gate, quantize_fp8, tiles
 from sgl_ragged.attention.kernels.append import GateInputs
+from sgl_ragged.attention.kernels.newest import Newest
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_chains import ChainBatch, ChainRoom
@@ -103,6 +104,7 @@ class TritonOps(Operations):
             # Heads that only other ranks store have a CTA, too, which finds no rows.
             chunk_map = build_cta_map(np.maximum(layout.kept, 1), chunk_ctas, range(1, self._few_tiles + 1))
             self._chunk_work = [_layer_work(c, layout.kept, device) for c in chunk_map.counts_by_batch.values()]
+        self._places = torch.arange(layout.segment, device=device)
         self._max_segments = max_segments
         self._work: dict[int, tuple[LayerWork, ...]] = {}
         self._max_batch = 0
@@ -121,7 +123,6 @@ class TritonOps(Operations):
                 self._work[id(counts)] = _layer_work(counts, store.layout.kept, device)
         parts = self.cta_map.most_parts(max_batch)
         self._view = DecodeView.empty(max_batch, self._max_segments, store.tails)
-        self._numbers = torch.arange(max_batch, dtype=torch.int32, device=device)
         self._partial = torch.empty(parts * store.q_per_kv * store.layout.head_dim, dtype=torch.float32, device=device)
         self._lse = torch.empty(parts * store.q_per_kv, dtype=torch.float32, device=device)
 
@@ -162,8 +163,20 @@ class TritonOps(Operations):
         firsts, places = batch.chunk_seals[0], None
         if len(firsts) and self.store.scorer.scores_tokens_alone:
             # Once for all layers.
-            places = firsts.long()[:, None] + torch.arange(self.store.layout.segment, device=firsts.device)
+            places = firsts[:, None] + self._places
         return TritonExtendBatch(**vars(batch), work=work, scratch=scratch, places=places)
+
+    def look_up(
+        self,
+        view: ExtendView,
+        before: torch.Tensor,
+        behind: torch.Tensor,
+        in_tails: tuple[torch.Tensor, torch.Tensor],
+        in_chunks: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As in `Operations`, in one launch."""
+        rows, table = view.req_pool_indices, self.store.tails.table
+        return describe_chunks.describe_chunks(view.pages, rows, table, before, behind, in_tails, in_chunks)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int
@@ -215,14 +228,15 @@ class TritonOps(Operations):
         batch: Any,
         scorer_inputs: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(batch, ChainBatch):
-            return super().extend(layer, queries, keys, values, batch, scorer_inputs, lse)
+            return super().extend(layer, queries, keys, values, batch, scorer_inputs, lse, sinks)
         keys, values = self.to_cache(layer, keys, values)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         rows = batch.req_pool_indices
         self._store(layer, keys, values, scorer_inputs, batch.copies, batch.open_pages, rows)
-        self.attend_chunks(layer, queries, keys, values, batch, output, lse)
+        self.attend_chunks(layer, queries, keys, values, batch, output, lse, sinks)
         return output
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -308,6 +322,7 @@ class TritonOps(Operations):
         batch: TritonExtendBatch | ChainBatch,
         output: torch.Tensor,
         lse: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> object:
         """The attention of `extend` alone, into `output`; what it returns is that of `kernels.extend.extend`."""
         store = self.store
@@ -333,6 +348,7 @@ class TritonOps(Operations):
             self._opens[layer],
             lse,
             store.layout.form,
+            sinks,
         )
 
     def decode(
@@ -346,35 +362,44 @@ class TritonOps(Operations):
         lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        store, view = self.store, batch.view
-        numbers = self._numbers[: len(view)]
-        tokens = head_rows(keys), head_rows(values), numbers, numbers, view.open_offsets, view.pages
-        gate_inputs = self._gate_inputs(layer, scorer_inputs)
-        append.append(store.tails.data, layer, *tokens, store.kv_scales[layer] if store.fp8 else None, gate_inputs)
-        if scorer_inputs is not None and gate_inputs is None:
-            store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
-        return self.attend(layer, queries, batch, lse, sinks)
+        view = batch.view
+        newest = self.newest(layer, keys, values, scorer_inputs)
+        if scorer_inputs is not None and newest.gate is None:
+            self.store.tails.append_inputs(layer, view.pages, view.req_pool_indices, view.open_offsets, scorer_inputs)
+        return self.attend(layer, queries, newest, batch, lse, sinks)
+
+    def newest(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, scorer_inputs: torch.Tensor | None = None
+    ) -> Newest:
+        """What a decode step writes to the tails, from the arguments of `decode`."""
+        scales = self.store.kv_scales[layer] if self.store.fp8 else None
+        return Newest(head_rows(keys), head_rows(values), scales, self._gate_inputs(layer, scorer_inputs))
 
     def attend(
         self,
         layer: int,
         queries: torch.Tensor,
+        newest: Newest,
         batch: TritonDecodeBatch,
         lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
+        """Decode attention over slabs, tails and the new tokens, which are written to the tails on the way:
+        [batch, heads, q_per_kv, head_dim]."""
         work = batch.work[layer]
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        self.attend_parts(layer, queries, batch.view, work)
+        self.attend_parts(layer, queries, newest, batch.view, work)
         decode.combine_parts(self._partial, self._lse, work.parts, len(work.ctas), output, lse, sinks)
         return output
 
-    def attend_parts(self, layer: int, queries: torch.Tensor, view: DecodeView, work: LayerWork) -> object:
+    def attend_parts(
+        self, layer: int, queries: torch.Tensor, newest: Newest, view: DecodeView, work: LayerWork
+    ) -> object:
         """The first launch of decode attention; what it returns is that of `kernels.decode.decode_parts`."""
         store = self.store
         return decode.decode_parts(
             head_rows(queries),
+            newest,
             store.slabs,
             store.tails.data,
             layer,

@@ -55,6 +55,7 @@ def _attention(
 
     Learned sinks, retrieval and split heads ask for log-sum-exps; the model says so when it runs.
     """
+    newest = operations.newest(layer, keys, keys, operations.made_up_inputs(1))
     keys, _ = operations.to_cache(layer, keys, keys)
     output = torch.empty_like(queries)
     given = queries.new_empty(queries.shape[:3], dtype=torch.float32)
@@ -65,7 +66,10 @@ def _attention(
     for lse in (None, given) if operations.is_whole(layer) else (given,):
         for one in batches:
             operations.attend_chunks(layer, queries, keys, keys, one, output, lse)
-        operations.attend(layer, queries, step, lse)
+        operations.attend(layer, queries, newest, step, lse)
     if operations.adds_sinks and operations.is_whole(layer):
         for dtype in {operations.store.query_dtype, torch.float32}:
-            operations.attend(layer, queries, step, None, queries.new_zeros(queries[0, :, :, 0].numel(), dtype=dtype))
+            sinks = queries.new_zeros(queries[0, :, :, 0].numel(), dtype=dtype)
+            for one in batches:
+                operations.attend_chunks(layer, queries, keys, keys, one, output, None, sinks)
+            operations.attend(layer, queries, newest, step, None, sinks)

@@ -285,7 +285,7 @@ class RaggedAttnBackend(AttentionBackend):
             self.pool.layer_transfer_counter.wait_until(number)
         if not self._behind[number] and sinks is None:
             return operation(number, queries, keys, values, self.forward_metadata, scorer_inputs).flatten(1), heads
-        if not self._behind[number] and self.operations.adds_sinks and operation == self.operations.decode:
+        if not self._behind[number] and self.operations.adds_sinks:
             output = operation(number, queries, keys, values, self.forward_metadata, scorer_inputs, None, sinks)
             return output.flatten(1), heads
         lse = queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32)

@@ -27,6 +27,9 @@ SILENT = {
 }  # fmt: skip
 """Those that launch none."""
 
+UNWRITTEN = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+"""Those that take memory and nothing else."""
+
 HOST_NEEDS = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
     "is_nonzero",
@@ -118,6 +121,9 @@ class FakeDevice(TorchDispatchMode):
         if _on_device(given.get("device")):
             given["device"] = torch.device("cpu")
         result = func(*own_args, **given)
+        if name in UNWRITTEN:
+            # Numbers that can be looked up, where a kernel would write them.
+            result.zero_()
         if name == "_to_copy" and result is own_args[0]:
             result = result.clone()
         to_host = name == "_to_copy" and kwargs.get("device") is not None and not _on_device(kwargs["device"])

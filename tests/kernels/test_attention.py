@@ -70,7 +70,7 @@ def test_prefill_in_one_launch_then_decode_with_padding(kept, scorer, per_head, 
 
 @pytest.mark.parametrize("lengths", [SHORT, pytest.param(LONG, marks=pytest.mark.thorough)])
 def test_sinks_take_their_share(lengths):
-    """Heads of one CTA and of several give the log-sum-exps that sinks need."""
+    """Heads of one CTA and of several, in prefill and in decode."""
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
     sequences = [Sequence(length + 1, *MIXED.shape, 2, 80, "keydiff", seed) for seed, length in enumerate(lengths)]
     harness = Harness(MIXED, 80, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
@@ -133,14 +133,20 @@ def test_chunks_and_decode_steps_in_turn_give_the_same(scorer, cuts, dtype):
     torch.testing.assert_close(torch.cat(outputs).double(), want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("chunks", "per_head", "dim"), [([3], 2, 96), thorough([1, 5, 8], 4, 16)])
-def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_head, dim, monkeypatch):
+@pytest.mark.parametrize(
+    ("chunks", "per_head", "dim", "with_sinks"),
+    [([3], 2, 96, True), thorough([3], 2, 96, False), thorough([1, 5, 8], 4, 16, False)],
+)
+def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_head, dim, with_sinks, monkeypatch):
     """Histories of different lengths; parts without rows; the last part alone sees tail and chunk."""
+    sinks = None
+    if with_sinks:
+        sinks = torch.randn(*MIXED.shape, per_head, generator=torch.Generator().manual_seed(5)) * 2
     monkeypatch.setattr(triton_ops, "LONG_CONTEXT", 3 * SEGMENT)
     begins = [3 * SEGMENT + 5, 6 * SEGMENT, 7][: len(chunks)]
     ends = [begin + chunk for begin, chunk in zip(begins, chunks, strict=True)]
     sequences = [Sequence(end, *MIXED.shape, per_head, dim, "key_norm", seed) for seed, end in enumerate(ends)]
-    harness = harness_for(MIXED, dim, "key_norm", len(chunks), 8, per_head)
+    harness = Harness(MIXED, dim, "key_norm", len(chunks), 8, per_head, make_operations=triton_operations, sinks=sinks)
     harness.extend(sequences, [0] * len(chunks), begins)
     described = []
     describe = harness.operations.describe_extend
@@ -151,7 +157,8 @@ def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_he
     assert described[0].scratch is not None
     assert len(described[0].work[0].ctas) > MIXED.shape[1]
     for output, sequence, begin in zip(outputs, sequences, begins, strict=True):
-        torch.testing.assert_close(output.double(), sequence.expected(MIXED)[begin:], atol=1e-5, rtol=1e-4)
+        want = sequence.expected(MIXED, sinks=sinks)[begin:]
+        torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-4)
 
 
 def test_half_precision_is_as_good_as_its_inputs():

@@ -1,4 +1,4 @@
-"""The kernel that describes a decode batch, against `decode_view`."""
+"""The kernels that describe batches, against `decode_view` and what `Operations` look up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels.describe import describe
-from sgl_ragged.attention.view import DecodeView, decode_view
+from sgl_ragged.attention.kernels.describe_chunks import describe_chunks
+from sgl_ragged.attention.torch_ops import TorchOps
+from sgl_ragged.attention.view import DecodeView, decode_view, extend_view
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -50,3 +52,32 @@ def test_the_same_as_in_torch(limit, tokens, dtype, monkeypatch):
     for number, seen in enumerate(want.seen.tolist()):
         assert torch.equal(view.slots[number, :seen], want.slots[number, :seen])
         assert (view.slots[number, seen:] == 7).all()
+
+
+@pytest.mark.parametrize("tokens", [5, SEGMENT])
+def test_chunks_as_in_torch(tokens, monkeypatch):
+    """That stay in a segment, that finish one or several, that end at a border, that begin with one."""
+    # More than one look at what is finished.
+    monkeypatch.setattr("sgl_ragged.attention.kernels.describe_chunks.BLOCK_SEALS", 4)
+    torch.manual_seed(tokens)
+    layout = SlabLayout(np.full((1, 1), SEGMENT), 16, SEGMENT)
+    store = SlabStore(layout, get_scorer("keydiff"), 2, 8, torch.float32, "cpu", pages=OpenPages(SEGMENT, tokens))
+    store.tails.table.random_(1, 1000)
+    table = torch.randint(0, 1000 * SEGMENT, (8, SEGMENTS * SEGMENT), dtype=torch.int32)
+    prefixes, ends = [0, 5, 7, SEGMENT - 1, 0, 3 * SEGMENT], [3, 20, SEGMENT, 8 * SEGMENT + 1, SEGMENT, 3 * SEGMENT + 1]
+    lengths = [end - prefix for prefix, end in zip(prefixes, ends, strict=True)]
+    rows = torch.tensor([3, 1, 7, 2, 5, 6])
+    view = extend_view(table, rows, prefixes, lengths, SEGMENT)
+    before, behind = torch.from_numpy(view.open_segments)
+    seals = [tuple(torch.from_numpy(found[:, :2].T.copy())) for found in (view.tail_seals, view.chunk_seals)]
+    assert all(len(requests) for requests, _ in seals)
+    found = describe_chunks(view.pages, rows, store.tails.table, before, behind, *seals)
+    wanted = TorchOps(store).look_up(view, before, behind, *seals)
+    # Behind a chunk that ends where the longest does, a request has no page of its own yet.
+    exists = behind < view.pages.shape[1]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1][exists], wanted[1][exists])
+    assert torch.equal(found[1][:, 1:], wanted[1][:, 1:])
+    assert all(torch.equal(one, other) for one, other in zip(found[2:], wanted[2:], strict=True))

@@ -1,9 +1,10 @@
 """Decode: one query per request and query head over what its head kept and over the tail.
 
 Split-KV, as in FlashDecoding, in two launches. In the first, every CTA of the CTA map takes its part of one head's rows
-of one request; the rows are the kept rows of all sealed segments, then those of the tail. The second merges the parts
-by their log-sum-exp. Both grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: the view
-is read on the device, and a CTA whose part has no rows writes a log-sum-exp of -inf and ends.
+of one request; the rows are the kept rows of all sealed segments, then those of the tail, to the last of which, the new
+token, its key and value are written on the way (`newest.py`). The second merges the parts by their log-sum-exp. Both
+grids depend on the layer and the batch bucket alone, so CUDA graphs can hold them: the view is read on the device, and
+a CTA whose part has no rows writes a log-sum-exp of -inf and ends.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.attend import attend_tail
 from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
 from sgl_ragged.attention.kernels.dims import cells, columns
+from sgl_ragged.attention.kernels.newest import Newest, see_newest, take_newest
 from sgl_ragged.attention.kernels.pages import page_units, unit
 from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
+from sgl_ragged.attention.kernels.quantize_fp8 import reciprocals
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 
 
-@triton.jit(do_not_specialize=["slots_stride"])
+@triton.jit(do_not_specialize=["slots_stride", "layer", "feature_stride"])
 def decode_kernel(
     queries_ptr,
+    keys_ptr,
+    values_ptr,
     slabs_ptr,
     tails_ptr,
     slots_ptr,
@@ -35,15 +40,24 @@ def decode_kernel(
     kept_ptr,
     key_blocks_ptr,
     opens_ptr,
+    features_ptr,
+    gate_output_ptr,
+    inputs_ptr,
     partial_ptr,
     lse_ptr,
     scale,
     value_scale,
+    key_reciprocal,
+    value_reciprocal,
     query_stride,
+    key_stride,
+    value_stride,
     slab_elems,
     slots_stride,
     page_units,
     layer_start,
+    layer,
+    feature_stride,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -58,6 +72,8 @@ def decode_kernel(
     KEY_BITS: tl.constexpr,
     VALUE_BITS: tl.constexpr,
     CENTRED: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FEATURES: tl.constexpr,
 ):
     request = tl.program_id(0)
     cta = tl.program_id(1)
@@ -68,9 +84,15 @@ def decode_kernel(
     kept = tl.load(kept_ptr + head)
 
     history = tl.load(seen_ptr + request) * kept
-    open_rows = tl.load(open_lengths_ptr + request)
+    open_tokens = tl.load(open_lengths_ptr + request)
+    # Padding of no length has no token.
+    owns = (part == parts - 1) & (open_tokens > 0)
+    open_rows, attends = open_tokens, owns
     if PARTIAL:
-        open_rows *= tl.load(opens_ptr + head)
+        # A head's tail is stored here even where others attend to it.
+        opens = tl.load(opens_ptr + head)
+        open_rows *= opens
+        attends &= opens > 0
     rows_in_all = history + open_rows
     units = (rows_in_all + 15) // 16
     begin = tl.minimum(units * part // parts * 16, rows_in_all)
@@ -80,6 +102,34 @@ def decode_kernel(
     dims = tl.arange(0, columns(HEAD_DIM))
     lse_at = lse_ptr + place * Q_PER_KV + query_rows
     if begin >= end:
+        if PARTIAL:  # noqa: SIM102, as one condition it would not be known to the compiler
+            if owns:
+                take_newest(
+                    keys_ptr,
+                    values_ptr,
+                    key_stride,
+                    value_stride,
+                    key_reciprocal,
+                    value_reciprocal,
+                    tails_ptr + layer_start,
+                    features_ptr,
+                    gate_output_ptr,
+                    inputs_ptr,
+                    pages_ptr + request * PAGES,
+                    page_units,
+                    layer,
+                    request,
+                    head,
+                    open_tokens - 1,
+                    feature_stride,
+                    HEADS,
+                    TOKENS,
+                    UNIT,
+                    HEAD_DIM,
+                    BLOCK_M,
+                    LARGEST,
+                    FEATURES,
+                )
         tl.store(lse_at, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=query_rows < Q_PER_KV)
         return
 
@@ -89,9 +139,9 @@ def decode_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, columns(HEAD_DIM)], tl.float32)
-
     history_first, history_last = tl.minimum(begin, history), tl.minimum(end, history)
     tail_first, tail_last = tl.maximum(begin, history) - history, tl.maximum(end, history) - history
+    tail_last -= attends.to(tl.int32)
     best, total, output = attend_slabs(
         query,
         best,
@@ -136,6 +186,37 @@ def decode_kernel(
         PRECISION,
     )
 
+    if owns:
+        # Behind the walks, and with queries read once more: so no registers are held for this during loops.
+        new_keys, new_values = take_newest(
+            keys_ptr,
+            values_ptr,
+            key_stride,
+            value_stride,
+            key_reciprocal,
+            value_reciprocal,
+            tails_ptr + layer_start,
+            features_ptr,
+            gate_output_ptr,
+            inputs_ptr,
+            pages_ptr + request * PAGES,
+            page_units,
+            layer,
+            request,
+            head,
+            open_tokens - 1,
+            feature_stride,
+            HEADS,
+            TOKENS,
+            UNIT,
+            HEAD_DIM,
+            BLOCK_M,
+            LARGEST,
+            FEATURES,
+        )
+        query = tl.load(queries_ptr + query_at, mask=cells(query_rows < Q_PER_KV, HEAD_DIM), other=0.0)
+        best, total, output = see_newest(query, new_keys, new_values, scale2, attends, best, total, output)
+
     output = output / total[:, None]
     if value_scale is not None:
         output *= value_scale
@@ -178,6 +259,7 @@ def combine_kernel(
 
 def decode_parts(
     queries: torch.Tensor,
+    newest: Newest,
     slabs: torch.Tensor,
     tails: torch.Tensor,
     layer: int,
@@ -193,10 +275,11 @@ def decode_parts(
     opens: torch.Tensor | None = None,
     form: SlabFormat = WIDE,
 ) -> object:
-    """Attention of each part of the CTA map.
+    """Attention of each part of the CTA map; writes the new tokens' keys and values to the tails.
 
     Args:
         queries: [batch, heads, q_per_kv, d]; the batch stride may be any.
+        newest: what is written, of each request that has tokens. Changes `tails`, and with gates `newest.gate.inputs`.
         slabs: [slots, elements of a slab]. tails: [slots, layers, 2 (K, V), heads, T, d], `Tails.data`. Of any
             floating dtype, in attention they have that of the queries; slabs may be bytes of a quantised format.
         view: what each query sees.
@@ -213,9 +296,12 @@ def decode_parts(
         The compiled kernel, of which registers and shared memory can be asked; None in the interpreter.
     """
     batch, heads, per_head, dim = queries.shape
+    scales, gate = newest.scales, newest.gate
     assert per_head <= tile.block_m, f"{per_head} query heads per KV head do not fit in {tile.block_m} rows"
     return decode_kernel[(batch, len(ctas))](
         queries,
+        newest.keys,
+        newest.values,
         slabs,
         tails,
         view.slots,
@@ -226,15 +312,21 @@ def decode_parts(
         kept,
         key_blocks,
         opens,
+        *((gate.features, gate.output, gate.inputs) if gate is not None else (None, None, None)),
         partial,
         lse,
         scale,
         value_scale,
+        *(reciprocals(scales) if scales is not None else (None, None)),
         queries.stride(0),
+        newest.keys.stride(0),
+        newest.values.stride(0),
         slabs.stride(0),
         view.slots.stride(0),
         page_units(tails),
         layer * tails.stride(1),
+        layer,
+        gate.features.stride(0) if gate is not None else 0,
         HEADS=heads,
         Q_PER_KV=per_head,
         TOKENS=tails.shape[4],
@@ -249,6 +341,8 @@ def decode_parts(
         KEY_BITS=form.key_bits,
         VALUE_BITS=form.value_bits,
         CENTRED=form.centred,
+        LARGEST=torch.finfo(tails.dtype).max if scales is not None else None,
+        FEATURES=gate.output.shape[1] if gate is not None else 0,
         num_warps=tile.warps,
         maxnreg=tile.registers,
     )

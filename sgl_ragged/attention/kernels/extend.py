@@ -43,6 +43,7 @@ def extend_kernel(
     opens_ptr,
     output_ptr,
     head_lse_ptr,
+    sinks_ptr,
     partial_ptr,
     lse_ptr,
     scale,
@@ -180,6 +181,10 @@ def extend_kernel(
         head_lse_at = (first_token + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head
         tl.store(head_lse_ptr + head_lse_at, head_lse, mask=inside)
         total = tl.where(total == 0.0, 1.0, total)
+    if sinks_ptr is not None and not DIVIDED:
+        # A logit more, which has no value.
+        sinks = tl.load(sinks_ptr + query_head, mask=inside, other=0.0).to(tl.float32)
+        total += tl.exp2(sinks * LOG2E - best)
     output = output / total[:, None]
     if value_scale is not None:
         output *= value_scale
@@ -203,6 +208,7 @@ def combine_tiles_kernel(
     tiles_ptr,
     output_ptr,
     head_lse_ptr,
+    sinks_ptr,
     num_ctas,
     HEADS: tl.constexpr,
     Q_PER_KV: tl.constexpr,
@@ -224,6 +230,9 @@ def combine_tiles_kernel(
     query_head = head * Q_PER_KV + pair % Q_PER_KV
     if LSE:
         tl.store(head_lse_ptr + (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV) + query_head, head_lse)
+    if sinks_ptr is not None:
+        # As `attention.sinks.with_sinks`.
+        output *= tl.sigmoid(head_lse - tl.load(sinks_ptr + query_head).to(tl.float32))
     output_at = (tl.load(table + 1) + token).to(tl.int64) * (HEADS * Q_PER_KV * HEAD_DIM) + query_head * HEAD_DIM
     dims = tl.arange(0, columns(HEAD_DIM))
     tl.store(output_ptr + output_at + dims, output.to(output_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -251,6 +260,7 @@ def extend(
     opens: torch.Tensor | None = None,
     head_lse: torch.Tensor | None = None,
     form: SlabFormat = WIDE,
+    sinks: torch.Tensor | None = None,
 ) -> object:
     """Attention of a chunk. Changes `output` and `head_lse` alone; every token of the batch must be in a tile.
 
@@ -267,7 +277,8 @@ def extend(
             [tiles, CTAs, block_m] elements, which are overwritten; None where each head is one CTA.
         opens: as in `decode.decode_parts`.
         head_lse: float32 [tokens, heads, q_per_kv], contiguous, for natural log-sum-exps, -inf where a head attends to
-            nothing (its output is 0); None where heads are whole and nobody asks.
+            nothing (its output is 0), without sinks; None where heads are whole and nobody asks.
+        sinks: [heads * q_per_kv] in any floating dtype, contiguous: learned sinks, or None.
 
     Returns:
         The compiled kernel; None in the interpreter.
@@ -289,6 +300,7 @@ def extend(
         opens,
         output,
         head_lse,
+        sinks,
         partial,
         lse,
         scale,
@@ -326,6 +338,7 @@ def extend(
             tiles,
             output,
             head_lse,
+            sinks,
             len(ctas),
             HEADS=num_heads,
             Q_PER_KV=per_head,

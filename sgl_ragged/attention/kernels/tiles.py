@@ -44,15 +44,19 @@ def decode_tile(head_dim: int, itemsize: int, *, fp8: bool = False, form: SlabFo
     if form.centred and itemsize == 2:
         if head_dim > 128:
             return Tile(16, 16, 8)
-        return Tile(16, 32, 4, registers=168 if head_dim <= 64 else None)
+        if head_dim <= 64:
+            return Tile(16, 32, 4, registers=128)
+        return Tile(16, 32, 4, registers=168 if form.key_bits == 4 and head_dim <= 80 else 255)
     if itemsize == 4:
         if head_dim <= 64:
-            return Tile(16, 16, 4)
+            return Tile(16, 16, 4, registers=136)
         return Tile(16, 32, 4) if head_dim <= 128 else Tile(16, 16, 8)
     if head_dim > 128:
         return Tile(16, 32, 8, registers=168 if fp8 else None)
     # Shared memory has room for three of these at most, and 168 registers are a third of all.
     wide = head_dim > 64 and not fp8 and not form.quantised
+    if form.quantised and head_dim <= 64:
+        return Tile(16, 32, 4, registers=96)
     return Tile(16, 64, 4, registers=168 if wide else None)
 
 
