@@ -16,7 +16,9 @@ from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
+from sgl_ragged.retrieval import drift
 from sgl_ragged.retrieval.overlay import attend_overlay
+from sgl_ragged.retrieval.settings import CANDIDATES
 from sgl_ragged.scorers.gate import FoldedGate, Gate
 
 Timed = tuple[Call, int]
@@ -60,7 +62,7 @@ def _stage(context: Context, case: BesideCase, requests: int, tokens: int, score
 
 
 def _steps(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
-    """Of one decode step: its description, and one layer's sinks and overlays."""
+    """Of one step: its description, and one layer's sinks, overlays, and a pivot's question."""
     model, batch = case.model, max(case.batches)
     stage = _stage(context, case, batch, case.context)
     operations = stage.operations("exact", FALLBACK_RESIDENT, batch)
@@ -85,6 +87,20 @@ def _steps(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
             operations.decode(0, queries, keys, keys, described_batch, *more)
 
         yield f"attention of {batch}, {case.context} tokens{name}", (attended, read)
+    chunk = operations.describe_extend(stage.table, rows[:1], [case.context - case.chunk], [case.chunk])
+    asking = torch.randn((case.chunk, *shape[1:]), device=context.device).to(context.dtype)
+    keys, values = torch.randn((2, case.chunk, model.heads, model.head_dim), device=context.device).to(context.dtype)
+    output = torch.empty_like(asking)
+    seen = read // batch + 2 * keys.nbytes
+    for name, learned in (("", None), (", with sinks", sinks)):
+
+        def attended_to(learned: torch.Tensor | None = learned) -> None:
+            operations.attend_chunks(0, asking, keys, values, chunk, output, None, learned)
+
+        yield (
+            f"attention of a chunk of {case.chunk} behind {case.context - case.chunk} tokens{name}",
+            (attended_to, seen),
+        )
     fetched = torch.randn((batch, model.heads, case.overlay, 2 * model.head_dim), device=context.device)
     fetched = fetched.to(context.dtype)
     counts = torch.full((batch, model.heads), case.overlay, dtype=torch.int32, device=context.device)
@@ -92,6 +108,16 @@ def _steps(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
         f"overlays of {batch} requests, one layer",
         (lambda: attend_overlay(queries, fetched, counts, 0.1), fetched.nbytes),
     )
+    watched = torch.randn((case.context, model.head_dim), device=context.device).to(context.dtype)
+    recent = queries.new_zeros(case.interval, *shape[2:])
+    sums = torch.ones(recent.shape[:2], device=context.device)
+
+    def asked() -> None:
+        weights = drift.attended(recent, sums, watched, 0.1, case.context - case.interval)
+        drift.candidates(weights, CANDIDATES * case.overlay)
+        drift.top_tokens(weights, case.overlay)
+
+    yield f"what a pivot attended to of {case.context} tokens", (asked, watched.nbytes)
 
 
 def _gates(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:

@@ -250,7 +250,8 @@ class BesideCase:
     """What a step does beside attention.
 
     hidden, features: of gates, as calibration trains them. queries: of a codebook, per query head and all of them.
-    overlay: tokens that a head is given. slabs: copied to the host at a time. programs: of such copies.
+    overlay: tokens that a head is given. interval: of a pivot's questions, tokens. slabs: copied to the
+    host at a time. programs: of such copies.
     """
 
     model: Model
@@ -261,6 +262,7 @@ class BesideCase:
     features: int = 128
     queries: int = 336
     overlay: int = 128
+    interval: int = 16
     slabs: int = 16
     programs: tuple[int, ...] = (2, 4, 8, 16, 32)
 

@@ -238,7 +238,9 @@ def test_what_steps_do_beside_attention(context):
     for part in (
         "description of 2",
         "with sinks",
+        "behind 192 tokens, with sinks",
         "overlays",
+        "a pivot attended to",
         "gate, 64",
         "append with gate",
         "fitted, one layer",
