@@ -78,9 +78,16 @@ def test_the_lock_lives_as_long_as_the_calibration(tmp_path):
         assert calibration_process._run([sys.executable, "-c", code, str(lock.fileno())], lock.fileno()) == 0
 
 
-def test_ended_workers_are_reaped(tmp_path):
+def test_ended_workers_are_reaped(tmp_path, monkeypatch):
     """They would stay as zombies for the minutes in which gates are trained."""
     worker = subprocess.Popen(["sleep", "300"])
+    # The tests' own servers are children of this process, too, and stay.
+    children = psutil.Process.children
+
+    def workers(self: psutil.Process, recursive: bool) -> list[psutil.Process]:
+        return [one for one in children(self, recursive=recursive) if one.pid == worker.pid]
+
+    monkeypatch.setattr(psutil.Process, "children", workers)
 
     class Sglang:
         def shutdown(self):

@@ -49,7 +49,7 @@ def wanted(plain):
     return [ask(plain, one, NEW) for one in PROMPTS]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("eagle", marks=pytest.mark.thorough), "eagle3"])
 def head(request, model, tmp_path_factory):
     return request.param, make_follower(model, tmp_path_factory.mktemp("heads") / request.param, request.param)
 
