@@ -163,8 +163,12 @@ class OpenMachine(RuleBasedStateMachine):
             last.extend_end = end
         for req in reqs:
             req.output_ids.append(int(np.random.default_rng(self.count).integers(VOCABULARY)))
-            checkpoint_kv_cache(req, self.tree)
             self.running.append(req)
+            self._prefilled(req)
+
+    def _prefilled(self, req: Req) -> None:
+        """The prompt of a request has been computed."""
+        checkpoint_kv_cache(req, self.tree)
 
     @precondition(lambda self: len(self.running) < ROWS - 2)
     @rule(
@@ -303,6 +307,10 @@ class OpenMachine(RuleBasedStateMachine):
         owned = [page for req in self.running for page in self._own(req)]
         table = self.store.tails.table
         extra = [page for row, count in self.open._held.items() for page in table[row, NOW, :count].tolist()]
+        if self.open.chains is not None:
+            extra += [
+                page for row, n in self.open.chains._spare.items() for page in self.open.chains._aside[row, :n].tolist()
+            ]
         leaving = [page for _, pages in self.open._retired for page in pages.tolist()]
         assert sorted(free + in_tree + entries + owned + extra + leaving) == list(range(1, PAGES + 1))
         # What SGLang counts: free, evictable, the tree's that is in use, and what requests hold.
@@ -331,7 +339,7 @@ class OpenMachine(RuleBasedStateMachine):
     def open_segments_hold_their_tokens(self) -> None:
         tails = self.store.tails
         for req in self.running:
-            begin = req.kv.kv_committed_len // SEGMENT * SEGMENT
+            begin = self._sealed(req) * SEGMENT
             tokens = self.tokens(req)[begin : req.kv.kv_committed_len]
             if tokens:
                 row = torch.tensor([req.kv.req_pool_idx])
@@ -341,6 +349,10 @@ class OpenMachine(RuleBasedStateMachine):
         for entry in self._entries():
             if not self.promised & set(entry.pages.tolist()):
                 self._check_tail(entry.tokens.tolist(), entry.key[0], entry.pages[None])
+
+    def _sealed(self, req: Req) -> int:
+        """Segments of a request that are slabs, or about to be."""
+        return req.kv.kv_committed_len // SEGMENT
 
     def _check_tail(self, tokens: list[int], begin: int, pages: torch.Tensor, tails: Tails | None = None) -> None:
         expected = kv(tokens, begin).permute(1, 2, 3, 0, 4)
@@ -352,8 +364,8 @@ class OpenMachine(RuleBasedStateMachine):
     def slabs_hold_what_the_oracle_says(self) -> None:
         pending = {slot for seals in self.store._pending for slot in seals.slots.tolist()}
         for req in self.running:
-            row, done = self.table.req_to_token[req.kv.req_pool_idx], req.kv.kv_committed_len
-            for number in range(done // SEGMENT):
+            row = self.table.req_to_token[req.kv.req_pool_idx]
+            for number in range(self._sealed(req)):
                 slot = int(row[number * SEGMENT]) // SEGMENT
                 if slot not in pending:
                     expected = expected_slab(self.tokens(req), number, SCORER)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import allocation, common
+from sglang.srt.mem_cache.common import match_kv_cache
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative import eagle_utils
 
 from sgl_ragged.drafts import torch_verify
 from sgl_ragged.drafts.sglang_chains import alloc_for_chains
-from tests.chain_machine import WIDTH, ChainMachine
+from tests.chain_machine import WIDTH, ChainMachine, OverlappedMachine
 from tests.examples import examples
-from tests.open_machine import OPTIONS, PAGES, SEGMENT
+from tests.open_machine import OPTIONS, PAGES, SCORER, SEGMENT
+from tests.pool_machine import expected_slab
 from tests.test_open_property import SERVING
 
 
@@ -37,14 +43,17 @@ def flags():
 ChainMachine.TestCase.settings = examples(60, stateful_step_count=25)
 TestLives = ChainMachine.TestCase
 
+OverlappedMachine.TestCase.settings = examples(60, stateful_step_count=25)
+TestOverlappedLives = OverlappedMachine.TestCase
 
+
+@pytest.mark.parametrize("machine", [ChainMachine, OverlappedMachine])
 @pytest.mark.parametrize("width", [WIDTH, SEGMENT])
-def test_who_is_alone_never_lacks_a_page(width, monkeypatch):
+def test_who_is_alone_never_lacks_a_page(width, machine, monkeypatch):
     """As long as SGLang lets it become, whatever is accepted: nobody is there to be retracted."""
     monkeypatch.setattr(eagle_utils, "get_alloc_reserve_per_decode", lambda: 2 * width)
-    monkeypatch.setattr("tests.chain_machine.WIDTH", width)
-    life = ChainMachine()
-    life.open.width = width
+    life = machine()
+    life._use(width)
     life.allocator.get_kvcache().views = None
     room = 14 * SEGMENT
     assert life.allocator.alloc(PAGES * SEGMENT - room) is not None
@@ -59,19 +68,57 @@ def test_who_is_alone_never_lacks_a_page(width, monkeypatch):
     while request.kv.kv_committed_len < longest - 1:
         assert life._has_room()
         life._decode_step()
-        request.output_ids.append(1)
     life.slabs_hold_what_the_oracle_says()
 
 
-def test_a_chain_ends_a_segment():
-    life = ChainMachine()
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("machine", [ChainMachine, OverlappedMachine])
+def test_a_request_ends_with_its_segment(machine, late):
+    """Its slab is cached, whether or not a chain has begun behind it."""
+    life = machine()
     life.admit(streams=[0], length=SEGMENT + 30, chunk=SEGMENT)
-    while life.running[0].kv.kv_committed_len < 2 * SEGMENT:
+    request = life.running[0]
+    while request.kv.kv_committed_len + len(life.flight.get(request.rid, ())) < 2 * SEGMENT:
         life.decode(steps=1, seed=0)
         life.every_page_is_in_one_place()
-    assert life.store.has_pending
-    life.decode(steps=SEGMENT, seed=0)
     life.open_segments_hold_their_tokens()
     life.slabs_hold_what_the_oracle_says()
-    life.finish(which=0)
+    life.finish(which=0, late=late)
     life.every_page_is_in_one_place()
+    slots = [int(location) // SEGMENT for location in life.tree.all_values_flatten()[::SEGMENT]]
+    assert len(slots) == 2
+    life._describe()
+    for number, slot in enumerate(slots):
+        np.testing.assert_array_equal(
+            life.store.slabs[slot].numpy(), expected_slab(life.tokens(request), number, SCORER)
+        )
+
+
+@pytest.mark.parametrize("machine", [ChainMachine, OverlappedMachine])
+@pytest.mark.parametrize("back", [0, 1, 3])
+def test_what_a_request_leaves_within_its_last_chain_is_found(machine, back):
+    """Nobody has begun behind the chain, so its segment is sealed only if all of its tokens count."""
+    life = machine()
+    life.admit(streams=[0], length=2 * SEGMENT - 2 * WIDTH, chunk=SEGMENT)
+    request = life.running[0]
+    life.accepting = SimpleNamespace(integers=lambda low, high=None, *size: np.full(size or (), (high or low) - 1))
+    while request.kv.kv_committed_len + len(life.flight.get(request.rid, ())) < 2 * SEGMENT:
+        life._decode_step()
+    if machine is ChainMachine:
+        life.finish(which=0, back=back)
+    else:
+        life.finish(which=0, back=back, late=False)
+    following = Req("next", "", array("q", life.tokens(request)), SamplingParams())
+    match_kv_cache(following, life.tree)
+    # The last token of an answer has been sampled, not computed.
+    assert following.prefix_len == min(2 * SEGMENT, 2 * SEGMENT + 1 - back)
+
+
+def test_a_prompt_that_ends_at_a_border_is_kept_before_its_segment_is_sealed():
+    life = OverlappedMachine()
+    life.admit(streams=[0], length=2 * SEGMENT - 2, chunk=SEGMENT)
+    life.decode(steps=WIDTH, seed=0)
+    (entry,) = life._entries()
+    assert len(entry.tokens) == SEGMENT - 2
+    assert not life.promised
+    life.open_segments_hold_their_tokens()

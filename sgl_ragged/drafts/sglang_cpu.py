@@ -36,6 +36,7 @@ def ngram_worker() -> type:
 
 def draft_model_worker(algorithm: str) -> type:
     """SGLang's worker for drafts by a model: a smaller one, or a head on hidden states; else as `ngram_worker`."""
+    from sglang.srt.managers import overlap_utils
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worker_v2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -43,6 +44,7 @@ def draft_model_worker(algorithm: str) -> type:
     _replace_verification()
     _replace(
         (
+            (overlap_utils, "gather_spec_extras", torch_verify.carried_over),
             (eagle_utils, "build_tree_kernel_efficient_func", torch_verify.links_of_chains),
             (eagle_worker_common, "assign_draft_cache_locs_contiguous_func", torch_verify.chain_locations),
             (eagle_worker_common, "fill_bonus_tokens_func", torch_verify.last_accepted),

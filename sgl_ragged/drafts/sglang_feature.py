@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sgl_ragged.attention.operations import commit
 from sgl_ragged.drafts import sglang_flags
 from sgl_ragged.drafts.draft_model import DraftModel
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
 from sgl_ragged.host_tier.sglang_feature import HOST_TIER
+from sgl_ragged.mem_pool.open_chains import OpenChains
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Rank, Seam, Worker
@@ -30,10 +33,12 @@ BY_MODEL = "a draft model"
 
 @dataclass(frozen=True)
 class Drafts:
-    """width: tokens of a chain, the first of which is certain. model: that drafts, if one does."""
+    """width: tokens of a chain, the first of which is certain. model: that drafts, if one does. overlapped: whether a
+    step is prepared while the one before is computed."""
 
     width: int
     model: DraftModel | None = None
+    overlapped: bool = False
 
 
 class Drafting(Feature):
@@ -75,6 +80,11 @@ class Drafting(Feature):
             f"{HOOKS}.alloc_for_chains",
         ),
         Seam(
+            "sglang.srt.speculative.spec_utils.record_stream_for_v2_verify",
+            ("batch", "verify_input", "fwd_stream"),
+            f"{HOOKS}.begin_chains",
+        ),
+        Seam(
             "sglang.srt.speculative.eagle_utils.eagle_sample",
             (
                 *("verify_input", "batch", "logits_output", "grammar_mask", "uno_target_max_top_k"),
@@ -109,7 +119,8 @@ class Drafting(Feature):
 
     def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
         sglang_flags.refuse_resolved(launch.view)
-        changed: dict[str, Any] = {"disable_overlap_schedule": True}
+        # SGLang overlaps no batches with drafts on CPUs; nothing is in the way on the plugin's platform.
+        changed: dict[str, Any] = {"disable_overlap_schedule": launch.server_args.disable_overlap_schedule}
         if sglang_flags.by_model(launch.server_args):
             changed["speculative_draft_attention_backend"] = sglang_flags.draft_backend(launch)
         return changed
@@ -120,11 +131,12 @@ class Drafting(Feature):
             raise RaggedConfigError(
                 f"--speculative-num-draft-tokens {width} is more than a segment of {plan.segment} tokens; take fewer"
             )
-        if not sglang_flags.by_model(launch.server_args):
-            return Drafts(width)
-        from sgl_ragged.drafts.sglang_draft_model import read_draft_model
+        model = None
+        if sglang_flags.by_model(launch.server_args):
+            from sgl_ragged.drafts.sglang_draft_model import read_draft_model
 
-        return Drafts(width, read_draft_model(launch))
+            model = read_draft_model(launch)
+        return Drafts(width, model, launch.view is not None and not launch.view.disable_overlap_schedule)
 
     def state(self, settings: Any) -> tuple[Any, ...]:
         return (settings.width, settings.model.token_bytes if settings.model else 0)
@@ -140,17 +152,18 @@ class Drafting(Feature):
         return build_beside(settings.model, configurator, build)
 
     def attach(self, settings: Any, worker: Worker) -> Any:
-        from sgl_ragged.drafts.sglang_chains import Chains
-
-        worker.pool.attached[self.name] = Chains(worker.pool, worker.req_to_token)
-        worker.pool.open_segments.width = settings.width
+        seal = functools.partial(commit, worker.pool.store, worker.req_to_token)
+        ahead = settings.width if settings.overlapped else 0
+        open_segments = worker.pool.open_segments
+        open_segments.chains = OpenChains(open_segments, settings.width, seal, ahead)
         return worker.given
 
     def describe(self, settings: Any, sizes: PoolSizes) -> str:
         whose = ""
         if settings.model is not None:
             whose = f" by {settings.model.name}, {settings.model.token_bytes} bytes for each virtual token"
-        return f"chains of {settings.width} drafts{whose}, without overlapped batches"
+        without = "" if settings.overlapped else ", without overlapped batches"
+        return f"chains of {settings.width} drafts{whose}{without}"
 
     def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
         return {"draft_tokens": settings and settings.width} | self._model_info(settings)

@@ -218,6 +218,18 @@ def last_accepted(
     bonus_tokens.copy_(found[:, 0])
 
 
+def carried_over(
+    indices: torch.Tensor,
+    topk_p_buf: torch.Tensor,
+    topk_index_buf: torch.Tensor,
+    output_tokens_buf: torch.Tensor,
+    hidden_states_buf: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What the step before has left for these rows, integers [requests]: of each buffer [rows, ...], their own."""
+    hidden_states = None if hidden_states_buf is None else hidden_states_buf[indices]
+    return topk_p_buf[indices], topk_index_buf[indices], output_tokens_buf[indices], hidden_states
+
+
 def links_of_chains(
     parent_list: torch.Tensor,
     top_scores_index: torch.Tensor,

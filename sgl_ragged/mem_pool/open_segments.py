@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import BEFORE, NOW, Tails
 from sgl_ragged.mem_pool.transfer import to_device
+
+if TYPE_CHECKING:
+    from sgl_ragged.mem_pool.open_chains import OpenChains
 
 Cell = tuple[int, int, int]
 """Row, which, and place in `Tails.table`."""
@@ -36,14 +40,14 @@ class OpenSegments:
     """See above.
 
     `store` has the tails, whose table is written, and counts the batches that have been described. `kept`: those of
-    requests that have ended, where the radix cache keeps any. `width`: tokens of a step that may yet be rejected, where
-    requests have drafts; 0 where they have none. `on_copy`: who has tokens of their own at the same locations; they are
-    told of the page where an open segment begins and of that where its copy does, int64 [1] each.
+    requests that have ended, where the radix cache keeps any. `chains`: of drafts, where requests have any. `on_copy`:
+    who has tokens of their own at the same locations; they are told of the page where an open segment begins and of
+    that where its copy does, int64 [1] each, when it is copied.
     """
 
     def __init__(self, store: SlabStore) -> None:
         self.store, self.kept = store, OpenCache()
-        self.width = 0
+        self.chains: OpenChains | None = None
         self.on_copy: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
         self.reset()
 
@@ -56,7 +60,8 @@ class OpenSegments:
         self.store.forget_copies()
         self.kept.clear()
         self._held: dict[int, int] = {}
-        self._full: set[int] = set()
+        if self.chains is not None:
+            self.chains.clear()
         self._retired: list[tuple[int, torch.Tensor]] = []
 
     @property
@@ -76,7 +81,8 @@ class OpenSegments:
     @property
     def in_use(self) -> int:
         """Pages that are neither free nor for one segment each."""
-        return self.held + sum(len(pages) for _, pages in self._retired) - self.returning
+        spare = self.chains.spare if self.chains is not None else 0
+        return self.held + spare + sum(len(pages) for _, pages in self._retired) - self.returning
 
     def take_back(self) -> list[torch.Tensor]:
         """Pages that nobody will read any more, int64 each; they are the caller's then."""
@@ -137,49 +143,36 @@ class OpenSegments:
                 self._hold(row, 0)
         self._write(changes, pages)
 
-    def chain_demand(self, rows: Sequence[int], lengths: Sequence[int]) -> int:
-        """Pages that chains of `width` tokens need beside one for each segment, behind `lengths` tokens of requests.
+    def held_by(self, row: int) -> int:
+        """Pages that a request's open segment has beside its own."""
+        return self._held.get(row, 0)
 
-        Whether a chain that comes to its segment's border fills it is known once its tokens are accepted: it has the
-        stage by then. What lies behind the border needs no page, since it is computed anew when that segment is sealed.
-        """
-        return sum(
-            self._of_chain(row, length) - self._held.get(row, 0) for row, length in zip(rows, lengths, strict=True)
-        )
-
-    def _of_chain(self, row: int, length: int) -> int:
-        """Pages beside its own of a request's open segment once a chain lies in it, those that it has among them."""
-        stop = length % self.pages.segment + self.width
-        wanted = self.pages.most if stop >= self.pages.segment else self.pages.extra(stop)
-        return max(wanted, self._held.get(row, 0))
-
-    def chain(self, rows: Sequence[int], lengths: Sequence[int], pages: torch.Tensor) -> None:
-        """Hand out `pages`, int64 [chain_demand], to chains behind `lengths` tokens of requests with these rows."""
+    def more(self, rows: Sequence[int], counts: Sequence[int], pages: torch.Tensor) -> None:
+        """Hand out `pages`, int64 [sum of counts], to open segments of requests behind those that they have."""
         changes = _Changes()
-        for row, length in zip(rows, lengths, strict=True):
-            wanted = self._of_chain(row, length)
-            changes.then += [(row, NOW, place) for place in range(self._held.get(row, 0), wanted)]
-            self._hold(row, wanted)
-        self._full.difference_update(rows)
+        for row, count in zip(rows, counts, strict=True):
+            held = self._held.get(row, 0)
+            changes.then += [(row, NOW, place) for place in range(held, held + count)]
+            self._hold(row, held + count)
         self._write(changes, pages)
 
+    def give_none(self, rows: Sequence[int]) -> None:
+        """Let what is written behind the first page of these requests' open segments go to the page of padding."""
+        (which,) = to_device([np.array(rows, np.int32)], self._tails.table.device)
+        self._tails.table[which.long(), NOW] = 0
+
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Requests have `lengths` tokens that count, once chains of theirs have been computed: `lengths` may end
-        segments. Their pages go back when these are sealed."""
+        """Chains have filled segments of requests, which have `lengths` tokens. Their pages go back when these are
+        sealed."""
         changes = _Changes()
         for row, length in zip(rows, lengths, strict=True):
-            if length % self.pages.segment == 0:
-                assert self._held[row] == self.pages.most, "a segment ends with the chain that comes to its border"
-                changes.finished.append(row)
-                changes.retired += [(row, BEFORE, place) for place in range(self.pages.most)]
-                self._hold(row, 0)
-                self._full.add(row)
-        # The batch that wrote to them has been described, as that of a step of decode has not at this point.
+            assert length % self.pages.segment == 0, (row, length)
+            assert self._held[row] == self.pages.most, "a segment ends with the chain that comes to its border"
+            changes.finished.append(row)
+            changes.retired += [(row, BEFORE, place) for place in range(self.pages.most)]
+            self._hold(row, 0)
+        # The batch that wrote to them has been described, as that of a step of decode has not when it ends a segment.
         self._write(changes, self._tails.table.new_empty(0, dtype=torch.int64), self.store.batches - 1)
-
-    def is_full(self, row: int) -> bool:
-        """True if a request's last chain has ended its segment: a slab is written, or about to be, where it began."""
-        return row in self._full
 
     @property
     def reusable(self) -> int:
@@ -203,8 +196,8 @@ class OpenSegments:
 
     def release(self, row: int) -> torch.Tensor:
         """Pages that a request leaves which ends, int64: they are the caller's."""
-        self._full.discard(row)
-        return self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
+        pages = self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
+        return pages if self.chains is None else torch.cat([pages, self.chains.release(row)])
 
     def _hold(self, row: int, count: int) -> None:
         if count:

@@ -141,6 +141,7 @@ class SlabStore:
         self._totals = torch.tensor(layout.totals, device=device)
         self._pending: list[InTails] = []
         self._deferred: list[Callable[[], None]] = []
+        self._deferred_beside: list[Callable[[], None]] = []
         self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
 
     @property
@@ -301,7 +302,7 @@ class SlabStore:
                 segments = InTails(*(torch.cat(part) for part in parts))
             self.tails.stage(segments.slots, segments.pages)
             self.seal(None, segments)
-        deferred, self._deferred = self._deferred, []
+        deferred, self._deferred, self._deferred_beside = [*self._deferred, *self._deferred_beside], [], []
         for copy in deferred:
             copy()
 
@@ -309,13 +310,17 @@ class SlabStore:
         """Have pages copied by `flush_pending_seals`, in the order of the calls."""
         self._deferred.append(copy)
 
+    def defer_beside(self, copy: Callable[[], None]) -> None:
+        """Have something copied that lies in no page: behind pages, in the order of the calls."""
+        self._deferred_beside.append(copy)
+
     def defer_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Have pages copied to others of the pool, int64 [n] each, as `defer` does."""
         self.defer(functools.partial(self.tails.copy, source, target))
 
     def forget_copies(self) -> None:
         """Do nothing of what was deferred: all pages are free."""
-        self._deferred = []
+        self._deferred, self._deferred_beside = [], []
 
     @property
     def has_pending_seals(self) -> bool:
@@ -323,6 +328,7 @@ class SlabStore:
 
     @property
     def has_pending(self) -> bool:
+        """True if pages wait to be sealed or copied."""
         return bool(self._pending or self._deferred)
 
     def append(

@@ -140,8 +140,11 @@ def reserve_tokens(allocator: SlabAllocator) -> int:
     """Tokens that a request may come to need beside those of its segments, one page each."""
     open_segments, size = allocator.open_segments, allocator.page_size
     pages = open_segments.pages.transient if allocator.resumes else open_segments.pages.most
-    # SGLang allocates pages for two chains ahead, and leaves one page out of account itself.
-    return (pages + max(-(-2 * open_segments.width // size) - 1, 0)) * size
+    if open_segments.chains is not None:
+        # SGLang allocates pages for two chains ahead, and leaves one page out of account itself.
+        ahead = max(-(-2 * open_segments.chains.width // size) - 1, 0)
+        pages = max(pages, open_segments.chains.most_pages()) + ahead
+    return pages * size
 
 
 def extend_tokens(allocator: SlabAllocator, prefix_lens_cpu: Any, seq_lens_cpu: Any) -> int:
@@ -153,8 +156,8 @@ def extend_tokens(allocator: SlabAllocator, prefix_lens_cpu: Any, seq_lens_cpu: 
 def decode_tokens(allocator: SlabAllocator, requests: Any) -> int:
     """The same of the next decode step of some requests."""
     kvs, open_segments = [request.kv for request in requests or ()], allocator.open_segments
-    if open_segments.width:
-        demand = open_segments.chain_demand([kv.req_pool_idx for kv in kvs], [kv.kv_committed_len for kv in kvs])
+    if open_segments.chains is not None:
+        demand = open_segments.chains.demand([kv.req_pool_idx for kv in kvs], [kv.kv_committed_len for kv in kvs])
     else:
         demand = open_segments.decode_demand([kv.kv_committed_len + 1 for kv in kvs])
     return demand * allocator.page_size

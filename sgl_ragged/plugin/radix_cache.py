@@ -8,6 +8,7 @@ a copy of them does. Entries go before anything of the tree does: to the tier be
 
 from __future__ import annotations
 
+import functools
 import logging
 from array import array
 from collections.abc import Callable, Collection, Hashable
@@ -172,12 +173,19 @@ class OpenRadixCache(UnifiedRadixCache):
         self._found = set()
         return given
 
-    def _copied(self, pages: torch.Tensor) -> torch.Tensor:
-        """New pages with the same content, once the next batch is described. There must be free ones."""
-        own = self._new_pages(len(pages))
-        self.slabs.open_segments.store.defer_copy(pages, own)
+    def _copied(self, pages: torch.Tensor, at_once: bool = False) -> torch.Tensor:
+        """New pages with the same content, once the next batch is described. There must be free ones.
+
+        at_once: while nothing else waits to be copied or sealed.
+        """
+        own, store = self._new_pages(len(pages)), self.slabs.open_segments.store
+        if at_once:
+            store.tails.copy(pages, own)
+        else:
+            store.defer_copy(pages, own)
+        # What others have at these locations stays there when the segment is sealed.
         for told in self.slabs.open_segments.on_copy:
-            told(pages[:1], own[:1])
+            store.defer_beside(functools.partial(told, pages[:1], own[:1]))
         return own
 
     def _new_pages(self, count: int) -> torch.Tensor:
@@ -189,17 +197,21 @@ class OpenRadixCache(UnifiedRadixCache):
     # What is kept.
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
+        kv, chains = req.kv, self.slabs.open_segments.chains
+        if chains is not None and req.finished():
+            chains.settle(kv.req_pool_idx, up_to)
         super().checkpoint(req, up_to=up_to, **kwargs)
-        kv = req.kv
         prefix, count = kv.cache_protected_len, up_to - kv.cache_protected_len
         if self.disable or not kv.holds_kv or not 0 < count < self.page_size:
             return
         if count < (self.entries.least(prefix) if req.finished() else LEAST_TOKENS):
             return
-        # A token beyond these may be on its way already. If it fills the segment, a slab is written there.
-        if kv.kv_committed_len // self.page_size > up_to // self.page_size:
-            return
-        if self.slabs.open_segments.is_full(kv.req_pool_idx):
+        # Tokens beyond these may be on their way already. If they fill the segment, a slab is written there.
+        if chains is not None:
+            filled = chains.is_sealed(kv.req_pool_idx, up_to)
+        else:
+            filled = kv.kv_committed_len // self.page_size > up_to // self.page_size
+        if filled:
             return
         name, tokens = (req.extra_key, req.cache_salt or None), req.full_untruncated_fill_ids
         if self.entries.has(prefix, name, tokens, up_to):
@@ -213,7 +225,11 @@ class OpenRadixCache(UnifiedRadixCache):
         elif up_to >= len(req.origin_input_ids):
             pages = torch.cat([own, self.slabs.open_segments.extra_pages(kv.req_pool_idx, count)])
             if self.slabs.available_size() >= 2 * len(pages) * self.page_size:
-                self._keep(prefix, name, tokens, up_to, self._copied(pages))
+                # What is computed now may fill the segment, which would be sealed before anything deferred is done.
+                at_once = chains is not None and chains.ahead > 0 and not self.slabs.open_segments.store.has_pending
+                if chains is not None and chains.may_end(up_to) and not at_once:
+                    return
+                self._keep(prefix, name, tokens, up_to, self._copied(pages, at_once))
 
     def _keep(self, prefix: int, name: Hashable, tokens: array, up_to: int, pages: torch.Tensor) -> None:
         for entry in self.entries.add(prefix, name, tokens, up_to, pages):
