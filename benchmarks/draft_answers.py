@@ -1,11 +1,13 @@
-"""Whether answers with a draft head are those without: greedy answers of two servers, from nothing and from the cache.
+"""Whether answers with drafts are those without: greedy answers of two servers, from nothing and from the cache.
 
-    python -m benchmarks.draft_answers --model FOLDER --head FOLDER [--kind eagle3] [--answers 200] [--texts FILE ...]
+    python -m benchmarks.draft_answers --model FOLDER --kind ngram [--answers 200] [--texts FILE ...]
+    python -m benchmarks.draft_answers --model FOLDER --head FOLDER [--kind eagle3]
 
 The head is one of `python -m benchmarks.draft_head`. Both servers have the ragged pool; prompts of random tokens, or
 cut from files of text or of samples (`python -m benchmarks.recall.samples`), are of many lengths, so that answers go
 over borders of segments and end inside them. Every prompt is asked twice. Compared are tokens, up to where the best two
-are closer than 1e-3, log-probabilities of these, and how much of the second came from the cache.
+are closer than 1e-3, log-probabilities of these, how much of the second came from the cache, and how many pages the
+cache has in the end, once with what is behind borders and once without.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,17 +24,23 @@ from typing import Any
 
 import httpx
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.draft_head import KINDS, make_prompts
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.errors import SettingsError
-from benchmarks.harness.launch import serve
+from benchmarks.harness.launch import Server, serve
+
+NGRAM = "ngram"
 
 CLOSE = 1e-3
 """Log-probabilities so close may change places."""
 
 AT_ONCE = 4
+
+GAUGES = ("slab_bytes", "kept_open_bytes", "open_bytes")
+"""Of all pages that are not free, those with open segments that requests have left, and those of running requests."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,18 @@ def ask_twice(url: str, prompts: list[list[int]], new: int) -> list[list[Answer]
         return [list(threads.map(lambda one: ask(url, one, new), prompts)) for _ in range(2)]
 
 
+def cached_pages(server: Server) -> dict[str, int]:
+    """Pages of slabs and of open segments that a server without requests has as cache."""
+    with ServerClient(server.url) as client:
+        while True:
+            found = {one.name: one.samples for one in text_string_to_metric_families(client.metrics())}
+            slabs, kept, held = (int(found[f"sglang:ragged_{name}_in_use"][0].value) for name in GAUGES)
+            page_bytes = client.ragged()["slab_bytes"]
+            if not held:
+                return {"slabs": (slabs - kept) // page_bytes, "open": kept // page_bytes}
+            time.sleep(0.5)
+
+
 def compare(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, Any]:
     """Counts of answers that are equal, equal up to two tokens as good as equal, and different; and of the cache.
 
@@ -104,8 +125,8 @@ def read_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder")
-    parser.add_argument("--head", type=Path, required=True, help="folder")
-    parser.add_argument("--kind", choices=tuple(KINDS), default="eagle", help="[eagle]")
+    parser.add_argument("--head", type=Path, help="folder; needed but for n-grams")
+    parser.add_argument("--kind", choices=(*KINDS, NGRAM), default="eagle", help="[eagle]")
     parser.add_argument("--answers", type=int, default=200, help="[200]")
     parser.add_argument("--longest", type=int, default=300, help="tokens of a prompt [300]")
     parser.add_argument("--new", type=int, default=40, help="tokens of an answer [40]")
@@ -126,25 +147,34 @@ def run(options: argparse.Namespace) -> None:
     """Ask both servers, one after the other, and print one JSON object. Raises BenchmarkError."""
     if min(options.answers, options.new, options.steps, options.longest - 7) < 1:
         raise SettingsError("sizes must be at least 1, and --longest at least 8")
+    if (options.head is None) != (options.kind == NGRAM):
+        raise SettingsError(f"--kind {options.kind} {'has no head: drop' if options.head else 'needs'} --head")
     vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
     prompts = read_prompts(options, vocabulary)
     flags = ["--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", str(AT_ONCE), "--sleep-on-idle"]
     flags += ["--kv-pool", "ragged", "--ragged-profile", "uniform", "--ragged-ratio", options.ratio]
     flags += ["--ragged-segment", str(options.segment), "--ragged-slab-dtype", options.slab_dtype]
     flags += ["--kv-bytes", options.kv_bytes, "--chunked-prefill-size", str(4 * options.segment)]
-    drafts = ["--speculative-algorithm", options.kind.upper(), "--speculative-draft-model-path", str(options.head)]
-    drafts += ["--speculative-eagle-topk", "1", "--speculative-num-steps", str(options.steps)]
-    answers = []
+    flags += ["--enable-metrics"]
+    drafts = ["--speculative-algorithm", options.kind.upper()]
+    if options.kind == NGRAM:
+        drafts += ["--speculative-ngram-max-bfs-breadth", "1", "--speculative-num-draft-tokens", str(options.steps + 1)]
+    else:
+        drafts += ["--speculative-draft-model-path", str(options.head), "--speculative-eagle-topk", "1"]
+        drafts += ["--speculative-num-steps", str(options.steps)]
+    answers, pages = [], []
     with tempfile.TemporaryDirectory() as folder:
         for more in ([], drafts):
             with serve(options.model, *flags, *more, log=Path(folder) / "server.log") as server:
                 answers.append(ask_twice(server.url, prompts, options.new))
+                pages.append(cached_pages(server))
     plain, drafted = answers
     found = {
         "nothing cached": compare(drafted[0], plain[0]),
         "from the cache": compare(drafted[1], plain[1]),
         "a hit against a miss": compare(drafted[1], drafted[0]),
         "the same without drafts": compare(plain[1], plain[0]),
+        "pages cached": {"without drafts": pages[0], "with": pages[1]},
     }
     print(json.dumps(found, indent=1))
 

@@ -9,9 +9,10 @@ mean anything. At ratio 1 nothing is compressed: the difference to the token poo
 - extend: --extend new tokens after --context cached ones, until the first token;
 - decode: one step of --batch requests with --context cached tokens each: a run of 1 + --steps tokens less a run of 1.
 
-A pool written as ragged@0.3+draft=4 verifies chains of four tokens, drafted by n-grams: a "step" of decode is a token
-of each request then, however many of them the server computes at once. The same answers come in every round, so most
-drafts are right. SGLang's own pool runs no drafts on CPUs without AMX.
+A pool written as ragged@0.3+draft=4, or token+draft=4, verifies chains of four tokens, drafted by n-grams; --draft 4
+says so of all pools. A "step" of decode is a token of each request then, however many of them the server computes at
+once, and a second table has steps that verify and what they accept. The same answers come in every round, so most
+drafts are right.
 
 --clock cpu counts CPU seconds of the servers' processes: where other programs take the cores, and with
 OMP_NUM_THREADS=1, so that no thread counts as busy that waits for another.
@@ -42,26 +43,40 @@ from benchmarks.harness.errors import BenchmarkError
 from benchmarks.harness.files import write_whole
 from benchmarks.harness.machine import describe
 from benchmarks.harness.options import new_parser
-from benchmarks.harness.pools import Pool, Started
+from benchmarks.harness.pools import DRAFT, Pool, Started
 from benchmarks.harness.rows import Rows
 from benchmarks.harness.sweep import bars
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""
 
+VERIFY = "verify"
+"""The row of a step that verifies drafts."""
+
 SIZES = ("batch", "context", "extend", "steps", "rounds")
 
 
-def seconds(client: ServerClient, prompts: list[list[int]], new: int) -> tuple[float, int]:
-    """Seconds until all prompts, sent at once, have `new` tokens each; the fewest cached tokens of any."""
+@dataclass(frozen=True)
+class Taken:
+    """Until all prompts, sent at once, were answered. cached: the fewest tokens of any. steps: the most that verified
+    drafts of one."""
 
-    def send(prompt: list[int]) -> int:
-        return client.generate(prompt, new, ignore_eos=True)["meta_info"]["cached_tokens"]
+    seconds: float
+    cached: int
+    steps: int = 0
+
+
+def take(client: ServerClient, prompts: list[list[int]], new: int) -> Taken:
+    """Have prompts answered, with `new` tokens each."""
+
+    def send(prompt: list[int]) -> dict[str, Any]:
+        return client.generate(prompt, new, ignore_eos=True)["meta_info"]
 
     started = client.clock()
     with ThreadPoolExecutor(len(prompts)) as threads:
-        cached = list(threads.map(send, prompts))
-    return client.clock() - started, min(cached)
+        found = list(threads.map(send, prompts))
+    taken = client.clock() - started
+    return Taken(taken, min(one["cached_tokens"] for one in found), max(one.get("spec_verify_ct", 0) for one in found))
 
 
 def cpu_clock(url: str) -> Callable[[], float]:
@@ -80,7 +95,8 @@ def cpu_clock(url: str) -> Callable[[], float]:
 
 @dataclass(frozen=True)
 class Phases:
-    """What is timed. Each method returns the milliseconds of one round; all servers get the same prompts in a round."""
+    """What is timed. Each method returns the milliseconds of one round, by row of the table; all servers get the same
+    prompts in a round."""
 
     batch: int
     context: int
@@ -88,24 +104,27 @@ class Phases:
     steps: int
     seed: int
 
-    def prefill(self, client: ServerClient, number: int) -> float:
-        taken, cached = seconds(client, [self._tokens(self.context, 1, number)], 1)
-        if cached:
-            raise Spoilt(f"{cached} tokens of a prompt that was never sent before were cached")
-        return 1000 * taken
+    def prefill(self, client: ServerClient, number: int) -> dict[str, float]:
+        taken = take(client, [self._tokens(self.context, 1, number)], 1)
+        if taken.cached:
+            raise Spoilt(f"{taken.cached} tokens of a prompt that was never sent before were cached")
+        return {"prefill": 1000 * taken.seconds}
 
-    def extend(self, client: ServerClient, number: int) -> float:
+    def extend(self, client: ServerClient, number: int) -> dict[str, float]:
         context = self._contexts()[0]
-        seconds(client, [context], 1)
-        taken, cached = seconds(client, [context + self._tokens(self.extend_by, 2, number)], 1)
-        self._check(cached)
-        return 1000 * taken
+        take(client, [context], 1)
+        taken = take(client, [context + self._tokens(self.extend_by, 2, number)], 1)
+        self._check(taken.cached)
+        return {"extend": 1000 * taken.seconds}
 
-    def decode(self, client: ServerClient, number: int) -> float:
-        seconds(client, self._contexts(), 1)
-        short, cached = seconds(client, self._contexts(), 1)
-        self._check(cached)
-        return 1000 * (seconds(client, self._contexts(), 1 + self.steps)[0] - short) / self.steps
+    def decode(self, client: ServerClient, number: int) -> dict[str, float]:
+        """Per token of each request; with drafts per step that verifies, too."""
+        take(client, self._contexts(), 1)
+        short = take(client, self._contexts(), 1)
+        self._check(short.cached)
+        long = take(client, self._contexts(), 1 + self.steps)
+        taken = 1000 * (long.seconds - short.seconds)
+        return {"decode": taken / self.steps} | ({VERIFY: taken / long.steps} if long.steps else {})
 
     def _contexts(self) -> list[list[int]]:
         return [self._tokens(self.context, 0, number) for number in range(self.batch)]
@@ -128,7 +147,9 @@ def summary(times: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Median milliseconds of each phase and pool, and the median over rounds of the ratio to the first pool."""
     rows = []
     for phase, pools in times.items():
-        base = next(iter(pools.values()))
+        # Some rows are of pools with drafts alone.
+        pools = {pool: values for pool, values in pools.items() if values}
+        base = next(iter(pools.values()), [])
         for pool, values in pools.items():
             ratios = [value / other for value, other in zip(values, base, strict=True)]
             row = {"phase": phase, "pool": pool, "median_ms": statistics.median(values)}
@@ -153,11 +174,27 @@ def table(result: dict[str, Any], title: str) -> Rows:
     return Rows(title, columns, rows)
 
 
+def drafts_table(result: dict[str, Any]) -> Rows | None:
+    """What pools with drafts verify and accept, by medians over rounds; None where there are none."""
+    times, batch = result["ms"], result["options"]["batch"]
+    verified = {pool: values for pool, values in times.get(VERIFY, {}).items() if values}
+    if not verified:
+        return None
+    rows = []
+    for pool, steps in verified.items():
+        per_step = [step / token for step, token in zip(steps, times["decode"][pool], strict=True)]
+        found = [1000 / one for one in steps], [1000 * batch / one for one in times["decode"][pool]]
+        rows.append((pool, *(f"{statistics.median(one):.1f}" for one in (*found, per_step))))
+    columns = ("pool", "steps/s", "accepted tokens/s", "accepted a step and request")
+    return Rows("drafts", columns, tuple(rows))
+
+
 def measure(options: argparse.Namespace, pools: list[Pool], console: Console) -> dict[str, Any]:
     """Start one server for each pool, time them in turns, stop them. Returns the JSON document."""
     phases = Phases(options.batch, options.context, options.extend, options.steps, options.seed)
     timed = {"prefill": phases.prefill, "extend": phases.extend, "decode": phases.decode}
-    times: dict[str, dict[str, list[float]]] = {phase: {pool.name: [] for pool in pools} for phase in timed}
+    shown = [*timed, *([VERIFY] if any(pool.drafts for pool in pools) else [])]
+    times: dict[str, dict[str, list[float]]] = {row: {pool.name: [] for pool in pools} for row in shown}
     flags = ["--skip-tokenizer-init", "--sleep-on-idle"]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -178,8 +215,8 @@ def measure(options: argparse.Namespace, pools: list[Pool], console: Console) ->
                 progress.update(bar, description=f"round {number} of {options.rounds}, {phase}")
                 for name, client in running.items():
                     taken = time_it(client, number)
-                    if number:
-                        times[phase][name].append(taken)
+                    for row, milliseconds in taken.items() if number else ():
+                        times[row][name].append(milliseconds)
                 progress.advance(bar)
     named = {name: getattr(options, name) for name in (*SIZES, "kv_bytes", "seed", "clock")}
     named |= {"model": Path(options.model).name, "pools": [pool.name for pool in pools]}
@@ -192,6 +229,7 @@ def main() -> None:
     parser.add_argument(
         "--pools", default="token,ragged@1,ragged@0.3", help="the first is what others are held against"
     )
+    parser.add_argument("--draft", type=int, metavar="N", help="all pools verify drafts, in chains of N tokens [none]")
     parser.add_argument("--batch", type=int, default=8, help="[8]")
     parser.add_argument("--context", type=int, default=2000, help="tokens [2000]")
     parser.add_argument("--extend", type=int, default=64, help="tokens [64]")
@@ -212,13 +250,19 @@ def main() -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure and print. Raises BenchmarkError."""
     console = Console(stderr=options.json)
-    result = measure(options, [Pool.parse(text) for text in options.pools.split(",")], console)
+    texts = [f"{text}+{DRAFT}={options.draft}" if options.draft else text for text in options.pools.split(",")]
+    result = measure(options, [Pool.parse(text) for text in texts], console)
     if options.output:
         write_whole(options.output, json.dumps(result, indent=1) + "\n")
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        table(result, f"batch {options.batch}, {options.context} tokens of context").show(console)
+        for rows in (
+            table(result, f"batch {options.batch}, {options.context} tokens of context"),
+            drafts_table(result),
+        ):
+            if rows is not None:
+                rows.show(console)
 
 
 if __name__ == "__main__":

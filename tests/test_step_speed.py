@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import step_speed
 from benchmarks.harness.errors import ServerFailed
-from benchmarks.step_speed import Phases, Spoilt, cpu_clock, summary
+from benchmarks.step_speed import Phases, Spoilt, Taken, cpu_clock, drafts_table, summary
 
 
 def test_ratios_are_of_the_same_round():
@@ -32,30 +32,50 @@ def test_cpu_seconds_are_those_of_who_listens():
 
 @pytest.fixture
 def cached(monkeypatch):
-    """A cache that has what it was sent before, less `cached.lost` tokens; one second passes for each token sent."""
+    """A cache that has what it was sent before, less `cached.lost` tokens; one second passes for each token sent.
+
+    accepted: drafts of each step.
+    """
 
     class Cache:
         lost = 0
+        accepted = 0
         sent: tuple[tuple[int, ...], ...] = ()
 
-    def seconds(server, prompts, new):
+    def take(server, prompts, new):
         found = []
         for prompt in map(tuple, prompts):
             hits = [len(old) - Cache.lost for old in Cache.sent if prompt[: len(old)] == old]
             found.append(max([0, *hits]))
         Cache.sent += tuple(map(tuple, prompts))
-        return float(sum(map(len, prompts)) + 3 * new), min(found)
+        return Taken(
+            float(sum(map(len, prompts)) + 3 * new), min(found), (new - 1) // Cache.accepted if Cache.accepted else 0
+        )
 
-    monkeypatch.setattr(step_speed, "seconds", seconds)
+    monkeypatch.setattr(step_speed, "take", take)
     return Cache
 
 
 def test_what_is_timed(cached):
     phases = Phases(batch=2, context=100, extend_by=10, steps=5, seed=0)
-    assert phases.prefill(None, 1) == 1000 * (100 + 3)
-    assert phases.extend(None, 1) == 1000 * (110 + 3)
+    assert phases.prefill(None, 1) == {"prefill": 1000 * (100 + 3)}
+    assert phases.extend(None, 1) == {"extend": 1000 * (110 + 3)}
     # Two runs of the same batch differ by its steps alone.
-    assert phases.decode(None, 1) == 1000 * 3
+    assert phases.decode(None, 1) == {"decode": 1000 * 3}
+
+
+def test_steps_that_verify_are_timed(cached):
+    cached.accepted = 4
+    phases = Phases(batch=2, context=100, extend_by=10, steps=8, seed=0)
+    assert phases.decode(None, 1) == {"decode": 1000 * 3, "verify": 1000 * 3 * 4}
+
+
+def test_drafts_are_told_by_step_and_by_token():
+    times = {"decode": {"token": [5.0], "ragged@1+draft=4": [4.0]}, "verify": {"token": [], "ragged@1+draft=4": [10.0]}}
+    result = {"ms": times, "options": {"batch": 8}}
+    assert drafts_table(result).rows == (("ragged@1+draft=4", "100.0", "2000.0", "2.5"),)
+    assert [row["pool"] for row in summary(times)] == ["token", "ragged@1+draft=4", "ragged@1+draft=4"]
+    assert drafts_table({"ms": {"decode": {"token": [5.0]}}, "options": {"batch": 8}}) is None
 
 
 def test_a_phase_that_does_not_meet_its_cache_is_refused(cached):

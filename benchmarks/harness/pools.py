@@ -29,7 +29,8 @@ class Pool:
     """SGLang's pool (`ratio` None), or the ragged one at a ratio.
 
     `options`: further options of the ragged pool and their values, without `--ragged-`: ("scorer", "gate"). Slabs are
-    wide unless one says otherwise, so that a name stays one configuration. ("draft", "4"): chains of four tokens.
+    wide unless one says otherwise, so that a name stays one configuration. ("draft", "4"): chains of four tokens, which
+    SGLang's pool can have, too; there they are trees of as many tokens, if n-grams have branches.
     """
 
     ratio: float | None
@@ -37,36 +38,39 @@ class Pool:
 
     @property
     def name(self) -> str:
-        if self.ratio is None:
-            return "token"
         # Of a file its name alone: results must not depend on where it lies.
         shown = [f"{name}={Path(value).name.removesuffix('.safetensors')}" for name, value in self.options]
-        return "+".join([f"ragged@{self.ratio:g}", *shown])
+        return "+".join(["token" if self.ratio is None else f"ragged@{self.ratio:g}", *shown])
+
+    @property
+    def drafts(self) -> int | None:
+        """Tokens of a chain; None without drafts."""
+        return next((int(value) for name, value in reversed(self.options) if name == DRAFT), None)
 
     @property
     def flags(self) -> list[str]:
         """The command-line flags of `options`."""
         own = [part for name, value in self.options if name != DRAFT for part in (f"--ragged-{name}", value)]
-        drafts = [value for name, value in self.options if name == DRAFT]
-        if drafts:
+        if self.drafts:
             own += ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
-            own += ["--speculative-num-draft-tokens", drafts[-1]]
+            own += ["--speculative-num-draft-tokens", str(self.drafts)]
         return own
 
     @classmethod
     def parse(cls, text: str) -> Pool:
-        """'token', 'ragged@0.3' or 'ragged@0.3+scorer=keydiff+segment=128'. Raises SettingsError."""
-        if text == "token":
-            return cls(None)
+        """'token', 'ragged@0.3', 'ragged@0.3+scorer=keydiff+segment=128', or 'token+draft=4'. Raises SettingsError."""
         written, *options = text.split("+")
         kind, _, ratio = written.partition("@")
         with contextlib.suppress(ValueError):
             pairs = [(name, value) for name, _, value in (option.partition("=") for option in options)]
-            if kind == "ragged" and 0 < float(ratio) <= 1 and all(name and value for name, value in pairs):
+            whole = all(name and (int(value) > 1 if name == DRAFT else value) for name, value in pairs)
+            if written == "token" and whole and all(name == DRAFT for name, _ in pairs):
+                return cls(None, tuple(pairs))
+            if kind == "ragged" and 0 < float(ratio) <= 1 and whole:
                 return cls(float(ratio), tuple(pairs))
         raise SettingsError(
             f"{text!r} is no pool: write token, or ragged@RATIO with a ratio in (0, 1], and options of the ragged pool "
-            f"behind it, as in ragged@0.3+scorer=keydiff"
+            f"behind it, as in ragged@0.3+scorer=keydiff; draft=N, with N of at least 2, goes with both"
         )
 
 
@@ -84,12 +88,15 @@ def server_arguments(pool: Pool, requests: int, kv_bytes: str, *, on_cpu: bool) 
     args += ["--enable-metrics", "--decode-log-interval", str(DECODE_LOG_INTERVAL)]
     if on_cpu:
         args += ["--dtype", "float32"]
+        if pool.drafts:
+            # SGLang overlaps no batches with drafts there, and each answer costs a step more where they overlap.
+            args.append("--disable-overlap-schedule")
     if pool.ratio is not None:
         # Equal budgets unless further flags say otherwise: a server whose speed is measured needs no calibration.
         ragged = ["--kv-pool", "ragged", "--ragged-ratio", str(pool.ratio), "--ragged-profile", "uniform"]
         ragged += [] if any(name == SLABS for name, _ in pool.options) else [f"--ragged-{SLABS}", WIDE.name]
         return [*args, *ragged, *pool.flags]
-    return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ())]
+    return [*args, "--kv-pool", "token", *(("--attention-backend", "torch_native") if on_cpu else ()), *pool.flags]
 
 
 class Started:

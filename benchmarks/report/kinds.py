@@ -72,7 +72,8 @@ def _demo(path: Path, data: Any) -> list[Rows]:
 def _step_speed(path: Path, data: Any) -> list[Rows]:
     options = data["options"]
     title = f"{path.stem}: model {options['model']}, batch {options['batch']}, {options['context']} tokens of context"
-    return [step_speed.table(data, title)]
+    drafts = step_speed.drafts_table(data)
+    return [step_speed.table(data, title), *([] if drafts is None else [drafts])]
 
 
 def _cta_map(path: Path, data: Any) -> list[Rows]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,32 +11,31 @@ from sgl_ragged.drafts import torch_verify
 _LINKS = "sglang.kernels.ops.speculative.reconstruct_tree"
 """Cannot be imported without a GPU, and holds one function."""
 
-Replaced = tuple[tuple[ModuleType | type, str, Callable], ...]
+Replaced = tuple[tuple[ModuleType | type, str, object], ...]
 
 
-def ngram_worker() -> type:
+def worker_of_ngrams() -> type:
     """SGLang's worker for drafts by n-grams, once what it calls is there; for this process."""
     links: Any = ModuleType(_LINKS)
     links.reconstruct_indices_from_tree_mask_func = torch_verify.links
     sys.modules[_LINKS] = links
 
-    from sglang.srt.speculative import spec_utils
-    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+    from sglang.srt.speculative import ngram_worker, spec_utils
 
     _replace_verification()
     _replace(
         (
+            (ngram_worker, "USE_FULL_MASK", False),
             (spec_utils, "fill_front_out_cache_loc_func", torch_verify.fill_front),
             (spec_utils, "fill_accept_out_cache_loc_func", torch_verify.fill_accepted),
         )
     )
-    return NGRAMWorker
+    return ngram_worker.NGRAMWorker
 
 
 def draft_model_worker(algorithm: str) -> type:
-    """SGLang's worker for drafts by a model: a smaller one, or a head on hidden states; else as `ngram_worker`."""
+    """SGLang's worker for drafts by a model: a smaller one, or a head on hidden states; else as `worker_of_ngrams`."""
     from sglang.srt.managers import overlap_utils
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worker_v2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
 
@@ -49,7 +47,6 @@ def draft_model_worker(algorithm: str) -> type:
             (eagle_worker_common, "assign_draft_cache_locs_contiguous_func", torch_verify.chain_locations),
             (eagle_worker_common, "fill_bonus_tokens_func", torch_verify.last_accepted),
             (eagle_worker_v2, "select_top_k_tokens", torch_verify.next_of_chain),
-            (MHATokenToKVPool, "_init_kv_copy_and_warmup", _copy_by_torch),
         )
     )
     return StandaloneWorkerV2 if algorithm == "STANDALONE" else eagle_worker_v2.EAGLEWorkerV2
@@ -57,8 +54,12 @@ def draft_model_worker(algorithm: str) -> type:
 
 def _replace_verification() -> None:
     from sglang.kernels.ops.speculative import verify_sampling
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache import allocation
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils
+
+    from sgl_ragged.drafts.sglang_cpu_verify import with_verification
 
     _replace(
         (
@@ -67,6 +68,8 @@ def _replace_verification() -> None:
             (eagle_utils, "top_k_renorm_prob", torch_verify.top_k_renormalised),
             (eagle_utils, "top_p_renorm_prob", torch_verify.top_p_renormalised),
             (eagle_utils, "verify_tree_greedy_func", torch_verify.verify_greedily),
+            (MHATokenToKVPool, "_init_kv_copy_and_warmup", _copy_by_torch),
+            (TorchNativeAttnBackend, "forward_extend", with_verification(TorchNativeAttnBackend.forward_extend)),
             (allocation, "assign_req_to_token_pool_func", torch_verify.write_locations),
             (allocation, "get_last_loc", allocation.get_last_loc_torch),
         )

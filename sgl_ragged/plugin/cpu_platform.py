@@ -35,7 +35,7 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
         from sgl_ragged.drafts import sglang_cpu
 
         if algorithm == "NGRAM":
-            return sglang_cpu.ngram_worker()
+            return sglang_cpu.worker_of_ngrams()
         return sglang_cpu.draft_model_worker(algorithm) if algorithm in _BY_MODEL else None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
