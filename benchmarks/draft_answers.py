@@ -39,8 +39,11 @@ CLOSE = 1e-3
 
 AT_ONCE = 4
 
-GAUGES = ("slab_bytes", "kept_open_bytes", "open_bytes")
-"""Of all pages that are not free, those with open segments that requests have left, and those of running requests."""
+GAUGES = ("slab_bytes", "kept_open_bytes")
+"""Of all pages that are not free, and of those with open segments that requests have left."""
+
+IDLE_S = 40
+"""An idle server writes its gauges every half minute."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,13 @@ def ask_twice(url: str, prompts: list[list[int]], new: int) -> list[list[Answer]
 
 
 def cached_pages(server: Server) -> dict[str, int]:
-    """Pages of slabs and of open segments that a server without requests has as cache."""
+    """Pages of slabs and of open segments that a server has as cache which has had no requests for `IDLE_S`."""
+    time.sleep(IDLE_S)
     with ServerClient(server.url) as client:
-        while True:
-            found = {one.name: one.samples for one in text_string_to_metric_families(client.metrics())}
-            slabs, kept, held = (int(found[f"sglang:ragged_{name}_in_use"][0].value) for name in GAUGES)
-            page_bytes = client.ragged()["slab_bytes"]
-            if not held:
-                return {"slabs": (slabs - kept) // page_bytes, "open": kept // page_bytes}
-            time.sleep(0.5)
+        page_bytes = client.ragged()["slab_bytes"]
+        found = {one.name: one.samples for one in text_string_to_metric_families(client.metrics())}
+    slabs, kept = (int(found[f"sglang:ragged_{name}_in_use"][0].value) for name in GAUGES)
+    return {"slabs": (slabs - kept) // page_bytes, "open": kept // page_bytes}
 
 
 def compare(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, Any]:
