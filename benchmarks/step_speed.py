@@ -174,7 +174,7 @@ def table(result: dict[str, Any], title: str) -> Rows:
     return Rows(title, columns, rows)
 
 
-def drafts_table(result: dict[str, Any]) -> Rows | None:
+def drafts_table(result: dict[str, Any], title: str = "drafts") -> Rows | None:
     """What pools with drafts verify and accept, by medians over rounds; None where there are none."""
     times, batch = result["ms"], result["options"]["batch"]
     verified = {pool: values for pool, values in times.get(VERIFY, {}).items() if values}
@@ -186,7 +186,7 @@ def drafts_table(result: dict[str, Any]) -> Rows | None:
         found = [1000 / one for one in steps], [1000 * batch / one for one in times["decode"][pool]]
         rows.append((pool, *(f"{statistics.median(one):.1f}" for one in (*found, per_step))))
     columns = ("pool", "steps/s", "accepted tokens/s", "accepted a step and request")
-    return Rows("drafts", columns, tuple(rows))
+    return Rows(title, columns, tuple(rows))
 
 
 def measure(options: argparse.Namespace, pools: list[Pool], console: Console) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def launch(view: object = None, **given: object) -> Launch:
         speculative_use_block_verification=False,
         enable_multi_layer_eagle=False,
         decoupled_spec_role="null",
+        disable_overlap_schedule=False,
     )
     return Launch(RaggedOptions(kv_pool="ragged"), SimpleNamespace(**flags | given), view=view)
 
@@ -187,8 +188,10 @@ def test_a_step_of_drafting_sees_what_counts_and_the_drafts_up_to_its_own():
 
 def test_a_chain_is_no_longer_than_a_segment():
     plan = SimpleNamespace(segment=16)
-    view = SimpleNamespace(speculative_num_draft_tokens=16)
+    view = SimpleNamespace(speculative_num_draft_tokens=16, disable_overlap_schedule=True)
     assert DRAFTS.join(True, plan, launch(view)) == Drafts(16)
+    overlapped = SimpleNamespace(speculative_num_draft_tokens=16, disable_overlap_schedule=False)
+    assert DRAFTS.join(True, plan, launch(overlapped)) == Drafts(16, overlapped=True)
     view.speculative_num_draft_tokens = 17
     with pytest.raises(RaggedConfigError, match="more than a segment of 16 tokens"):
         DRAFTS.join(True, plan, launch(view))

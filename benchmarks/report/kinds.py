@@ -72,7 +72,7 @@ def _demo(path: Path, data: Any) -> list[Rows]:
 def _step_speed(path: Path, data: Any) -> list[Rows]:
     options = data["options"]
     title = f"{path.stem}: model {options['model']}, batch {options['batch']}, {options['context']} tokens of context"
-    drafts = step_speed.drafts_table(data)
+    drafts = step_speed.drafts_table(data, f"{path.stem}: drafts")
     return [step_speed.table(data, title), *([] if drafts is None else [drafts])]
 
 

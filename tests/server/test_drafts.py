@@ -98,7 +98,9 @@ def plain(character_model, servers, tmp_path_factory):
 def drafting(character_model, servers, tmp_path_factory):
     log = tmp_path_factory.mktemp("drafting") / "server.log"
     with servers.serve(character_model, *FLAGS, *CHAINS, "--kv-bytes", "24MiB", log=log, env=STRICT) as server:
-        assert server_settings(server)["draft_tokens"] == WIDTH
+        settings = server_settings(server)
+        assert settings["draft_tokens"] == WIDTH
+        assert "overlapped" not in settings["summary"]
         yield server
 
 
@@ -117,6 +119,16 @@ def test_answers_are_those_without_drafts(drafting, wanted):
             assert_same(have, want)
     assert np.mean([one.per_step for one in wrong]) < 2
     assert np.mean([one.per_step for one in right]) > 3
+
+
+def test_batches_need_not_overlap(character_model, servers, tmp_path, wanted):
+    alone = (*CHAINS, "--disable-overlap-schedule", "--kv-bytes", "24MiB")
+    with servers.serve(character_model, *FLAGS, *alone, log=tmp_path / "server.log", env=STRICT) as server:
+        assert f"chains of {WIDTH} drafts, without overlapped batches" in server_settings(server)["summary"]
+        for _ in range(2):
+            for have, want in zip(ask_all(server, PROMPTS), wanted, strict=True):
+                assert_same(have, want)
+        flush(server)
 
 
 def test_as_much_is_cached_and_a_hit_equals_a_miss(plain, drafting):
