@@ -216,9 +216,12 @@ class OpenMachine(RuleBasedStateMachine):
                 self.retract(len(self.running) - 1)
             if not self.running:
                 return
-            self._decode_step()
-            for req in self.running:
-                req.output_ids.append(int(rng.integers(VOCABULARY)))
+            self._step(rng)
+
+    def _step(self, rng: np.random.Generator) -> None:
+        self._decode_step()
+        for req in self.running:
+            req.output_ids.append(int(rng.integers(VOCABULARY)))
 
     def _has_room(self) -> bool:
         new = sum(SEGMENT for req in self.running if req.kv.kv_committed_len % SEGMENT == 0)
