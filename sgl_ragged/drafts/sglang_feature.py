@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sgl_ragged.attention.operations import commit
 from sgl_ragged.drafts import sglang_flags
 from sgl_ragged.drafts.draft_model import DraftModel
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.history.sglang_feature import HISTORY
 from sgl_ragged.host_tier.sglang_feature import HOST_TIER
-from sgl_ragged.mem_pool.open_chains import OpenChains
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import Feature, Rank, Seam, Worker
@@ -152,6 +150,9 @@ class Drafting(Feature):
         return build_beside(settings.model, configurator, build)
 
     def attach(self, settings: Any, worker: Worker) -> Any:
+        from sgl_ragged.attention.operations import commit
+        from sgl_ragged.mem_pool.open_chains import OpenChains
+
         seal = functools.partial(commit, worker.pool.store, worker.req_to_token)
         ahead = settings.width if settings.overlapped else 0
         open_segments = worker.pool.open_segments
