@@ -122,3 +122,16 @@ def test_a_prompt_that_ends_at_a_border_is_kept_before_its_segment_is_sealed():
     assert len(entry.tokens) == SEGMENT - 2
     assert not life.promised
     life.open_segments_hold_their_tokens()
+
+
+def test_what_a_grammar_takes_back_of_a_sealed_segment_is_not_kept():
+    life = OverlappedMachine()
+    life.admit(streams=[0], length=2 * SEGMENT - 2 * WIDTH, chunk=SEGMENT)
+    request = life.running[0]
+    life.accepting = SimpleNamespace(integers=lambda low, high=None, *size: np.full(size or (), (high or low) - 1))
+    while request.kv.kv_committed_len + len(life.flight.get(request.rid, ())) < 2 * SEGMENT:
+        life._decode_step()
+    life.finish(which=0, late=True, cut=3)
+    life._describe()
+    assert max(len(entry.tokens) for entry in life._entries()) == SEGMENT - 2 * WIDTH
+    life.open_segments_hold_their_tokens()
