@@ -82,7 +82,7 @@ def left_over(
     for column, kept_count in enumerate(kept_counts(segment)):
         new = whole_keys, whole_values
         if references is not None and kept_count <= MOST_KEPT * segment:
-            kept = Kept.of([kept_count] * heads, keys.device)
+            kept = Kept.of([kept_count] * heads, segment, keys.device)
             whole = whole_keys, whole_values
             fitted = corrections(*whole, kept, segment_indices, references, lambda rows, *_: rows, torch_steps)
             corrected = fitted.ranks[..., None].expand_as(fitted.keys)

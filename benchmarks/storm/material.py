@@ -160,11 +160,12 @@ def _single(array: np.ndarray) -> np.ndarray:
 
 
 def random_codebook(geometry: ModelGeometry, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Queries that have a direction in common, 48 per query head."""
+    """Queries that have a direction in common, 48 per query head, with logits that a model could have: of longer ones,
+    some would attend to one token alone, and what is fitted to them would hang on its last bit."""
     shape, count, dim = (geometry.num_layers, geometry.num_heads), 48 * geometry.q_per_kv, geometry.head_dim
     frequencies = 10000.0 ** (-np.arange(0, dim, 2) / dim)
     made = {
-        QUERIES: rng.normal(size=(*shape, count, dim)) + 2,
+        QUERIES: 0.5 * rng.normal(size=(*shape, count, dim)) + 1,
         MASSES: rng.uniform(4, 7, size=(*shape, 2, count)),
         OUTPUTS: 0.2 * rng.normal(size=(*shape, 2, count, dim)),
         ROPE[0]: np.tile(frequencies, (shape[0], 1, 1)),

@@ -6,6 +6,10 @@ both measured against all that a query attends to: so a segment that is one of m
 
 Of a query with logits l over the segment: mass M = sum exp l, N = sum exp(l) v; R and o are mass and output of
 everything else that it saw when it was recorded; D = M + R. All masses here are in units of R.
+
+What is fitted is a difference: what dropped tokens had, and what corrections add. Both are summed by themselves; the
+outputs with and without are never subtracted. So rounding stays in proportion to what is corrected, and processors that
+sum in another order make nearly the same slab.
 """
 
 from __future__ import annotations
@@ -42,20 +46,26 @@ would leave the caches, on other devices every further time costs the launches o
 class Kept:
     """How many tokens of a segment heads keep: the first, by `rank_positions`.
 
-    totals: int64 [heads, 1]. most: the largest of them. own: bool [heads, most, 1], which of the first `most` each
-    keeps; None where all heads keep as many. ridge: how much values hold on to what they were, per query.
+    totals: int64 [heads, 1]. least, most: the smallest and the largest of them. own: bool [heads, most, 1], which of
+    the first `most` each keeps; None where all heads keep as many. dropped: float32 [heads, S - least, 1], 1 for each
+    token from rank `least` on that a head drops, else 0. ridge: how much values hold on to what they were, per query.
     """
 
     totals: torch.Tensor
+    least: int
     most: int
     own: torch.Tensor | None
+    dropped: torch.Tensor
     ridge: float
 
     @classmethod
-    def of(cls, totals: Sequence[int], device: torch.device | str, ridge: float = VALUE_RIDGE) -> Kept:
-        counts, most = torch.tensor(totals, dtype=torch.int64, device=device)[:, None], max(totals, default=0)
+    def of(cls, totals: Sequence[int], length: int, device: torch.device | str, ridge: float = VALUE_RIDGE) -> Kept:
+        """length: S, tokens of a segment."""
+        counts = torch.tensor(totals, dtype=torch.int64, device=device)[:, None]
+        least, most = min(totals, default=0), max(totals, default=0)
         own = torch.arange(most, device=device) < counts
-        return cls(counts, most, None if len(set(totals)) == 1 else own[..., None], ridge)
+        dropped = (torch.arange(least, length, device=device) >= counts).float()
+        return cls(counts, least, most, None if least == most else own[..., None], dropped[..., None], ridge)
 
 
 class Steps(Protocol):
@@ -65,17 +75,15 @@ class Steps(Protocol):
         """`References.seen_from` of the last tokens of segments of `length` tokens, of their `numbers`, integers
         [segments], in their sequences."""
 
-    def weights(
-        self, exps: torch.Tensor, whole: torch.Tensor, unchanged: torch.Tensor | None, ridge: float
-    ) -> torch.Tensor:
-        """Weights of kept tokens with which their shares of attention give what the segment had.
+    def weights(self, exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
+        """Weights of kept tokens with which they take over the attention that dropped ones had.
 
-        Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares w - wanted)^2 + ridge |w - 1|^2, by projected
-        Nesterov steps on variables scaled by the diagonal.
+        Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares (w - 1) - missing)^2 + ridge |w - 1|^2, by
+        projected Nesterov steps from w = 1 on variables scaled by the diagonal.
 
         Args:
-            exps: float32 [..., kept, m]. whole: [..., 1, m], what they are shares of. unchanged: alike, what others
-                have of it; None for 1 of each.
+            exps: float32 [..., kept, m]. whole: [..., 1, m]; exps / whole are the shares. lost: [..., 1, m], mass of
+                dropped tokens; lost / whole is what is missing.
 
         Returns:
             [..., kept, 1].
@@ -169,55 +177,81 @@ def _correct(
     queries, bias, rest, output = steps.seen_from(references, numbers, length)
     # In units of what else a query saw: where exponentials overflow, the head keeps its own.
     exps = (keys @ queries).sub_(rest).exp_()
-    whole = exps.sum(dim=2, keepdim=True).add_(1.0)
-    true = _plus(output, values, exps).div_(whole)
 
     kept_keys, kept_values, kept_exps = (x[:, :, :most] for x in (keys, values, exps))
-    ranks, unchanged, others = None, None, output
+    later, held_values = exps[:, :, kept.least :], kept_values if kept.own is None else kept_values * kept.own
+    lost = kept.dropped.transpose(1, 2) @ later
+    lost_outputs = (values[:, :, kept.least :] * kept.dropped).transpose(2, 3) @ later
+    held_outputs = _plus(output, held_values, kept_exps)
+
+    ranks, beside = None, 1.0
     mine, own_keys, own_values, valid = kept_exps, kept_keys, kept_values, kept.own
+    if valid is not None:
+        valid = valid.expand(*keys.shape[:2], -1, -1)
     if most > MOST_CORRECTED:
-        ranks = _most_attended(kept_exps, whole, kept)
+        others = torch.ones(most, 1, device=keys.device) if valid is None else valid.float()
+        held = (others.transpose(-1, -2) @ kept_exps).add_(1.0)
+        ranks = _most_attended(kept_exps, held + lost, kept)
         mine, own_keys, own_values = (_rows(x, ranks) for x in (exps, keys, values))
-        own = torch.ones(most, 1, device=keys.device) if valid is None else valid.float()
-        own = own.expand(*keys.shape[:2], -1, -1)
-        valid = None if valid is None else own.gather(2, ranks[..., None]) > 0
-        own = own.scatter(2, ranks[..., None], 0.0)
-        unchanged = (own.transpose(2, 3) @ kept_exps).add_(1.0)
-        others = _plus(output, kept_values * own, kept_exps)
+        valid = None if valid is None else valid.gather(2, ranks[..., None])
+        others = others.expand(*keys.shape[:2], -1, -1).scatter(2, ranks[..., None], 0.0)
+        beside = (others.transpose(2, 3) @ kept_exps).add_(1.0)
     if valid is not None:
         mine = mine * valid
-    beside = 1.0 if unchanged is None else unchanged
     before = mine.sum(dim=2, keepdim=True).add_(beside)
-    weights = steps.weights(mine, whole, unchanged, MASS_RIDGE * references.count)
+    whole = before + lost
+    weights = steps.weights(mine, whole, lost, MASS_RIDGE * references.count)
     longer = torch.addcmul(own_keys, weights.log(), bias)
 
     # Stored keys may lie beyond all true logits.
-    changed = (stored(longer, ranks, kept_keys) @ queries).sub_(rest).exp_()
-    if valid is not None:
-        changed.mul_(valid)
+    further = (stored(longer, ranks, kept_keys) - own_keys) @ queries
+    added = torch.expm1(further).mul_(mine)
+    changed = further.exp_().mul_(mine)
     now = changed.sum(dim=2, keepdim=True).add_(beside)
+    more = added.sum(dim=2, keepdim=True).sub_(lost)
+    # What the output lacks is lost_outputs / whole + held_outputs (1 / whole - 1 / now) - what `added` brings / now.
+    gap = torch.addcmul(lost_outputs / whole, held_outputs, more / (whole * now))
+    gap -= own_values.transpose(2, 3) @ added.div_(now)
+    plain = torch.addcmul(lost_outputs / whole, held_outputs, lost / (whole * before), value=-1)
     changed /= now
-    gap = torch.addcmul(true, others, now.reciprocal(), value=-1)
-    gap.flatten(0, 1).baddbmm_(own_values.transpose(2, 3).flatten(0, 1), changed.flatten(0, 1), alpha=-1)
-    ridge, wanted = kept.ridge * references.count, gap @ changed.transpose(2, 3)
-    gram = changed @ changed.transpose(2, 3)
-    gram.diagonal(dim1=2, dim2=3).add_(ridge)
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    # From the right: LAPACK is several times slower from the left, at these sizes.
-    moved = torch.linalg.solve_triangular(factor.transpose(2, 3), wanted, upper=True, left=False)
-    moved = torch.linalg.solve_triangular(factor, moved, upper=False, left=False)
+    moved, left, failed = _ridge_regression(gap, changed, kept.ridge * references.count)
 
-    # Of squares of the gap, ridge regression leaves |gap|^2 - <moved, wanted> - ridge |moved|^2.
-    left = _squares(gap) - (moved * torch.add(wanted, moved, alpha=ridge)).sum(dim=(2, 3))
-    plain = _plus(others, own_values, mine)
-    fits = (left < _squares(torch.addcmul(true, plain, before.reciprocal(), value=-1))) & (failed == 0)
+    fits = (_squares(left) < _squares(plain)) & (failed == 0)
     fitted = own_values + moved.transpose(2, 3)
-    largest = kept_values if kept.own is None else kept_values * kept.own
-    fits &= fitted.abs().amax(dim=(2, 3)) <= MOST_GROWTH * largest.abs().amax(dim=(2, 3))
+    fits &= fitted.abs().amax(dim=(2, 3)) <= MOST_GROWTH * held_values.abs().amax(dim=(2, 3))
     fits = fits[..., None, None] if valid is None else fits[..., None, None] & valid
     if ranks is None:
         ranks = torch.arange(most, device=keys.device).expand(*keys.shape[:2], -1)
     return Corrections(ranks, torch.where(fits, longer, own_keys), torch.where(fits, fitted, own_values))
+
+
+def _ridge_regression(
+    wanted: torch.Tensor, shares: torch.Tensor, ridge: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Minimise |wanted - x shares|^2 + ridge |x|^2.
+
+    By normal equations, refined once by what is left: those alone would square the condition number, and float32 has
+    too few digits for that.
+
+    Args:
+        wanted: float32 [..., d, m]. shares: [..., n, m].
+
+    Returns:
+        x [..., d, n], refined; wanted - x shares [..., d, m], before that; integers [...], 0 where it succeeded.
+    """
+    across = shares.transpose(-1, -2)
+    gram = shares @ across
+    gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    factor, failed = torch.linalg.cholesky_ex(gram)
+
+    def solve(right: torch.Tensor) -> torch.Tensor:
+        # From the right: LAPACK is several times slower from the left, at these sizes.
+        half = torch.linalg.solve_triangular(factor.transpose(-1, -2), right, upper=True, left=False)
+        return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
+
+    x = solve(wanted @ across)
+    left = wanted - x @ shares
+    return x + solve(torch.add(left @ across, x, alpha=-ridge)), left, failed
 
 
 def _plus(x: torch.Tensor, values: torch.Tensor, exps: torch.Tensor) -> torch.Tensor:

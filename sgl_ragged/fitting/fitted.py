@@ -60,7 +60,7 @@ def fitted_heads(layout: SlabLayout, layer: int) -> list[tuple[int, int]]:
 
 def _kept(layout: SlabLayout, chosen: Sequence[tuple[int, int]], device: torch.device) -> Kept:
     ridge = COARSE_RIDGE if layout.form.key_bits == 4 else VALUE_RIDGE
-    return Kept.of([total for _, total in chosen], device, ridge)
+    return Kept.of([total for _, total in chosen], layout.segment, device, ridge)
 
 
 def use_codebook(store: SlabStore) -> None:

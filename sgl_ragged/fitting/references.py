@@ -106,7 +106,13 @@ class References:
 
 
 def _bias(queries: torch.Tensor) -> torch.Tensor:
-    """Ridge regression of 1 on the queries [H, m, d]: [H, d]."""
+    """Ridge regression of 1 on the queries [H, m, d]: float32 [H, d].
+
+    In float64, since queries resemble each other: in float32 the solution would depend on the order of sums.
+    """
     count, dim = queries.shape[1:]
-    gram = queries.transpose(1, 2) @ queries + BIAS_RIDGE * count * torch.eye(dim, device=queries.device)
-    return torch.linalg.solve(gram, queries.sum(dim=1))
+    queries = queries.double()
+    gram = queries.transpose(1, 2) @ queries + BIAS_RIDGE * count * torch.eye(
+        dim, dtype=torch.float64, device=queries.device
+    )
+    return torch.linalg.solve(gram, queries.sum(dim=1)).float()

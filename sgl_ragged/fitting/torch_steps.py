@@ -22,24 +22,25 @@ def seen_from(references: References, numbers: torch.Tensor, length: int) -> tup
     return references.seen_from((numbers + 1) * length - 1, numbers == 0)
 
 
-def weights(exps: torch.Tensor, whole: torch.Tensor, unchanged: torch.Tensor | None, ridge: float) -> torch.Tensor:
-    shares, wanted = exps / whole, 1 - (1.0 if unchanged is None else unchanged) / whole
+def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
+    shares, missing = exps / whole, lost / whole
     gram = shares @ shares.transpose(-1, -2)
-    linear = (shares @ wanted.transpose(-1, -2))[..., 0] + ridge
+    linear = (shares @ missing.transpose(-1, -2))[..., 0]
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
     unit = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     gram /= unit[..., None] * unit[..., None, :]
     # No eigenvalue is larger than the largest sum of a row.
     step = 1 / gram.sum(dim=-1).amax(dim=-1, keepdim=True)
     gram.mul_(-step[..., None]).diagonal(dim1=-2, dim2=-1).add_(1.0)
-    linear, low, high = linear / unit * step, LEAST_WEIGHT * unit, MOST_WEIGHT * unit
-    now, ahead, momentum = unit, unit, 1.0
+    linear, low, high = linear / unit * step, (LEAST_WEIGHT - 1) * unit, (MOST_WEIGHT - 1) * unit
+    now = ahead = torch.zeros_like(unit)
+    momentum = 1.0
     for _ in range(STEPS):
         after = _moved(gram, ahead, linear).clamp_(low, high)
         momentum, last = (1 + math.sqrt(1 + 4 * momentum**2)) / 2, momentum
         ahead = torch.lerp(now, after, 1 + (last - 1) / momentum)
         now = after
-    return (now / unit)[..., None]
+    return (1 + now / unit)[..., None]
 
 
 def _moved(matrix: torch.Tensor, vector: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from tests.server.test_slab_formats import NEW, PROMPTS, SEGMENT, close, hits_an
 pytestmark = pytest.mark.server
 
 DIM = 32
-RATIO = {"wide": 0.4, "k8v4": 0.1}
+RATIO = {"wide": 0.4, "k8v4": 0.2}
 
 
 class FittedOracle(Oracle):

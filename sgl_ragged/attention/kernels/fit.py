@@ -147,7 +147,7 @@ def _overshoot(step: int) -> float:
 def weights_kernel(
     exps_ptr,
     whole_ptr,
-    unchanged_ptr,
+    lost_ptr,
     weights_ptr,
     ridge,
     TOKENS: tl.constexpr,
@@ -162,13 +162,11 @@ def weights_kernel(
         numbers = start + tl.arange(0, _QUERIES)
         real = numbers < QUERIES
         whole = tl.load(whole_ptr + own * QUERIES + numbers, mask=real, other=1.0)
-        unchanged = tl.full([_QUERIES], 1.0, tl.float32)
-        if unchanged_ptr is not None:
-            unchanged = tl.load(unchanged_ptr + own * QUERIES + numbers, mask=real, other=1.0)
+        missing = tl.load(lost_ptr + own * QUERIES + numbers, mask=real, other=0.0) / whole
         at = exps_ptr + (own * TOKENS + rows)[:, None] * QUERIES + numbers[None, :]
         shares = tl.load(at, mask=(rows < TOKENS)[:, None] & real[None, :], other=0.0) / whole[None, :]
         gram += tl.dot(shares, tl.trans(shares), input_precision="ieee")
-        linear += tl.sum(shares * (1.0 - unchanged / whole)[None, :], axis=1)
+        linear += tl.sum(shares * missing[None, :], axis=1)
     same = rows[:, None] == rows[None, :]
     gram += tl.where(same, ridge, 0.0)
     # Rows beyond the tokens have but the ridge, and go nowhere.
@@ -178,24 +176,25 @@ def weights_kernel(
     # No eigenvalue is larger than the largest sum of a row.
     step = 1.0 / tl.max(tl.sum(gram, axis=1), axis=0)
     gram = tl.where(same, 1.0, 0.0) - gram * step
-    linear = (linear + ridge) / unit * step
-    now, ahead = unit, unit
+    linear = linear / unit * step
+    # How far weights are from 1, in units.
+    now, ahead = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(_STEPS):
         moved = tl.sum(gram * ahead[None, :], axis=1) + linear
-        moved = tl.minimum(tl.maximum(moved, unit * _LEAST), unit * _MOST)
+        moved = tl.minimum(tl.maximum(moved, unit * (_LEAST - 1.0)), unit * (_MOST - 1.0))
         ahead = now + (moved - now) * _overshoot(number)
         now = moved
-    tl.store(weights_ptr + own * TOKENS + rows, now / unit, mask=rows < TOKENS)
+    tl.store(weights_ptr + own * TOKENS + rows, 1.0 + now / unit, mask=rows < TOKENS)
 
 
-def weights(exps: torch.Tensor, whole: torch.Tensor, unchanged: torch.Tensor | None, ridge: float) -> torch.Tensor:
+def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
     """As `Steps.weights`."""
     found = torch.empty((*exps.shape[:-1], 1), dtype=torch.float32, device=exps.device)
     tokens, queries = exps.shape[-2:]
     weights_kernel[(found[..., 0, 0].numel(),)](
         exps.contiguous(),
         whole,
-        unchanged,
+        lost,
         found,
         ridge,
         TOKENS=tokens,
