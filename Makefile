@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo report test test-all gpu-contract architectures peers wheel lint clean
+.PHONY: setup demo report test test-all processors gpu-contract architectures peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -27,6 +27,11 @@ test: setup
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
 	$(PYTHON) -m pytest -n 2 --dist loadscope --thorough $(ARGS)
+
+# Tests of fit, formats and scorers as processors with fewer instructions would run them; ARGS="--margin 3" names those
+# that are within a factor of three of their tolerance.
+processors: setup
+	$(PYTHON) -m tests.processors $(ARGS)
 
 # What the GPU path asks of the device, without one, against tests/gpu_contract/launches.json; ARGS=--update writes it.
 gpu-contract: setup

@@ -176,7 +176,7 @@ def _correct(
     # The codebook's queries look back from each segment's last token.
     queries, bias, rest, output = steps.seen_from(references, numbers, length)
     # In units of what else a query saw: where exponentials overflow, the head keeps its own.
-    exps = (keys @ queries).sub_(rest).exp_()
+    exps = _logits(keys, queries, rest).exp_()
 
     kept_keys, kept_values, kept_exps = (x[:, :, :most] for x in (keys, values, exps))
     later, held_values = exps[:, :, kept.least :], kept_values if kept.own is None else kept_values * kept.own
@@ -205,8 +205,9 @@ def _correct(
 
     # Stored keys may lie beyond all true logits.
     further = (stored(longer, ranks, kept_keys) - own_keys) @ queries
-    added = torch.expm1(further).mul_(mine)
-    changed = further.exp_().mul_(mine)
+    # exp x - 1 = tanh(x / 2) (exp x + 1): torch's expm1 takes several times as long.
+    half, growth = torch.tanh(further / 2), further.exp_()
+    added, changed = half.mul_(growth + 1).mul_(mine), growth.mul_(mine)
     now = changed.sum(dim=2, keepdim=True).add_(beside)
     more = added.sum(dim=2, keepdim=True).sub_(lost)
     # What the output lacks is lost_outputs / whole + held_outputs (1 / whole - 1 / now) - what `added` brings / now.
@@ -223,6 +224,16 @@ def _correct(
     if ranks is None:
         ranks = torch.arange(most, device=keys.device).expand(*keys.shape[:2], -1)
     return Corrections(ranks, torch.where(fits, longer, own_keys), torch.where(fits, fitted, own_values))
+
+
+def _logits(keys: torch.Tensor, queries: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """float32 [..., S, m]: products of keys [..., S, d] and queries [..., d, m], less `rest`.
+
+    On CPUs in float64, so that processors agree: errors of large logits come back many times over in what is fitted.
+    """
+    if keys.device.type == "cpu":
+        return (keys.double() @ queries.double()).sub_(rest).float()
+    return (keys @ queries).sub_(rest)
 
 
 def _ridge_regression(
@@ -251,7 +262,7 @@ def _ridge_regression(
 
     x = solve(wanted @ across)
     left = wanted - x @ shares
-    return x + solve(torch.add(left @ across, x, alpha=-ridge)), left, failed
+    return x + solve((left @ across).sub_(x, alpha=ridge)), left, failed
 
 
 def _plus(x: torch.Tensor, values: torch.Tensor, exps: torch.Tensor) -> torch.Tensor:
