@@ -12,8 +12,10 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.slab_format import WIDE, WIDE_RATIO, Share
 from sgl_ragged.plan import BudgetChoice, choose_budgets, kept_share
 from sgl_ragged.profiles.budgets import check_segment
+from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.fingerprint import text_config
 from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile_choice import BUNDLED
 
 T = TypeVar("T")
 
@@ -24,7 +26,7 @@ def add_model_options(parser: argparse.ArgumentParser, ratio: float | None = WID
     parser.add_argument("--ratio", type=float, default=ratio)
     parser.add_argument("--segment", type=int, default=256)
     parser.add_argument("--scorer", default="keydiff")
-    parser.add_argument("--profile", default="auto", metavar="auto|uniform|FILE")
+    parser.add_argument("--profile", default=BUNDLED, metavar="bundled|uniform|FILE")
 
 
 def read_model(options: argparse.Namespace) -> Any:
@@ -60,9 +62,8 @@ def choose_kept(
     """
     share = Share(options.ratio, WIDE) if share is None else share
     tokens = kept_share(geometry, share.ratio, options.segment, share.form, itemsize)
-    return choose_budgets(
-        geometry, profile=options.profile, scorer=options.scorer, ratio=tokens, segment=options.segment
-    )
+    profile = named_profile(options.profile, geometry, options.scorer)
+    return choose_budgets(geometry, profile=profile, scorer=options.scorer, ratio=tokens, segment=options.segment)
 
 
 def read_sizes(folder: Path, make: Callable[[Mapping[str, Any]], T]) -> T:

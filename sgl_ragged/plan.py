@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
-from sgl_ragged.profiles.bundled import find_bundled
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import CODEBOOK_VERSION, Profile, load_profile
+from sgl_ragged.profiles.profile_choice import ReadableProfile, Uniform
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,8 @@ class ServingPlan:
     """Pickled along to the workers, which open no file of their own.
 
     geometry: the model as its checkpoint has it. ranks: tensor-parallel ranks.
-    ratio, segment: the flags. form: how kept rows lie in slabs. scorer: its name. profile: "uniform" or a path.
+    ratio, segment: the flags. form: how kept rows lie in slabs. scorer: its name. profile: "uniform" or a path, for
+        operators.
     kernel: which operations serve, as `attention.kernel_choice.choose_kernel` names them.
     kept: int64 [layers, heads], tokens of each segment that the model's heads keep. source: where they are from, for
         the log.
@@ -202,42 +202,38 @@ class BudgetChoice:
     source: str
 
 
-def choose_budgets(geometry: ModelGeometry, *, profile: str, scorer: str, ratio: float, segment: int) -> BudgetChoice:
-    """Choose budgets by --ragged-profile.
+def choose_budgets(
+    geometry: ModelGeometry, *, profile: ReadableProfile, scorer: str, ratio: float, segment: int
+) -> BudgetChoice:
+    """Make budgets of a profile, or equal ones.
 
     Args:
-        profile: a path, "uniform", or "auto" for the bundled profile of this model and scorer, if there is one.
         ratio: share of the tokens that heads keep on average.
 
     Raises:
         RaggedConfigError: the file is damaged, made for another model or scorer, or does not serve this ratio.
     """
-    if ratio == 1 and profile in ("auto", "uniform"):
-        kept = uniform_kept(geometry.num_layers, geometry.num_heads, 1.0, segment)
-        return BudgetChoice(kept=kept, profile=None, source="every token is kept: heads need no budgets")
-    path = find_bundled(geometry.fingerprint, scorer) if profile == "auto" else Path(profile)
-    if profile == "uniform" or path is None:
-        why = "--ragged-profile uniform"
-        if profile != "uniform":
-            why = "no bundled profile for this model and scorer, a server calibrates it at its first start; until then"
+    if isinstance(profile, Uniform):
+        kept = uniform_kept(geometry.num_layers, geometry.num_heads, ratio, segment)
+        if ratio == 1:
+            return BudgetChoice(kept=kept, profile=None, source="every token is kept: heads need no budgets")
         return BudgetChoice(
-            kept=uniform_kept(geometry.num_layers, geometry.num_heads, ratio, segment),
+            kept=kept,
             profile=None,
-            source=f"{why}: every head gets the same budget ({ratio:.3g} of its tokens). Heads differ in what they "
-            f"need; a calibrated profile moves the same bytes to the heads that use them (python -m calib run)",
+            source=f"{profile.why}: every head gets the same budget ({ratio:.3g} of its tokens). Heads differ in what "
+            f"they need; a calibrated profile moves the same bytes to the heads that use them (python -m calib run)",
         )
-    loaded = load_profile(path)
+    loaded = load_profile(profile.path)
     loaded.require_model(geometry)
     if loaded.scorer != scorer:
         raise RaggedConfigError(
             f"the profile was calibrated with scorer {loaded.scorer!r}, --ragged-scorer is {scorer!r}: use the same"
         )
-    kind = "bundled profile" if profile == "auto" else "profile"
     measured = f"{loaded.method}, calibrated at ratio {loaded.ratio} and segment {loaded.segment}"
     return BudgetChoice(
         kept=profile_kept(loaded, ratio, segment),
         profile=loaded,
-        source=f"budgets from {kind} {path} ({loaded.model_id}, {measured}, digest {loaded.digest()})",
+        source=f"budgets from {profile.kind} {profile.path} ({loaded.model_id}, {measured}, digest {loaded.digest()})",
     )
 
 

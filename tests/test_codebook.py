@@ -21,6 +21,7 @@ from sgl_ragged.plugin.deciding import why_not_to_fit
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile_choice import ProfileFile, ReadableProfile, Uniform
 from sgl_ragged.retrieval.sglang_feature import RetrievalFlags
 from tests.models import make_profile
 from tests.test_recorder import DIM, HEADS, LAYERS, LENGTH, PER_HEAD, SEGMENT, content, record
@@ -144,17 +145,17 @@ def test_profiles_say_whether_they_can_fit(tmp_path):
     profile = make_profile(MODEL, path, segment=SEGMENT, codebook=True)
     geometry = ModelGeometry.from_config(json.loads((MODEL / "config.json").read_text()), MODEL.name)
 
-    def reason(budgets: str, ratio: float) -> str | None:
+    def reason(budgets: ReadableProfile, ratio: float) -> str | None:
         asked = dict(scorer="keydiff", ratio=ratio, segment=SEGMENT)
         return why_unfitted(choose_budgets(geometry, profile=budgets, **asked), SEGMENT)
 
-    assert reason(str(path), 0.3) is None
-    assert reason(str(path), 1.0) == "every token is kept"
-    assert reason("uniform", 0.3) == "fitting needs a calibrated profile"
+    assert reason(ProfileFile(path), 0.3) is None
+    assert reason(ProfileFile(path), 1.0) == "every token is kept"
+    assert reason(Uniform(), 0.3) == "fitting needs a calibrated profile"
     without = make_profile(MODEL, path, segment=SEGMENT)
-    assert "it was converted" in reason(str(path), 0.3)
+    assert "it was converted" in reason(ProfileFile(path), 0.3)
     replace(without, version=2).save(path)
-    assert "calibrating again" in reason(str(path), 0.3)
+    assert "calibrating again" in reason(ProfileFile(path), 0.3)
     statistics = dict(profile.statistics)
     for name, broken in (
         (QUERIES, statistics[QUERIES][:, :, :-1]),

@@ -33,9 +33,11 @@ from sgl_ragged.profiles.budgets import (
     uniform_kept,
 )
 from sgl_ragged.profiles.bundled import FOLDER as BUNDLED
+from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.fingerprint import config_fingerprint
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import Profile, load_profile
+from sgl_ragged.profiles.profile_choice import ProfileFile
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -222,27 +224,46 @@ def test_curves_of_another_segment_length():
 # The choice
 
 
-def test_auto_takes_the_bundled_profile_of_model_and_scorer():
-    config = json.loads((BUNDLED / "configs" / "llama-3.1-8b-instruct.json").read_text())
-    geometry = ModelGeometry.from_config(config, "m")
-    fits = dict(ratio=0.3, segment=256)
-    chosen = choose_budgets(geometry, profile="auto", scorer="keydiff", **fits)
+def llama() -> ModelGeometry:
+    return ModelGeometry.from_config(json.loads((BUNDLED / "configs" / "llama-3.1-8b-instruct.json").read_text()), "m")
+
+
+def test_budgets_come_from_the_named_profile():
+    fits = dict(scorer="keydiff", ratio=0.3, segment=256)
+    chosen = choose_budgets(llama(), profile=named_profile("bundled", llama(), "keydiff"), **fits)
     assert chosen.source.startswith("budgets from bundled profile")
     assert "Llama-3.1-8B-Instruct" in chosen.source
     assert chosen.kept.shape == (32, 8)
     assert chosen.kept.max() > 4 * chosen.kept.min()
-    for other in (
-        choose_budgets(geometry, profile="uniform", scorer="keydiff", **fits),
-        choose_budgets(geometry, profile="auto", scorer="tova", **fits),
-        choose_budgets(replace(geometry, fingerprint="0" * 16), profile="auto", scorer="keydiff", **fits),
-    ):
-        assert other.profile is None
-        assert "every head gets the same budget" in other.source
+    equal = choose_budgets(llama(), profile=named_profile("uniform", llama(), "keydiff"), **fits)
+    assert equal.profile is None
+    assert "every head gets the same budget" in equal.source
     with pytest.raises(RaggedConfigError, match="does not exist"):
-        choose_budgets(geometry, profile="/no/such/file", scorer="keydiff", **fits)
-    path = str(BUNDLED / "llama-3.1-8b-instruct.keydiff.safetensors")
+        choose_budgets(llama(), profile=named_profile("/no/such/file", llama(), "keydiff"), **fits)
+    path = BUNDLED / "llama-3.1-8b-instruct.keydiff.safetensors"
     with pytest.raises(RaggedConfigError, match="--ragged-scorer is 'tova'"):
-        choose_budgets(geometry, profile=path, scorer="tova", **fits)
+        choose_budgets(llama(), profile=ProfileFile(path), **fits | {"scorer": "tova"})
+
+
+@pytest.mark.parametrize(
+    ("geometry", "scorer", "words"),
+    [
+        (llama(), "tova", "for this model there are those of fastkvzip, keydiff, snapkv"),
+        (replace(llama(), fingerprint="0" * 16), "keydiff", "none has its geometry"),
+    ],
+)
+def test_a_bundled_profile_that_does_not_fit_is_refused(geometry, scorer, words):
+    """Equal budgets in its place would be a silent fallback."""
+    with pytest.raises(RaggedConfigError, match="use --ragged-profile auto") as refused:
+        named_profile("bundled", geometry, scorer)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("word", ["uniform", "bundled", "auto"])
+def test_files_named_like_a_word_are_given_with_their_folder(word):
+    named = named_profile(f"./{word}", llama(), "keydiff")
+    assert named == ProfileFile(Path.cwd() / word)
 
 
 # Layout

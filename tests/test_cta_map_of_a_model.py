@@ -20,7 +20,7 @@ def model(tmp_path):
 
 
 def run(monkeypatch, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["cta_map", *args])
+    monkeypatch.setattr(sys, "argv", ["cta_map", "--profile", "uniform", *args])
     one_model.main()
 
 
@@ -59,6 +59,7 @@ def test_as_a_table_and_a_plot(model, monkeypatch, capsys):
         (("--ctas-per-sm", "0"), "--ctas-per-sm must be at least 1, not 0"),
         (("--ratio", "0"), "outside (0, 1]"),
         (("--profile", "/nowhere"), "does not exist"),
+        (("--profile", "bundled"), "no bundled profile fits"),
         (("--plot", "/nowhere/loads.png"), "cannot write /nowhere/loads.png"),
         (("--plot", "loads.what"), "cannot write loads.what"),
     ],

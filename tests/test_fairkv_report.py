@@ -25,7 +25,7 @@ def model(tmp_path):
 
 
 def run(monkeypatch, model, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["fairkv", "--model", str(model), *args])
+    monkeypatch.setattr(sys, "argv", ["fairkv", "--model", str(model), "--profile", "uniform", *args])
     one_model.main()
 
 

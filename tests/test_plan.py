@@ -12,6 +12,7 @@ from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.plan import ServingPlan, choose_budgets
 from sgl_ragged.plugin.ranks import require_equal_digests
 from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile_choice import Uniform
 
 
 def plan(*, mean: float = 0.5, more: int = 0, **changed: object) -> ServingPlan:
@@ -31,11 +32,10 @@ def test_digests_are_about_what_is_served():
 
 def test_heads_that_keep_every_token_need_no_budgets():
     geometry = ModelGeometry("toy", "0" * 16, num_layers=3, num_heads=2, q_per_kv=1, head_dim=16)
-    for profile in ("auto", "uniform"):
-        chosen = choose_budgets(geometry, profile=profile, scorer="gate", ratio=1, segment=64)
-        assert (chosen.kept == 64).all()
-        assert chosen.kept.shape == (3, 2)
-        assert chosen.source == "every token is kept: heads need no budgets"
+    chosen = choose_budgets(geometry, profile=Uniform(), scorer="gate", ratio=1, segment=64)
+    assert (chosen.kept == 64).all()
+    assert chosen.kept.shape == (3, 2)
+    assert chosen.source == "every token is kept: heads need no budgets"
 
 
 def join(rank: int, digests: tuple[str, str], rendezvous: str, results: str) -> None:

@@ -10,16 +10,21 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks.character_model import make_character_model
+from benchmarks.storm.material import scorer_statistics
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin import calibrating, calibration_process
 from sgl_ragged.plugin.options import make_options
 from sgl_ragged.profiles.bundled import FOLDER
+from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.profiles.profile_cache import (
     EARLIER_VARIABLE,
@@ -29,6 +34,7 @@ from sgl_ragged.profiles.profile_cache import (
     locked,
     weights_identity,
 )
+from sgl_ragged.profiles.profile_choice import CachedProfile
 from tests.models import make_profile
 from tests.test_placing import settled
 
@@ -321,10 +327,107 @@ def test_a_gguf_file_is_calibrated_by_its_own_name(llama, tmp_path, calibrations
     assert [passed_on(command)["load_format"] for command in calibrations] == ["gguf", "gguf"]
 
 
-def test_bundled_profiles_come_first():
-    profile = load_profile(next(FOLDER.glob("*keydiff*")))
+# Words and folders.
+
+
+def test_uniform_is_no_file_of_the_cache(llama, calibrations, monkeypatch, tmp_path):
+    """With the cache in the working folder, a path `uniform` would be one of its files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, ".")
+    plan = settled(llama, "--ragged-profile", "uniform")
+    assert plan.profile == "uniform"
+    assert plan.source.startswith("--ragged-profile uniform: every head gets the same budget")
+    assert not calibrations
+    assert not list(tmp_path.iterdir())
+    assert Path(settled(llama, *AUTO).profile).parent == tmp_path
+    assert len(calibrations) == 1
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """As a user without rights: root may enter every folder."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize("writing", [False, True])
+def test_a_cache_that_may_not_be_entered_is_one_line(cache, writing):
+    """Another user's, with mode 700; or one that may be read, but not written to."""
+    cache.mkdir(mode=0)
+    if writing:
+        cache.chmod(0o555)
+        for folder in (cache.parent, cache.parent.parent, cache.parent.parent.parent):
+            if folder.stat().st_uid == os.geteuid() and folder != Path("/tmp"):
+                folder.chmod(folder.stat().st_mode | 0o711)
     options = make_options({"kv_pool": "ragged"}, from_command_line=True)
-    geometry = SimpleNamespace(fingerprint=profile.model_fingerprint)
-    scorer, path = calibrating.settle_profile(options, SimpleNamespace(load_format="auto"), geometry, 0.5)
-    assert scorer == "keydiff"
-    assert Path(path).parent == FOLDER
+    view = SimpleNamespace(model_path="m")
+    words = "cannot be written to" if writing else "cannot be read"
+    with as_nobody(), pytest.raises(RaggedConfigError, match=rf"{words} \(Permission denied\)") as refused:
+        calibrating.calibrate_if_missing("gate", CachedProfile(KEY.path), options, view, SimpleNamespace())
+    assert f"set {VARIABLE} to another folder" in str(refused.value)
+    assert str(cache) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    if not writing:
+        with as_nobody(), pytest.raises(RaggedConfigError, match="Permission denied"):
+            calibrating.is_missing(CachedProfile(KEY.path))
+        with as_nobody(), pytest.raises(RaggedConfigError, match="cannot be read: Permission denied"):
+            load_profile(cache / "p.safetensors")
+
+
+def test_without_a_home_folder_the_cache_says_what_to_set(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    with pytest.raises(RaggedConfigError, match="set SGLANG_RAGGED_CACHE to another folder"):
+        cache_folder()
+
+
+# Models with a bundled profile.
+
+
+@pytest.fixture
+def llama_8b(llama, tmp_path) -> Path:
+    """The geometry of Llama-3.1-8B, of which there is a bundled profile; no weights."""
+    folder = shutil.copytree(llama, tmp_path / "llama-8b", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama", "dtype": "bfloat16"}))
+    return folder
+
+
+def test_a_model_with_a_bundled_profile_is_calibrated_like_any_other(llama_8b, cache, monkeypatch):
+    def run(command, lock):
+        path = Path(command[command.index("-o") + 1])
+        made = make_profile(llama_8b, path, scorer="gate", segment=128, codebook=True)
+        geometry = ModelGeometry.from_config(json.loads((llama_8b / "config.json").read_text()), "m")
+        gates = scorer_statistics("gate", geometry, 4096, np.random.default_rng(0))
+        dataclasses.replace(made, statistics=MappingProxyType({**made.statistics, **gates})).save(path)
+        return 0
+
+    monkeypatch.setattr(calibration_process, "_run", run)
+    plan = settled(llama_8b, "--ragged-profile", "auto")
+    assert plan.scorer == "gate"
+    assert plan.unfitted is None
+    assert Path(plan.profile).parent == cache
+    assert plan.source.startswith("budgets from profile")
+    # The second start finds it.
+    monkeypatch.setattr(calibration_process, "_run", lambda *_: 1)
+    assert settled(llama_8b, "--ragged-profile", "auto").digest == plan.digest
+
+
+def test_a_bundled_profile_is_served_where_it_is_asked_for(llama_8b, llama, calibrations):
+    plan = settled(llama_8b, "--ragged-profile", "bundled")
+    assert plan.scorer == "keydiff"
+    assert Path(plan.profile).parent == FOLDER
+    assert plan.source.startswith("budgets from bundled profile")
+    assert "the profile has no codebook" in plan.unfitted
+    assert settled(llama_8b, "--ragged-profile", "bundled", "--ragged-scorer", "snapkv").scorer == "snapkv"
+    with pytest.raises(SystemExit, match=r"no bundled profile fits .* use --ragged-profile auto") as refused:
+        settled(llama, "--ragged-profile", "bundled")
+    assert "\n" not in str(refused.value)
+    assert not calibrations

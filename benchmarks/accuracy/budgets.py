@@ -13,9 +13,14 @@ from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
 from sgl_ragged.model_options import read_sizes
 from sgl_ragged.plan import choose_budgets
+from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile_choice import AUTO, BUNDLED, UNIFORM
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
+
+SERVED = (UNIFORM, AUTO, BUNDLED)
+"""Kinds of budgets that a server has words for."""
 
 CALIBRATED = {
     "implied": ("--method", "implied"),
@@ -38,7 +43,7 @@ def is_recall_model(model: str) -> bool:
 def check_names(budgets: Sequence[str], scorers: Sequence[str], model: str) -> None:
     """Raises SettingsError for unknown budgets, and for those that cannot be made for this model."""
     for name in budgets:
-        if name in ("uniform", "auto"):
+        if name in SERVED:
             continue
         if name in CALIBRATED:
             if not is_recall_model(model):
@@ -50,7 +55,7 @@ def check_names(budgets: Sequence[str], scorers: Sequence[str], model: str) -> N
         for scorer in scorers:
             path = Path(name.replace(SCORER, scorer))
             if not path.is_file():
-                known = ", ".join(("uniform", "auto", *CALIBRATED))
+                known = ", ".join((*SERVED, *CALIBRATED))
                 raise SettingsError(f"--budgets {name}: {path} is no file, and no kind of budgets ({known})")
     labels = [label(name) for name in budgets]
     if len(set(labels)) < len(labels):
@@ -59,7 +64,7 @@ def check_names(budgets: Sequence[str], scorers: Sequence[str], model: str) -> N
 
 def label(name: str) -> str:
     """Name of these budgets in results: the kind, or the profile's file name without suffix."""
-    return name if name in ("uniform", "auto", *CALIBRATED) else Path(name).stem
+    return name if name in (*SERVED, *CALIBRATED) else Path(name).stem
 
 
 def is_there(scorer: str, name: str, profiles: Path) -> bool:
@@ -71,7 +76,7 @@ def flags(scorer: str, name: str, profiles: Path) -> list[str]:
     """Flags that give a server these budgets, and the scorer its statistics."""
     if name in CALIBRATED:
         return ["--ragged-profile", str(_calibrated(profiles, scorer, name))]
-    if name not in ("uniform", "auto"):
+    if name not in SERVED:
         return ["--ragged-profile", name.replace(SCORER, scorer)]
     statistics = _calibrated(profiles, scorer, "coverage")
     needs = get_scorer(scorer).statistics and statistics.is_file()
@@ -79,7 +84,9 @@ def flags(scorer: str, name: str, profiles: Path) -> list[str]:
 
 
 def digest(key: Key, given: Sequence[str], model: str, segment: int) -> str | None:
-    """Digest of the profile that a server with these flags takes its budgets from; None without a profile.
+    """Digest of the profile that a server with these flags takes its budgets from.
+
+    None without a profile, and where the server finds or calibrates one by itself.
 
     Raises:
         RaggedConfigError: the profile is damaged, made for another model or scorer, does not serve the ratio, or the
@@ -91,8 +98,11 @@ def digest(key: Key, given: Sequence[str], model: str, segment: int) -> str | No
     known, _ = parser.parse_known_args(list(given))
     assert key.scorer is not None
     assert key.ratio is not None
+    if known.ragged_profile == AUTO:
+        return None
     geometry = read_sizes(Path(model), lambda config: ModelGeometry.from_config(config, model))
-    chosen = choose_budgets(geometry, profile=known.ragged_profile, scorer=key.scorer, ratio=key.ratio, segment=segment)
+    profile = named_profile(known.ragged_profile, geometry, key.scorer)
+    chosen = choose_budgets(geometry, profile=profile, scorer=key.scorer, ratio=key.ratio, segment=segment)
     scorer_statistics(
         get_scorer(key.scorer),
         chosen.profile,
@@ -110,7 +120,7 @@ def calibrate(scorers: Sequence[str], budgets: Sequence[str], profiles: Path, se
         SettingsError: `calib run` failed; it has said why.
     """
     kinds = [name for name in budgets if name in CALIBRATED]
-    equal = any(name in ("uniform", "auto") for name in budgets)
+    equal = any(name in SERVED for name in budgets)
     if equal and "coverage" not in kinds and any(_needs_statistics(scorer) for scorer in scorers):
         kinds.append("coverage")
     if all(_calibrated(profiles, scorer, kind).is_file() for scorer in scorers for kind in kinds):

@@ -100,7 +100,7 @@ class Material:
             PIVOT_ORDER: order,
             WATCHED: watched,
             **random_codebook(geometry, rng),
-            **_scorer_statistics(scorer, geometry, config["hidden_size"], rng),
+            **scorer_statistics(scorer, geometry, config["hidden_size"], rng),
         }
         path = self.folder / f"{model}-{scorer}-{segment}.safetensors"
         Profile(
@@ -175,10 +175,10 @@ def random_codebook(geometry: ModelGeometry, rng: np.random.Generator) -> dict[s
     return {name: array.astype(np.float16 if name in halves else np.float32) for name, array in made.items()}
 
 
-def _scorer_statistics(
+def scorer_statistics(
     scorer: str, geometry: ModelGeometry, hidden: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Random ones of the right shapes, [layers, heads, ...] or [layers, 1, ...] where heads share them."""
+    """Make random statistics of a scorer: [layers, heads, ...], or [layers, 1, ...] where heads share them."""
     layers, heads, dim, group = geometry.num_layers, geometry.num_heads, geometry.head_dim, geometry.q_per_kv
     if scorer == "expected_attention":
         root = rng.normal(size=(layers, heads, group, dim, dim)) / dim**0.5

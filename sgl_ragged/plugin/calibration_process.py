@@ -7,6 +7,7 @@ there is taken over by the next, which holds the lock and so knows that its owne
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -90,9 +91,13 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
 
 
 def remove_recordings(path: Path) -> None:
-    """Delete what a profile that is there was made from; whoever made it may have been ended before it did so."""
-    for folder in _recordings(path):
-        shutil.rmtree(folder, ignore_errors=True)
+    """Delete the recordings of a finished profile: the process that made it may have been ended before it did so.
+
+    A cache that this process may read but not change keeps them; they only take room.
+    """
+    with contextlib.suppress(OSError):
+        for folder in _recordings(path):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _recordings(path: Path) -> list[Path]:

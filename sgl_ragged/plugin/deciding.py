@@ -25,6 +25,7 @@ from sgl_ragged.plugin.node_plan import OF_FIRST_NODE, Decided, introduce
 from sgl_ragged.plugin.nodes import Nodes, NodesDiffer, meeting
 from sgl_ragged.plugin.options import FITTED
 from sgl_ragged.plugin.placing import place_heads, take_placement
+from sgl_ragged.profiles.profile_choice import ProfileFile, ReadableProfile, Uniform
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +82,17 @@ def _make_here(
     _check(launch, kernel, scorer)
     if nodes is not None and is_missing(profile):
         nodes.tell({"waiting": f"{nodes.own.name} calibrates {view.model_path}, once; the other nodes wait for it"})
-    calibrate_if_missing(scorer, profile, options, view, geometry)
-    chosen = choose_budgets(geometry, profile=profile, scorer=scorer, ratio=tokens, segment=options.segment)
+    readable = calibrate_if_missing(scorer, profile, options, view, geometry)
+    chosen = choose_budgets(geometry, profile=readable, scorer=scorer, ratio=tokens, segment=options.segment)
     launch = replace(launch, chosen=chosen)
-    plan = _make(launch, kernel, share, scorer, profile, options.scorer_weights)
+    plan = _make(launch, kernel, share, scorer, str(profile), options.scorer_weights)
     plan = join_features(plan, launch, joining, tokens, lambda plan: place_heads(plan, options, view, launch.model))
-    named = {"ragged_profile": profile if chosen.profile is not None else None}
-    named["ragged_scorer_weights"] = options.scorer_weights
+    named = {
+        "ragged_profile": readable.path if isinstance(readable, ProfileFile) else None,
+        "ragged_scorer_weights": options.scorer_weights,
+    }
     files = {} if nodes is None else {name: Path(path).read_bytes() for name, path in named.items() if path is not None}
-    return plan, Decided(scorer, profile, chosen.source, chosen.kept, plan.placement, files, plan.digest)
+    return plan, Decided(scorer, str(profile), chosen.source, chosen.kept, plan.placement, files, plan.digest)
 
 
 def _make_as_decided(
@@ -106,11 +109,12 @@ def _make_as_decided(
                 raise RaggedConfigError(f"the first node has sent {name!r}, which nobody asked for")
             Path(folder, name).write_bytes(content)
         paths = {name: str(Path(folder, name)) for name in decided.files}
-        profile = paths.get("ragged_profile", "uniform")
+        profile: ReadableProfile = Uniform()
+        if "ragged_profile" in paths:
+            profile = ProfileFile(Path(paths["ragged_profile"]))
         chosen = choose_budgets(geometry, profile=profile, scorer=decided.scorer, ratio=tokens, segment=options.segment)
         launch = replace(launch, chosen=replace(chosen, kept=decided.kept, source=decided.source))
-        plan = _make(launch, kernel, share, decided.scorer, profile, paths.get("ragged_scorer_weights"))
-    plan = replace(plan, profile=decided.profile)
+        plan = _make(launch, kernel, share, decided.scorer, decided.profile, paths.get("ragged_scorer_weights"))
     return join_features(
         plan, launch, joining, tokens, lambda plan: take_placement(plan, decided.placement, options, view, launch.model)
     )

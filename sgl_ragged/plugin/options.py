@@ -15,6 +15,7 @@ from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.feature import features
 from sgl_ragged.plugin.flags import dashed, flag, flags_of
 from sgl_ragged.profiles.budgets import check_budgets, check_ratio, check_segment
+from sgl_ragged.profiles.profile_choice import AUTO
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ CALIBRATED_SCORER = "gate"
 """The scorer of models that are calibrated at their first start (docs/evaluation.md)."""
 
 OTHER_SCORER = "keydiff"
-"""The scorer where there is nothing but budgets: bundled profiles, and equal ones."""
+"""The scorer where there is nothing but budgets: equal ones (`uniform`), and those of bundled profiles (`bundled`)."""
 
 OBSERVER = "ragged_observer"
 """Keyword of `Engine` alone: an object that the workers' attention backend calls; the calibrator's recorder."""
@@ -78,10 +79,11 @@ class RaggedOptions:
     )
     scorer_weights: str | None = flag(None, "Gate weights of scorers that have them.", metavar="FILE")
     profile: str = flag(
-        "auto",
-        "Calibrated head budgets; auto: bundled, or calibrated once, before the server starts.",
+        AUTO,
+        "Budgets of the heads. auto: calibrated once, before the first start of a model, and cached; uniform: equal; "
+        "bundled: measured by others and shipped with this package, for two models; FILE: written by calib run.",
         type=str,
-        metavar="auto|uniform|FILE",
+        metavar="auto|uniform|bundled|FILE",
     )
     slab_dtype: str = flag(
         BY_RATIO,

@@ -149,7 +149,11 @@ def load_profile(path: str | Path) -> Profile:
         RaggedConfigError: the file is missing, truncated, tampered with, of another format or version.
     """
     path = Path(path)
-    if not path.is_file():
+    try:
+        regular = path.is_file()
+    except OSError as error:
+        raise RaggedConfigError(f"profile {path} cannot be read: {error.strerror}") from None
+    if not regular:
         what = "is a directory" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
         raise RaggedConfigError(f"profile {path} {what}; give the .safetensors file that calib run wrote")
     try:

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ VARIABLE = "SGLANG_RAGGED_CACHE"
 
 EARLIER_VARIABLE = "SGL_RAGGED_CACHE"
 """Its name before, read for one release more. SGLang copies it to the present name when it is imported, and warns."""
+
+_ELSEWHERE = f"set {VARIABLE} to another folder, or serve with --ragged-profile uniform or a profile of your own"
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 
@@ -49,9 +52,32 @@ class ProfileKey:
 
 
 def cache_folder() -> Path:
-    """Path of the cache's folder, which need not exist."""
+    """Absolute path of the cache's folder, which need not exist.
+
+    Raises:
+        RaggedConfigError: it is to be in a home folder, and there is none.
+    """
     given = os.environ.get(VARIABLE) or os.environ.get(EARLIER_VARIABLE)
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "sgl_ragged"
+    try:
+        return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "sgl_ragged"
+    except RuntimeError as error:
+        raise RaggedConfigError(f"there is no folder for the profile cache ({error}): {_ELSEWHERE}") from None
+
+
+def is_cached(path: Path) -> bool:
+    """True if the cache has this file.
+
+    Raises:
+        RaggedConfigError: the cache's folder may not be entered.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise RaggedConfigError(
+            f"the profile cache {path.parent} cannot be read ({error.strerror}): {_ELSEWHERE}"
+        ) from None
 
 
 def weights_identity(source: Path) -> str:
@@ -95,16 +121,20 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
         raise unwritable(path.parent, error) from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _lock(file.fileno(), on_wait)
+        except OSError as error:
+            raise unwritable(path.parent, error) from None
         yield file.fileno()
+
+
+def _lock(file: int, on_wait: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait()
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def unwritable(folder: Path, error: OSError) -> RaggedConfigError:
     """The error of a cache that cannot be written to, for any reason."""
-    return RaggedConfigError(
-        f"the profile cache {folder} cannot be written to ({error.strerror}): set {VARIABLE} to another folder, or "
-        f"serve with --ragged-profile uniform or a profile of your own"
-    )
+    return RaggedConfigError(f"the profile cache {folder} cannot be written to ({error.strerror}): {_ELSEWHERE}")
