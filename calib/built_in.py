@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
-import json
-import sysconfig
 from collections.abc import Callable, Iterator
 from importlib import resources
-from pathlib import Path
-from pydoc_data.topics import topics
 
 import numpy as np
 
 from calib.conversations import Message, code, recall, records, say
 from calib.facts import draw_facts, pick
-
-SAMPLES = 28
-"""How many samples are used by default."""
+from sgl_ragged.profiles.built_in_samples import documentation, library_sources
 
 LENGTH = 5000
 """Characters per sample of real text, about 1,250 tokens."""
-
-MODULES = ("argparse", "calendar", "csv", "fractions", "heapq", "mailbox", "shlex", "statistics", "tarfile", "textwrap")
-"""Modules of Python's library whose sources are read."""
 
 _READ = ("I have read it.", "Thank you, I have read all of it.", "Noted.", "Done. What would you like to know?")
 _GIVE = (
@@ -49,11 +39,6 @@ def built_in_samples(count: int, seed: int) -> Iterator[tuple[str, str | tuple[M
         yield task, sample if isinstance(sample, str) else tuple(sample)
 
 
-def samples_hash(count: int = SAMPLES, seed: int = 0) -> str:
-    """16 hex digits over the built-in samples: they change with this file, its texts and the release of Python."""
-    return hashlib.sha256(json.dumps(list(built_in_samples(count, seed))).encode()).hexdigest()[:16]
-
-
 @functools.cache
 def _prose() -> tuple[str, ...]:
     folder = resources.files("calib") / "texts"
@@ -62,13 +47,12 @@ def _prose() -> tuple[str, ...]:
 
 @functools.cache
 def _documentation() -> tuple[str, ...]:
-    return tuple(text for _, text in sorted(topics.items()) if len(text) > 3000)
+    return documentation()
 
 
 @functools.cache
 def _sources() -> tuple[str, ...]:
-    library = Path(sysconfig.get_path("stdlib"))
-    return tuple((library / f"{name}.py").read_text() for name in MODULES)
+    return library_sources()
 
 
 def _excerpt(rng: np.random.Generator, texts: tuple[str, ...], length: int) -> str:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from calib.attached import end_with_input
-from calib.built_in import SAMPLES
 from calib.codebook import codebook
 from calib.derive import derive_profile
 from calib.disk import AT_A_TIME, disk_need
@@ -41,6 +40,7 @@ from sgl_ragged.plugin.model_source import load_tokenizer, read_config
 from sgl_ragged.plugin.model_support import model_geometry
 from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.profiles.budgets import check_budgets, profile_kept, uniform_kept
+from sgl_ragged.profiles.built_in_samples import SAMPLES
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import FITS, METHODS, SCOPES, VALUE_MEAN
 from sgl_ragged.profiles.profile_checks import MOST_ALPHA

@@ -99,6 +99,39 @@ def test_ended_workers_are_reaped(tmp_path, monkeypatch):
     assert not psutil.pid_exists(worker.pid)
 
 
+START = """
+import subprocess, sys
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+
+load_plugins()
+from sgl_ragged.plugin import calibration_process
+
+calibration_process._run = lambda command, lock: subprocess.call([*command, "--help"])
+args = prepare_server_args(["--model-path", sys.argv[1], "--device", "cpu", "--kv-pool", "ragged"])
+args.resolve_once()
+"""
+
+
+def test_a_start_in_a_folder_with_names_of_ours(tmp_path):
+    """The calibrator that is installed runs, whatever lies in the working folder or in a folder of PYTHONPATH."""
+    from benchmarks.character_model import make_character_model
+
+    model, folder = make_character_model(tmp_path / "model"), tmp_path / "folder"
+    (folder / "more" / "calib").mkdir(parents=True)
+    (folder / "calib").mkdir()
+    for name in ("calib/__init__.py", "calib/built_in.py", "more/calib/__init__.py", "benchmarks.py", "tests.py"):
+        (folder / name).write_text("raise SystemExit('the wrong module')")
+    env = os.environ | {"SGLANG_RAGGED_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(folder / "more")}
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(model)], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert "wrong module" not in done.stdout + done.stderr
+    assert "--hidden-states BYTES" in done.stdout
+    # The help is no profile.
+    assert "the model could not be calibrated (status 0" in done.stderr
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.server

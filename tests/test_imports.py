@@ -86,6 +86,18 @@ def test_files_that_import_sglang_say_so():
     assert {module for module in importing if room(module) != "SGLang's side"} == {"calib.measure"}
 
 
+def test_the_package_imports_nothing_that_the_working_folder_could_shadow():
+    """A start has the working folder first in its path: `calib.py` or `benchmarks.py` there would be taken for ours."""
+    ours = {path.name for path in ROOT.iterdir() if (path / "__init__.py").is_file()} - {"sgl_ragged"}
+    assert {"calib", "benchmarks", "tests"} <= ours
+    assert not [
+        (module, imported)
+        for module, found in modules().items()
+        for imported in found
+        if module.startswith("sgl_ragged.") and imported.split(".")[0] in ours
+    ]
+
+
 NAMED = re.compile(
     r"disaggregat\w*|drafts?|specul\w*|history|histories|retriev\w*|reservoir|overlay|tier|hicache|hierarchical|windows?|swa",
     re.I,

@@ -23,7 +23,7 @@ from benchmarks.harness.command import command
 from benchmarks.harness.files import write_whole
 from benchmarks.quality.facts import KINDS, interviews
 from benchmarks.quality.texts import SOURCES, first_token, read
-from calib.built_in import SAMPLES
+from sgl_ragged.profiles.built_in_samples import SAMPLES
 
 SEED = 1
 """The evaluation draws its interviews with seed 0."""

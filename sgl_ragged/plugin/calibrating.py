@@ -9,6 +9,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.plugin.calibration_process import WAYS_OUT, calibrate, remove_recordings, say
 from sgl_ragged.plugin.model_source import model_folder
 from sgl_ragged.plugin.options import CALIBRATED_SCORER, OTHER_SCORER, RaggedOptions
+from sgl_ragged.profiles.built_in_samples import samples_identity
 from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import load_profile
@@ -63,11 +64,9 @@ def settle_profile(
 
 
 def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileKey:
-    from calib.built_in import samples_hash
-
     try:
-        weights = weights_identity(model_folder(view))
-    except RaggedConfigError as error:
+        weights, samples = weights_identity(model_folder(view)), samples_identity()
+    except (RaggedConfigError, OSError) as error:
         raise RaggedConfigError(f"no profile can be kept for this model: {error}; or {WAYS_OUT}") from None
     return ProfileKey(
         model=view.model_path.rstrip("/").split("/")[-1],
@@ -76,7 +75,7 @@ def _key(options: RaggedOptions, view: Any, geometry: ModelGeometry) -> ProfileK
         scorer=options.scorer or CALIBRATED_SCORER,
         scorer_weights=options.scorer_weights or "",
         segment=options.segment,
-        samples=samples_hash(),
+        samples=samples,
         dtype=str(view.dtype),
     )
 

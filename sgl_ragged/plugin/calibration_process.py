@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.plugin import run_calib
 from sgl_ragged.plugin.model_source import load_tokenizer
 from sgl_ragged.plugin.options import RaggedOptions
 from sgl_ragged.profiles.geometry import ModelGeometry
@@ -74,7 +75,8 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
     local = view.tp_size * view.pp_size // view.nnodes
     ranks = next(ranks for ranks in (local, view.tp_size, 1) if ranks <= local and geometry.num_heads % ranks == 0)
     command = [
-        *(sys.executable, "-m", "calib", "run", "--model", view.model_path, "--scorer", scorer),
+        *calibrator(),
+        *("run", "--model", view.model_path, "--scorer", scorer),
         *("--segment", str(options.segment), "--dtype", str(view.dtype), "--tp", str(ranks)),
         *("--engine-args", json.dumps(passed, default=str), "--work", str(work), "-o", str(made)),
         *(("--scorer-weights", options.scorer_weights) if options.scorer_weights else ()),
@@ -88,6 +90,19 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
     made.replace(path)
     remove_recordings(path)
     say(f"calibrated in {time.monotonic() - began:.0f} s; the next start of this model finds {path}")
+
+
+def calibrator() -> list[str]:
+    """Start of a command line for the calibrator that is installed beside this package.
+
+    Raises:
+        RaggedConfigError: it is not installed.
+    """
+    if not (run_calib.ROOT / "calib" / "__main__.py").is_file():
+        raise RaggedConfigError(
+            f"there is no calibrator beside this package in {run_calib.ROOT}: install sgl-ragged again, or {WAYS_OUT}"
+        )
+    return [sys.executable, "-P", str(Path(run_calib.__file__))]
 
 
 def remove_recordings(path: Path) -> None:
