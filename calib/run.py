@@ -6,12 +6,10 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from calib.attached import end_with_input
 from calib.codebook import codebook
@@ -29,6 +27,7 @@ from calib.measure import (
     recorded_scorers,
     value_mean,
 )
+from calib.progress import show_progress
 from calib.recordings_folder import Settings, claim
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
@@ -180,19 +179,17 @@ def run(options: argparse.Namespace) -> None:
         at_a_time=parse_bytes(options.hidden_states) if options.hidden_states else None,
     )
     print(need, file=sys.stderr)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     kv_bytes = _kv_bytes(geometry, options.segment, samples)
-    with Progress(*columns, console=console) as progress, make_engine(settings, work, kv_bytes) as engine:
-        task = progress.add_task("samples through SGLang", total=len(samples) * passes(options.scorer))
-        recordings = measure(engine, samples, range(need.layers_at_once), lambda: progress.advance(task))
+    with show_progress() as progress, make_engine(settings, work, kv_bytes) as engine:
+        advance = progress.start("samples through SGLang", len(samples) * passes(options.scorer))
+        recordings = measure(engine, samples, range(need.layers_at_once), advance)
         if need.layers_at_once == need.layers and not weighing:
             engine.close()
         statistics, held_out = calibrated_statistics(settings, work), None
         of_codebook = codebook(recordings, config.context_len, options.segment)
         statistics |= {VALUE_MEAN: value_mean(recordings)} | of_codebook
         if trained:
-            task = progress.add_task("training gates, layers", total=geometry.num_layers)
+            advance = progress.start("training gates, layers", geometry.num_layers)
             hidden = HiddenStates(engine, samples, work, need.layers_at_once, need.layers)
             gates, held_out = train_gates(
                 recordings,
@@ -201,20 +198,20 @@ def run(options: argparse.Namespace) -> None:
                 work,
                 queries,
                 options.ratio,
-                lambda: progress.advance(task),
+                advance,
             )
             statistics |= gates
         errors = {}
         for scorer in options.scorer if weighing else ():
             some = samples[:weighing]
-            task = progress.add_task(f"output errors of {scorer}", total=len(some))
+            advance = progress.start(f"output errors of {scorer}", len(some))
             found = measure_errors(
                 engine,
                 some,
                 [recording[f"{scorer}.scores"] for recording in recordings[: len(some)]],
                 of_codebook,
                 f"{scorer}-{queries}-{len(some)}",
-                partial(progress.advance, task),
+                advance,
             )
             if found is not None:
                 errors[scorer] = found.numpy()
