@@ -134,6 +134,19 @@ def test_append_writes_its_tokens_and_nothing_else():
 
 
 @pytest.mark.parametrize("dtype", FP8)
+def test_every_number_is_rounded_as_torch_rounds_it(dtype):
+    """All of float16 and the float32 numbers next to them: ties, subnormal numbers, both zeros, infinities, NaN."""
+    halves = torch.arange(1 << 16).to(torch.int16).view(torch.float16).float()
+    given = torch.cat([halves, halves.nextafter(torch.tensor(torch.inf)), halves.nextafter(torch.tensor(-torch.inf))])
+    given = given.view(-1, 1, 1024)
+    stored = quantize_fp8.quantize_fp8(given, given, KvScales(1.0, 1.0), dtype)
+    want = to_fp8(given, 1.0, dtype)
+    for part in stored:
+        wrong = (part.view(torch.uint8) != want.view(torch.uint8)) & ~(part.float().isnan() & want.float().isnan())
+        assert not wrong.any(), (given[wrong][:8], part[wrong].float()[:8], want[wrong].float()[:8])
+
+
+@pytest.mark.parametrize("dtype", FP8)
 def test_append_and_narrow_store_the_bits_that_torch_stores(dtype):
     """Of tokens that lie apart, with numbers that are too large, next to zero, and none."""
     qkv = torch.randn(9, 3 * HEADS * DIM, generator=generator(5)) * 30

@@ -11,7 +11,7 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.dims import columns
 from sgl_ragged.attention.kernels.gate import gate_score
 from sgl_ragged.attention.kernels.pages import page_at, page_units, unit
-from sgl_ragged.attention.kernels.quantize_fp8 import reciprocals, saturated
+from sgl_ragged.attention.kernels.quantize_fp8 import as_fp8, reciprocals
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 
@@ -66,8 +66,8 @@ def append_kernel(
     keys = tl.load(keys_ptr + token * key_stride + source, mask=inside)
     values = tl.load(values_ptr + token * value_stride + source, mask=inside)
     if LARGEST is not None:
-        keys = saturated(keys, key_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
-        values = saturated(values, value_reciprocal, LARGEST).to(tails_ptr.dtype.element_ty)
+        keys = as_fp8(keys, key_reciprocal, tails_ptr.dtype.element_ty, LARGEST)
+        values = as_fp8(values, value_reciprocal, tails_ptr.dtype.element_ty, LARGEST)
     tl.store(target, keys, mask=inside)
     tl.store(target + HEADS * TOKENS * HEAD_DIM, values, mask=inside)
     if features_ptr is not None:

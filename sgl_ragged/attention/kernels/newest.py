@@ -17,7 +17,7 @@ from sgl_ragged.attention.kernels.append import GateInputs
 from sgl_ragged.attention.kernels.dims import columns
 from sgl_ragged.attention.kernels.gate import gate_score
 from sgl_ragged.attention.kernels.pages import page_at
-from sgl_ragged.attention.kernels.quantize_fp8 import saturated
+from sgl_ragged.attention.kernels.quantize_fp8 import as_fp8
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 
@@ -74,9 +74,10 @@ def take_newest(
     keys = tl.load(keys_ptr + (at * key_stride + head * HEAD_DIM) + dims, mask=inside, other=0.0)
     values = tl.load(values_ptr + (at * value_stride + head * HEAD_DIM) + dims, mask=inside, other=0.0)
     if LARGEST is not None:
-        keys = saturated(keys, key_reciprocal, LARGEST)
-        values = saturated(values, value_reciprocal, LARGEST)
-    keys, values = keys.to(cache), values.to(cache)
+        keys = as_fp8(keys, key_reciprocal, cache, LARGEST)
+        values = as_fp8(values, value_reciprocal, cache, LARGEST)
+    else:
+        keys, values = keys.to(cache), values.to(cache)
     page = tl.load(pages_at + place // TOKENS)
     row = head * TOKENS + place % TOKENS
     target = tails_at + (page_at(page, page_units, UNIT) + row * HEAD_DIM) + dims

@@ -13,9 +13,30 @@ MOST_BLOCK = 1024
 
 
 @triton.jit
-def saturated(x, reciprocal, LARGEST: tl.constexpr):
-    """x * reciprocal in float32, brought to [-LARGEST, LARGEST]; NaN stays NaN. As `kv_dtype.to_fp8`."""
-    return tl.clamp(x.to(tl.float32) * reciprocal, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+def _as_e5m2(x):
+    """x, at most the largest number of E5M2 in size, or NaN, rounded to it, ties to even; NaN is 0x7F.
+
+    By integers: before compute capability 8.9 Triton converts in software, which rounds ties away from zero and makes
+    -0.0 of NaN.
+    """
+    bits = x.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Two bits of the mantissa stay; exponents count from 15 in place of 127.
+    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - (112 << 2)
+    # Below 2^-14 numbers are multiples of 2^-16, as are float32 numbers from 128 to 256.
+    small = (tl.abs(x) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
+    code = tl.where(size < 0x38800000, small, normal) | ((bits >> 24) & 0x80)
+    return tl.where(x == x, code, 0x7F).to(tl.uint8).to(tl.float8e5, bitcast=True)
+
+
+@triton.jit
+def as_fp8(x, reciprocal, DTYPE: tl.constexpr, LARGEST: tl.constexpr):
+    """x * reciprocal in float32, brought to [-LARGEST, LARGEST], as DTYPE; NaN stays NaN. As `kv_dtype.to_fp8`."""
+    x = tl.clamp(x.to(tl.float32) * reciprocal, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if DTYPE == tl.float8e5:  # noqa: SIM300
+        return _as_e5m2(x)
+    else:
+        return x.to(DTYPE)
 
 
 @triton.jit
@@ -35,11 +56,12 @@ def quantize_fp8_kernel(
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < WIDTH
-    keys = saturated(tl.load(keys_ptr + token * key_stride + element, mask=inside), key_reciprocal, LARGEST)
-    values = saturated(tl.load(values_ptr + token * value_stride + element, mask=inside), value_reciprocal, LARGEST)
+    cache: tl.constexpr = stored_keys_ptr.dtype.element_ty
+    keys = tl.load(keys_ptr + token * key_stride + element, mask=inside)
+    values = tl.load(values_ptr + token * value_stride + element, mask=inside)
     at = token * WIDTH + element
-    tl.store(stored_keys_ptr + at, keys.to(stored_keys_ptr.dtype.element_ty), mask=inside)
-    tl.store(stored_values_ptr + at, values.to(stored_values_ptr.dtype.element_ty), mask=inside)
+    tl.store(stored_keys_ptr + at, as_fp8(keys, key_reciprocal, cache, LARGEST), mask=inside)
+    tl.store(stored_values_ptr + at, as_fp8(values, value_reciprocal, cache, LARGEST), mask=inside)
 
 
 def reciprocals(scales: KvScales) -> tuple[float, float]:
