@@ -10,19 +10,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, check_limits, fit_pool, parse_bytes
-from sgl_ragged.mem_pool.slab_format import ASKED
-from sgl_ragged.mem_pool.slab_format import AUTO as BY_RATIO
-from sgl_ragged.model_options import add_model_options, choose_kept, read_model
-from sgl_ragged.plan import ServingPlan, kept_share
+from sgl_ragged.mem_pool.kv_dtype import beside_cache
+from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits, fit_pool
+from sgl_ragged.plan import ServingPlan
 from sgl_ragged.plugin.flags import dashed
 
 if TYPE_CHECKING:
-    import torch
+    from sgl_ragged.plugin.launch import Launch
+    from sgl_ragged.plugin.options import RaggedOptions
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -30,7 +30,11 @@ CHUNK = 8192
 IMPORTED = ("sglang", "torch", "transformers")
 """Packages that warn, when they are imported, of what a machine lacks; nothing is served here."""
 
-DTYPES = ("float16", "bfloat16", "float32", "fp8_e4m3", "fp8_e5m2")
+CACHE_DTYPES = ("bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+"""Values of --kv-cache-dtype."""
+
+DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
+"""Values of --dtype."""
 
 NOTHING_ELSE: dict[str, Any] = dict(
     speculative_algorithm=None,
@@ -56,10 +60,10 @@ NOTHING_ELSE: dict[str, Any] = dict(
     radix_cache_backend=None,
     enable_mixed_chunk=False,
     disable_hybrid_swa_memory=False,
-    tp_size=1,
-    pp_size=1,
     nnodes=1,
     chunked_prefill_size=None,
+    load_format="auto",
+    json_model_override_args="{}",
 )
 """Of SGLang's settings, those that features ask about, where no server is started."""
 
@@ -94,22 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Commands and their flags, those of features among them."""
     parser = argparse.ArgumentParser(prog="sgl-ragged", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    layout = commands.add_parser("layout", help="what a KV budget holds, for a model on disk")
-    add_model_options(layout, None)
-    layout.add_argument("--kv-bytes", required=True, help="KV budget, such as 24GiB")
-    layout.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the KV cache [bfloat16]")
-    layout.add_argument(
-        "--slab-dtype", choices=ASKED, default=BY_RATIO, help=f"how finished segments are stored [{BY_RATIO}]"
-    )
-    layout.add_argument("--max-running-requests", type=int)
-    layout.add_argument("--max-total-tokens", type=int)
-    layout.add_argument("--chunked-prefill-size", type=int, default=CHUNK, help="for models with sliding windows")
-    layout.add_argument("--pp-size", type=int, default=1, help="pipeline stages; shown is the one that decides [1]")
-    layout.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
-    for name, text in layout_flags():
-        layout.add_argument(f"--{name}", help=text.replace("--ragged-", "--"))
-    for name in layout_also():
-        layout.add_argument(dashed(name), help="as SGLang's")
+    layout = commands.add_parser("layout", help="what a KV budget holds, by the flags of a server")
+    add_layout_flags(layout)
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
@@ -119,20 +109,40 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def cache_dtype(name: str) -> torch.dtype:
-    """Of DTYPES."""
-    import torch
-
-    return {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(name) or getattr(torch, name)
-
-
-def layout_flags() -> list[tuple[str, str]]:
-    """Flags of features that `layout` has, too, without their prefix, and their help."""
-    from sgl_ragged.plugin.feature import features
+def add_layout_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the server's flags on which sizes depend, under the server's names; ours without `--ragged-`, too."""
     from sgl_ragged.plugin.options import FLAGS
 
-    names = [name for feature in features() for name in feature.layout_flags]
-    return [(name.replace("_", "-"), FLAGS[f"ragged_{name}"].metadata["parser"]["help"]) for name in names]
+    parser.add_argument(
+        *("--model-path", "--model"),
+        required=True,
+        metavar="MODEL",
+        help="folder, config.json, or name of a model whose config is in Hugging Face's cache",
+    )
+    parser.add_argument("--revision", help="as SGLang's")
+    for keyword, one in FLAGS.items():
+        if keyword == "kv_pool":
+            parser.add_argument("--kv-pool", choices=("ragged",), default="ragged", help=argparse.SUPPRESS)
+            continue
+        names = [dashed(keyword)]
+        if keyword.startswith("ragged_"):
+            names.append(dashed(keyword.removeprefix("ragged_")))
+        told = {key: value for key, value in one.metadata["parser"].items() if key != "type"}
+        parser.add_argument(*names, dest=keyword, required=keyword == "kv_bytes", **told)
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model, as SGLang's [auto]")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=("auto", *CACHE_DTYPES), default="auto", help="as SGLang's [auto: the model's]"
+    )
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1, help="as SGLang's [1]")
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", "--pp", type=int, default=1, help="as SGLang's [1]")
+    parser.add_argument("--max-running-requests", type=int, help="as SGLang's")
+    parser.add_argument("--max-total-tokens", type=int, help="as SGLang's")
+    parser.add_argument(
+        "--chunked-prefill-size", type=int, default=CHUNK, help=f"for models with sliding windows [{CHUNK}]"
+    )
+    parser.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
+    for name in layout_also():
+        parser.add_argument(dashed(name), help="as SGLang's")
 
 
 def layout_also() -> list[str]:
@@ -143,94 +153,29 @@ def layout_also() -> list[str]:
 
 
 def show_layout(options: argparse.Namespace) -> None:
-    """Print the pool's sizes on one rank that holds all heads."""
-    import torch
+    """Print what a server with these flags would decide, and the sizes of its first rank."""
+    from sgl_ragged.plugin.deciding import choose_share, decide_without_calibrating
+    from sgl_ragged.plugin.feature import Rank, features
+    from sgl_ragged.plugin.joining import settle_features
+    from sgl_ragged.plugin.metrics import summary
+    from sgl_ragged.plugin.options import FLAGS, make_options
 
-    from sgl_ragged.mem_pool.kv_dtype import is_fp8
-    from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
-    from sgl_ragged.plugin.conflicts import refuse_conflicts
-    from sgl_ragged.plugin.deciding import choose_share
-    from sgl_ragged.plugin.feature import Prefill, Rank, features
-    from sgl_ragged.plugin.joining import (
-        describe_features,
-        feature_bytes,
-        join_features,
-        page_bytes,
-        refuse_in_vain,
-        settle_features,
-        side_pages,
-    )
-    from sgl_ragged.plugin.launch import Launch
-    from sgl_ragged.plugin.model_support import pipeline_stages
-    from sgl_ragged.plugin.options import make_options
-    from sgl_ragged.scorers import get_scorer
-
-    budget = parse_bytes(options.kv_bytes)
-    check_limits(options.segment, options.max_running_requests, options.max_total_tokens)
-    if options.chunked_prefill_size < 1:
-        raise RaggedConfigError(f"--chunked-prefill-size {options.chunked_prefill_size} must be at least 1")
-    names = ["ratio", "segment", "slab_dtype", *(name.replace("-", "_") for name, _ in layout_flags())]
-    asked = make_options(
-        {"kv_pool": "ragged"} | {f"ragged_{name}": getattr(options, name) for name in names}, from_command_line=True
-    )
+    asked = make_options({name: getattr(options, name) for name in FLAGS}, from_command_line=True)
     assert asked is not None, "a pool is asked for"
-    model_config = read_model(options)
-    kv_dtype = cache_dtype(options.dtype)
-    if options.pp_size < 1:
-        raise RaggedConfigError(f"--pp-size {options.pp_size} must be at least 1")
-    given = {name: getattr(options, name) for name in ("pp_size", *layout_also())}
-    launch = Launch(asked, SimpleNamespace(**NOTHING_ELSE | given), model_config, kv_dtype)
-    geometry = launch.geometry
+    check_layout(options, asked.segment)
+    launch = read_launch(options, asked)
+    geometry, kv_dtype = launch.geometry, launch.kv_dtype
     assert geometry is not None, "the model is known"
-    refuse_in_vain(launch)
-    refuse_conflicts(launch)
+    assert kv_dtype is not None, "the model is known"
     share = choose_share(launch, geometry.head_dim)
-    chosen = choose_kept(options, geometry, share, kv_dtype.itemsize)
-    launch = replace(launch, chosen=chosen)
-    plan = ServingPlan(
-        geometry=geometry,
-        ranks=1,
-        ratio=share.ratio,
-        segment=options.segment,
-        scorer=options.scorer,
-        profile=options.profile,
-        kernel="torch",
-        kept=chosen.kept,
-        source=chosen.source,
-        statistics=(),
-        form=share.form,
-        stages=pipeline_stages(geometry, options.pp_size),
-    )
-    tokens = kept_share(geometry, share.ratio, options.segment, share.form, kv_dtype.itemsize)
-    plan = join_features(plan, launch, settle_features(launch), tokens)
-    # Queries beside an FP8 cache have the model's dtype.
-    queries = torch.bfloat16 if is_fp8(kv_dtype) else kv_dtype
+    plan = decide_without_calibrating(launch, "torch", share, settle_features(launch))
     slabs = plan.stage_slab_bytes(kv_dtype.itemsize)
-    rank = Rank(plan.stage(slabs.index(max(slabs))), 0, kv_dtype.itemsize, queries.itemsize)
-    own = rank.plan.layout(0)
-    side = side_bytes(get_scorer(options.scorer), own, plan.q_per_kv, queries) + feature_bytes(rank)
-    schedule = SimpleNamespace(
-        swa_full_tokens_ratio=options.swa_full_tokens_ratio,
-        _swa_full_tokens_ratio_explicitly_set=options.swa_full_tokens_ratio is not None,
-    )
-    _, beside = side_pages(rank, Prefill(options.chunked_prefill_size, schedule))
-    sizes = fit_pool(
-        own,
-        kv_dtype.itemsize,
-        open_pages(get_scorer(options.scorer), plan.slab_layouts, plan.q_per_kv, kv_dtype, queries),
-        budget,
-        options.max_running_requests,
-        side,
-        options.max_total_tokens,
-        beside,
-        page_bytes(rank),
-    )
+    sizes = pool_sizes(plan, launch, options)
     if sizes.warning is not None:
         print(f"sgl-ragged: warning: {sizes.warning}", file=sys.stderr)
     if not options.json:
         print(plan.source)
-        stages = [plan.describe_stages(sizes.itemsize)] if plan.stages else []
-        print("; ".join([sizes.describe(), *stages, *describe_features(plan, sizes)]))
+        print(summary(plan, sizes))
         print("\ntokens of a request   requests at once   full KV    gain")
         for tokens in LOADS_TOKENS:
             requests, full = sizes.requests_of(tokens)
@@ -243,9 +188,83 @@ def show_layout(options: argparse.Namespace) -> None:
     loads = [(tokens, *sizes.requests_of(tokens)) for tokens in LOADS_TOKENS]
     shown |= {"loads": [dict(zip(("tokens", "requests", "full_requests"), load, strict=True)) for load in loads]}
     shown |= {"kept_ratio": sizes.layout.mean_kept_share, "kept_bytes_ratio": sizes.layout.byte_share(sizes.itemsize)}
+    shown |= {"scorer": plan.scorer, "profile": plan.profile, "profile_source": plan.source, "fairkv": plan.fairkv}
+    shown |= {"summary": summary(plan, sizes)}
+    rank = Rank(plan.stage(0), 0, kv_dtype.itemsize, beside_cache(kv_dtype, launch.model.dtype).itemsize)
     for feature in features():
         shown |= feature.layout_info(feature.of(plan), rank, sizes)
     print(json.dumps(shown))
+
+
+def check_layout(options: argparse.Namespace, segment: int) -> None:
+    """Raise RaggedConfigError for numbers out of range."""
+    check_limits(segment, options.max_running_requests, options.max_total_tokens)
+    for name in ("chunked_prefill_size", "pp_size", "tp_size"):
+        if getattr(options, name) < 1:
+            raise RaggedConfigError(f"{dashed(name)} {getattr(options, name)} must be at least 1")
+
+
+def read_launch(options: argparse.Namespace, asked: RaggedOptions) -> Launch:
+    """The start that the flags describe, with the model; raises RaggedConfigError for what a server refuses."""
+    from sgl_ragged.plugin.conflicts import refuse_conflicts
+    from sgl_ragged.plugin.joining import refuse_in_vain
+    from sgl_ragged.plugin.launch import Launch
+    from sgl_ragged.plugin.model_source import config_folder
+    from sgl_ragged.plugin.model_support import expected_kv_dtype, load_model_config, refuse_kv_scheme, refuse_model
+
+    model = load_model_config(config_folder(options.model_path, options.revision), dtype=options.dtype)
+    refuse_model(model)
+    refuse_kv_scheme(model, options.kv_cache_dtype)
+    given = {name: getattr(options, name) for name in ("tp_size", "pp_size", "dtype", "revision", *layout_also())}
+    path = options.model_path
+    given["model_path"] = str(Path(path).parent) if Path(path).is_file() else path
+    server_args = SimpleNamespace(**NOTHING_ELSE | given, kv_cache_dtype=options.kv_cache_dtype)
+    launch = Launch(asked, server_args, model, expected_kv_dtype(model, options.kv_cache_dtype))
+    refuse_in_vain(launch)
+    refuse_conflicts(launch)
+    return launch
+
+
+def pool_sizes(plan: ServingPlan, launch: Launch, options: argparse.Namespace) -> PoolSizes:
+    """Sizes of the first rank of the first stage: all ranks have the pages and requests of the one with the fewest."""
+    from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
+    from sgl_ragged.plugin.feature import Prefill, Rank
+    from sgl_ragged.plugin.joining import feature_bytes, page_bytes, side_pages
+    from sgl_ragged.scorers import get_scorer
+
+    kv_dtype, scorer, budget = launch.kv_dtype, get_scorer(plan.scorer), launch.options.kv_bytes
+    assert kv_dtype is not None, "the model is known"
+    assert budget is not None, "--kv-bytes is required"
+    queries = beside_cache(kv_dtype, launch.model.dtype)
+    schedule = SimpleNamespace(
+        swa_full_tokens_ratio=options.swa_full_tokens_ratio,
+        _swa_full_tokens_ratio_explicitly_set=options.swa_full_tokens_ratio is not None,
+    )
+    every = []
+    for stage in range(max(len(plan.stages), 1)):
+        for number in range(plan.ranks):
+            rank = Rank(plan.stage(stage), number, kv_dtype.itemsize, queries.itemsize)
+            own = rank.plan.layout(number)
+            _, beside = side_pages(rank, Prefill(options.chunked_prefill_size, schedule))
+            every.append(
+                fit_pool(
+                    own,
+                    kv_dtype.itemsize,
+                    open_pages(scorer, plan.slab_layouts, plan.q_per_kv, kv_dtype, queries),
+                    budget,
+                    options.max_running_requests,
+                    side_bytes(scorer, own, plan.q_per_kv, queries) + feature_bytes(rank),
+                    options.max_total_tokens,
+                    beside,
+                    page_bytes(rank),
+                )
+            )
+    return replace(
+        every[0],
+        num_slots=min(one.num_slots for one in every),
+        num_rows=min(one.num_rows for one in every),
+        side_pages=min(one.side_pages for one in every),
+    )
 
 
 def check_installation(_: argparse.Namespace) -> None:

@@ -251,6 +251,7 @@ def make_plan(
     form: SlabFormat = WIDE,
     unfitted: str | None = None,
     stages: tuple[tuple[int, int], ...] = (),
+    with_statistics: bool = True,
 ) -> ServingPlan:
     """Read the files that are named; heads are not placed yet, and no feature has joined.
 
@@ -258,6 +259,7 @@ def make_plan(
         ratio: kept / full KV bytes.
         unfitted: why nothing is to be fitted, whatever the profile has.
         stages: as in ServingPlan.
+        with_statistics: False for a plan of sizes alone, while the profile with the scorer's tensors is missing.
 
     Raises:
         RaggedConfigError: as `scorers.statistics.scorer_statistics` does.
@@ -265,14 +267,16 @@ def make_plan(
     from sgl_ragged.scorers import get_scorer
     from sgl_ragged.scorers.statistics import scorer_statistics
 
-    statistics = scorer_statistics(
-        get_scorer(scorer),
-        chosen.profile,
-        scorer_weights,
-        geometry.num_layers,
-        geometry.num_heads,
-        {"head_dim": geometry.head_dim, "q_per_kv": geometry.q_per_kv},
-    )
+    statistics = []
+    if with_statistics:
+        statistics = scorer_statistics(
+            get_scorer(scorer),
+            chosen.profile,
+            scorer_weights,
+            geometry.num_layers,
+            geometry.num_heads,
+            {"head_dim": geometry.head_dim, "q_per_kv": geometry.q_per_kv},
+        )
     shared = tuple(get_scorer(scorer).shared_statistics)
     of_layers = [{name: tensor.numpy() for name, tensor in layer.items()} for layer in statistics]
     if unfitted is None:

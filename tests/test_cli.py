@@ -81,7 +81,7 @@ def test_layout_says_what_the_server_would_do(model, monkeypatch, capsys):
     run(monkeypatch, "layout", *flags, "--max-running-requests", "7")
     # Keys and values, and 2 query heads, of each token.
     assert json.loads(capsys.readouterr().out)["open_page_tokens"] == plan["slab_bytes"] // (3 * 4 * 64 * 2 * (2 + 2))
-    run(monkeypatch, "layout", *flags, "--max-running-requests", "7", "--dtype", "fp8_e4m3")
+    run(monkeypatch, "layout", *flags, "--max-running-requests", "7", "--kv-cache-dtype", "fp8_e4m3")
     narrow = json.loads(capsys.readouterr().out)
     # Keys and values take a byte, queries beside them two as before.
     assert narrow["open_page_tokens"] == narrow["slab_bytes"] // (3 * 4 * 64 * (2 + 2 * 2))
@@ -103,7 +103,7 @@ def test_layout_of_codes_counts_bytes_and_tokens(model, monkeypatch, capsys):
     run(monkeypatch, *flags[:5], "--ratio", "0.6", "--slab-dtype", "int8")
     assert "of the bytes: every token is kept)" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="rounded twice; use wide"):
-        run(monkeypatch, *flags, "k8v4", "--dtype", "fp8_e4m3")
+        run(monkeypatch, *flags, "k8v4", "--kv-cache-dtype", "fp8_e4m3")
 
 
 def test_layout_of_a_bounded_history(model, monkeypatch, capsys):
@@ -203,7 +203,8 @@ def test_a_config_without_architecture_is_refused(model, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--model", "/nowhere", "--kv-bytes", "1GiB"), "cannot read /nowhere/config.json"),
+        (("--model", "/nowhere", "--kv-bytes", "1GiB"), "there is no such folder or config.json"),
+        (("--model", "nobody/nothing", "--kv-bytes", "1GiB"), "`hf download nobody/nothing config.json`"),
         (("--model", "MODEL", "--kv-bytes", "1KiB"), "too small"),
         (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "2"), "outside (0, 1]"),
         (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "0.05", *WIDE), "a ratio of 0.0625; ask for that"),

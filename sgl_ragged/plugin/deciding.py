@@ -25,7 +25,7 @@ from sgl_ragged.plugin.node_plan import OF_FIRST_NODE, Decided, introduce
 from sgl_ragged.plugin.nodes import Nodes, NodesDiffer, meeting
 from sgl_ragged.plugin.options import FITTED
 from sgl_ragged.plugin.placing import place_heads, take_placement
-from sgl_ragged.profiles.profile_choice import ProfileFile, ReadableProfile, Uniform
+from sgl_ragged.profiles.profile_choice import CachedProfile, ProfileFile, ReadableProfile, Uniform
 
 logger = logging.getLogger(__name__)
 
@@ -84,15 +84,58 @@ def _make_here(
         nodes.tell({"waiting": f"{nodes.own.name} calibrates {view.model_path}, once; the other nodes wait for it"})
     readable = calibrate_if_missing(scorer, profile, options, view, geometry)
     chosen = choose_budgets(geometry, profile=readable, scorer=scorer, ratio=tokens, segment=options.segment)
-    launch = replace(launch, chosen=chosen)
-    plan = _make(launch, kernel, share, scorer, str(profile), options.scorer_weights)
-    plan = join_features(plan, launch, joining, tokens, lambda plan: place_heads(plan, options, view, launch.model))
+    plan = _make(replace(launch, chosen=chosen), kernel, share, scorer, str(profile), options.scorer_weights)
+    plan = _joined(plan, replace(launch, chosen=chosen), joining, tokens, view)
     named = {
         "ragged_profile": readable.path if isinstance(readable, ProfileFile) else None,
         "ragged_scorer_weights": options.scorer_weights,
     }
     files = {} if nodes is None else {name: Path(path).read_bytes() for name, path in named.items() if path is not None}
     return plan, Decided(scorer, str(profile), chosen.source, chosen.kept, plan.placement, files, plan.digest)
+
+
+def decide_without_calibrating(
+    launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]
+) -> ServingPlan:
+    """The plan of a start on one node, as `decide` makes it where the model's profile is cached.
+
+    Where it is still to be calibrated, heads have equal budgets of the same ratio, without the scorer's tensors; the
+    plan's `source` says so.
+
+    Args:
+        launch: without `view`, by which features see that nothing is served; `server_args` holds the settings.
+
+    Raises:
+        RaggedConfigError: as `decide`.
+    """
+    options, view, geometry = launch.options, launch.server_args, model_geometry(launch.model)
+    tokens = _tokens(launch, share)
+    scorer, profile = settle_profile(options, view, geometry, tokens)
+    _check(replace(launch, view=view), kernel, scorer)
+    missing = is_missing(profile)
+    readable: ReadableProfile
+    if isinstance(profile, CachedProfile):
+        why = f"no profile of {view.model_path} is cached, so its first start calibrates {scorer}; assumed here"
+        readable = Uniform(why) if missing else profile.file
+    else:
+        readable = profile
+    chosen = choose_budgets(geometry, profile=readable, scorer=scorer, ratio=tokens, segment=options.segment)
+    launch = replace(launch, chosen=chosen)
+    resolved = replace(launch, view=view)
+    plan = _make(resolved, kernel, share, scorer, str(profile), options.scorer_weights, statistics=not missing)
+    return _joined(plan, launch, joining, tokens, view)
+
+
+def _joined(plan: ServingPlan, launch: Launch, joining: Mapping[Feature, Any], tokens: float, view: Any) -> ServingPlan:
+    """The plan with heads placed and features joined.
+
+    Args:
+        tokens: share of the tokens that heads keep on average.
+        view: SGLang's settings.
+    """
+    return join_features(
+        plan, launch, joining, tokens, lambda plan: place_heads(plan, launch.options, view, launch.model)
+    )
 
 
 def _make_as_decided(
@@ -136,8 +179,16 @@ def _check(launch: Launch, kernel: str, scorer: str) -> None:
         check_shape(geometry.head_dim, geometry.q_per_kv)
 
 
-def _make(launch: Launch, kernel: str, share: Share, scorer: str, profile: str, weights: str | None) -> ServingPlan:
-    """The plan without placement and features; `weights`: the scorer's file."""
+def _make(
+    launch: Launch,
+    kernel: str,
+    share: Share,
+    scorer: str,
+    profile: str,
+    weights: str | None,
+    statistics: bool = True,
+) -> ServingPlan:
+    """The plan without placement and features; weights: the scorer's file. statistics: as in `make_plan`."""
     assert launch.chosen is not None, "budgets are chosen"
     return make_plan(
         model_geometry(launch.model),
@@ -152,6 +203,7 @@ def _make(launch: Launch, kernel: str, share: Share, scorer: str, profile: str, 
         form=share.form,
         unfitted=why_not_to_fit(launch),
         stages=pipeline_stages(model_geometry(launch.model), launch.view.pp_size),
+        with_statistics=statistics,
     )
 
 

@@ -42,11 +42,51 @@ def model_folder(view: Any) -> Path:
         )
     from transformers.utils import cached_file
 
+    cached = cached_config(view.model_path, view.revision)
+    if cached is not None:
+        return cached.parent
     try:
         return Path(cached_file(view.model_path, "config.json", revision=view.revision)).parent
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise RaggedConfigError(f"the files of {view.model_path} cannot be found: {reason}") from None
+
+
+def cached_config(name: str, revision: str | None = None) -> Path | None:
+    """Path of a hub model's config.json in Hugging Face's cache on this machine; None if it is not there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def config_folder(model: str, revision: str | None = None) -> Path:
+    """Folder of a model's config.json, without network.
+
+    Args:
+        model: folder, path of a config.json, or name of a hub's model.
+
+    Raises:
+        RaggedConfigError: it is none of these, or the model's config has not been fetched.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.name != "config.json":
+            raise RaggedConfigError(f"--model {model} is a file; give a folder or a config.json")
+        return path.parent
+    cached = cached_config(model, revision)
+    if cached is None:
+        raise RaggedConfigError(
+            f"--model {model}: there is no such folder or config.json, and no config of a model of this name in "
+            f"Hugging Face's cache; fetch it with `hf download {model} config.json`"
+        )
+    return cached.parent
 
 
 def weights_sample(view: Any) -> str | None:

@@ -38,10 +38,10 @@ _BIDIRECTIONAL = (
 )
 
 
-def load_model_config(folder: Path, draft: bool = False) -> Any:
+def load_model_config(folder: Path, draft: bool = False, dtype: str = "auto") -> Any:
     """SGLang's ModelConfig of a model on disk, as a server reads it when only the folder is given.
 
-    draft: of what drafts, which may be some layers of the checkpoint.
+    draft: of what drafts, which may be some layers of the checkpoint. dtype: as --dtype.
 
     Raises:
         RaggedConfigError: there is no config.json, or SGLang cannot make sense of it.
@@ -58,7 +58,7 @@ def load_model_config(folder: Path, draft: bool = False) -> Any:
         from sglang.srt.configs.model_config import ModelConfig
 
         try:
-            return ModelConfig(model_path=str(folder), is_draft_model=draft)
+            return ModelConfig(model_path=str(folder), is_draft_model=draft, dtype=dtype)
         except Exception as error:
             # SGLang, transformers and the config's own code raise whatever they like.
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
