@@ -43,7 +43,6 @@ class History(Feature):
     case = "--ragged-history"
     flags = HistoryFlags
     in_vain = "{flags} says what leaves a bounded history, and this one is not: add --ragged-history, or drop the flag"
-    layout_flags = ("history",)
     needed_for = " with --ragged-history"
     radix_cache = ("ragged_bounded", "sgl_ragged.history.sglang_cache.bounded_cache")
     conflicts = (

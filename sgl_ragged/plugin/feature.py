@@ -81,7 +81,6 @@ class Feature:
 
     name: in plans, of what it attaches to the pool, and in /server_info. case: in the table of conflicts.
     flags: a dataclass of `flags.flag`s; they are given in vain without the feature, and `in_vain` is what is said then.
-    layout_flags: those of its fields that `sgl-ragged layout` has, too.
     layout_also: settings of SGLang on which sizes depend; `sgl-ragged layout` has their flags, too.
     needed_for: words for what its seams are needed for, such as " with --flag".
     radix_cache: the name under which it registers one, and the path of SGLang's factory.
@@ -94,7 +93,6 @@ class Feature:
     case: ClassVar[str]
     flags: ClassVar[type | None] = None
     in_vain: ClassVar[str] = "{flags} given in vain: drop it"
-    layout_flags: ClassVar[tuple[str, ...]] = ()
     layout_also: ClassVar[tuple[str, ...]] = ()
     needed_for: ClassVar[str] = ""
     seams: tuple[Seam, ...] = ()

@@ -77,7 +77,6 @@ class Retrieving(Feature):
         "{flags}: these are about fetching what heads dropped, which needs host memory; add --ragged-reservoir, or "
         "drop them"
     )
-    layout_flags = ("reservoir", "overlay", "pivots")
     needed_for = " with --ragged-reservoir"
     radix_cache = ("ragged_retrieval", "sgl_ragged.retrieval.sglang_cache.retrieval_cache")
     conflicts = (

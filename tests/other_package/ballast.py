@@ -41,7 +41,6 @@ class Ballast(Feature):
     case = "--ragged-ballast"
     flags = BallastFlags
     in_vain = "{flags} paints ballast, and there is none: add --ragged-ballast, or drop the flag"
-    layout_flags = ("ballast",)
     conflicts = (Conflict(case, MIXED, "ballast would shift"),)
 
     def asked(self, launch: Launch) -> bool:
