@@ -27,10 +27,10 @@ PREFIX = "sglang:ragged_"
 
 _GAUGES = {
     "kept_ratio": "Kept / full KV bytes of a sealed segment, from the head budgets of this rank.",
-    "slab_bytes_in_use": "Bytes of the pages that are allocated on this rank, those of cached prefixes among them.",
-    "open_bytes_in_use": "Bytes of the pages on this rank that open segments of requests have beside their own.",
-    "kept_open_bytes_in_use": "Bytes of the pages on this rank with open segments that requests have left behind.",
-    "rank_imbalance": "Largest / mean kept bytes of a segment over all ranks; 1 if they are equal.",
+    "slab_bytes_in_use": "Allocated pages on this rank times bytes per slab; pages of cached prefixes count.",
+    "open_bytes_in_use": "Of slab_bytes_in_use, pages that open segments of requests have in addition to their first.",
+    "kept_open_bytes_in_use": "Of slab_bytes_in_use, pages with open segments that requests have left behind.",
+    "rank_imbalance": "Largest / mean kept bytes of a segment over all ranks, pipeline stages included; 1 if equal.",
 }
 _COUNTERS = {
     "sealed_segments": "Segments sealed on this rank.",
@@ -79,7 +79,7 @@ class RaggedMetrics:
             for name, value in self._totals
         }
         self._counted = dict.fromkeys(self._counters, 0.0)
-        self._gauges["kept_ratio"].set(pool.sizes.layout.mean_kept_share)
+        self._gauges["kept_ratio"].set(pool.sizes.layout.byte_share(pool.sizes.itemsize))
         self._gauges["rank_imbalance"].set(rank_imbalance)
         self.update()
 

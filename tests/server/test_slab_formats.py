@@ -16,7 +16,7 @@ from sgl_ragged.profiles.budgets import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
 from tests.quantised_oracle import restored_past
-from tests.server.client import Answer, flush, generate, generate_all, server_settings
+from tests.server.client import Answer, flush, generate, generate_all, ragged_metrics, server_settings
 from tests.server.test_host_tier import conversation
 
 pytestmark = pytest.mark.server
@@ -91,13 +91,16 @@ def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
 )
 def test_hits_equal_misses_and_both_what_the_codes_say(servers, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
-    given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"))
+    given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"), "--enable-metrics")
     with servers.serve(MODEL, *given, log=tmp_path / "server.log") as server:
         info, full = server_settings(server), 2 * DIM * ITEMSIZE
         row, header = (count(DIM, ITEMSIZE) for count in (FORMATS[form].row_bytes, FORMATS[form].header_bytes))
         assert info["slab_dtype"] == form
         assert info["kept_bytes_ratio"] == pytest.approx(RATIO, abs=0.005)
         assert info["kept_ratio"] == pytest.approx((info["kept_bytes_ratio"] * full - header / SEGMENT) / row, abs=1e-4)
+        # The metric is the share of the bytes, which with codes is less than that of the tokens.
+        assert info["kept_bytes_ratio"] < 0.9 * info["kept_ratio"]
+        assert ragged_metrics(server)["kept_ratio"] == pytest.approx(info["kept_bytes_ratio"])
         close(*hits_and_misses(server))
         flush(server)
         every = generate(server, PROMPTS[1], 2, logprobs_from=0)
