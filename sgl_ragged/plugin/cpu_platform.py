@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -11,6 +12,14 @@ from sglang.srt.platforms.interface import SRTPlatform
 
 _BY_MODEL = ("STANDALONE", "EAGLE", "EAGLE3")
 """SGLang's names of drafts by a model; NEXTN has become EAGLE when it asks."""
+
+
+_named_device_module = torch.get_device_module
+
+
+def _device_module(device: torch.device | str | None = None) -> ModuleType:
+    """`torch.get_device_module` on a machine whose only device is the CPU: torch.cpu unless a device is given."""
+    return _named_device_module("cpu" if device is None else device)
 
 
 class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -27,6 +36,19 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
+
+    def init_backend(self) -> None:
+        # PyTorch names the device it was built for, torch.cuda with SGLang's wheel, also where there is none. SGLang
+        # synchronizes that device, in /release_memory_occupation among others, which ends the scheduler.
+        torch.get_device_module = _device_module
+
+    def get_torch_profiler_activity_str(self) -> str:
+        # SGLang profiles "CPU" on every platform. With that name here as well, SGLANG_PROFILE_V2 starts two profilers,
+        # which write the same file.
+        return "X86_CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         return algorithm in _BY_MODEL
