@@ -97,6 +97,7 @@ class OpenMachine(RuleBasedStateMachine):
             req_to_token_pool=self.table,
             tree_cache=self.tree,
             token_to_kv_pool_allocator=self.allocator,
+            chunked_req=None,
             maybe_evict_swa=lambda: None,
             is_dllm=lambda: False,
             hisparse_coordinator=None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -16,7 +16,11 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.plugin.feature import joined_features
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
+from sgl_ragged.plugin.prefill_budget import SlabBudget
 from sgl_ragged.windows.sglang_pool import slab_allocator
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
 
 _OPEN = "_sgl_ragged_allocator"
 """Attribute of SGLang's request table that holds the allocator."""
@@ -26,6 +30,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
     """Pages of slabs and of open segments. `open_segments` is the pool's.
 
     resumes: whether requests may begin within a segment, as they do where open segments are kept.
+    cut: the request whose prompt the last batch of prefill has cut, if any; SGLang goes on with it.
     """
 
     free_pages: torch.Tensor
@@ -35,6 +40,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         self.open_segments: OpenSegments = kvcache.open_segments
         self._reserved = torch.empty(0, dtype=torch.int64, device=more["device"])
         self.resumes = True
+        self.cut: Req | None = None
         self._ahead = False
         super().__init__(*args, **more)
 
@@ -44,6 +50,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
     def clear(self) -> None:
         super().clear()
         self.open_segments.reset()
+        self.cut = None
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         self._take_back()
@@ -107,10 +114,23 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
 
     def create_prefill_budget(self, tree_cache: Any, **more: Any) -> Any:
         self.resumes = begin_batch(tree_cache)
-        return super().create_prefill_budget(tree_cache, **more)
+        return SlabBudget(self, tree_cache, **more)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
+        # A request with a row goes on with its prompt. More than 0 would have SGLang leave it out of a batch by an
+        # estimate of what others may come to need, and lose the first token of its answer; `SlabBudget` pays for it.
+        return 0 if has_req_pool_slot else self.open_reserve()
+
+    def open_reserve(self) -> int:
+        """Tokens that a request may come to need besides those of its segments, one page each."""
         return reserve_tokens(self)
+
+    def next_chunk_pages(self, tokens: int) -> int:
+        """Pages that the next chunk of the cut prompt takes, if it has this many tokens."""
+        assert self.cut is not None, "SGLang goes on with a prompt that no batch has cut"
+        start, end = self.cut.prefix_len, self.cut.prefix_len + tokens
+        slabs = -(-end // self.page_size) - -(-start // self.page_size)
+        return slabs + self.open_segments.extend_demand([start], [end])
 
     def max_new_tokens_for_memory(self, *args: Any, **more: Any) -> int | None:
         return clipped_new_tokens(self, super().max_new_tokens_for_memory, *args, **more)
@@ -216,6 +236,7 @@ def alloc_for_extend(options: RaggedOptions, original: Callable, batch: Any) -> 
 
     cache, allocator = open_cache_of(batch), slab_allocator(batch.token_to_kv_pool_allocator)
     hits = {} if cache is None else cache.take_hits(batch.reqs)
+    allocator.cut = batch.chunked_req
     found = original(batch)
     rows = found[2].tolist()
     for index, pages in hits.items():

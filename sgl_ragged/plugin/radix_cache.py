@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS, Entry
@@ -87,6 +88,9 @@ class OpenRadixCache(UnifiedRadixCache):
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
         key, req, prefix = params.key, params.req, result.device_prefix_len
+        # SGLang calls off every hit then, but not what is said of a hit's last tokens.
+        if envs.SGLANG_RADIX_FORCE_MISS.get():
+            return result
         if self.disable or req is None or result.host_hit_length or result.cache_protected_len is not None:
             return result
         count = self._find(req, prefix, (key.extra_key, key.cache_salt), key.token_ids, len(key))

@@ -49,6 +49,30 @@ RUN_BATCH = (
     ),
 )
 
+
+def budget_seams(budget: str) -> tuple[Seam, ...]:
+    """What `plugin.prefill_budget` overrides of one of SGLang's budgets."""
+    return tuple(
+        Seam(f"sglang.srt.mem_cache.prefill_budget.{budget}.{name}", ("self", *parameters))
+        for name, parameters in (
+            ("available_chunk_tokens", ("chunk_limit",)),
+            ("fit_chunk", ("extend_input_len", "max_new_tokens", "chunk_limit")),
+            (
+                "check_prefill",
+                (
+                    *("extend_input_len", "total_tokens", "max_new_tokens", "input_tokens", "swa_host_hit_length"),
+                    *("chunk_limit", "auxiliary_swa_host_hit_length"),
+                ),
+            ),
+            ("can_allocate_prefill", ("paged_input", "extend_input_len", "max_new_tokens", "chunk_limit")),
+            (
+                "reserve",
+                ("extend_input_len", "max_new_tokens", "extra_tokens", "chunk_limit", "is_chunked_continuation"),
+            ),
+        )
+    )
+
+
 KV_BYTES_SEAMS = (
     Seam(
         f"{_CONFIGURATOR}._profile_available_bytes",
@@ -127,6 +151,9 @@ RAGGED_SEAMS = (
             ("check_decode_capacity", ("self", "num_tokens", "tree_cache", "requests", "spec_algorithm")),
         )
     ),
+    Seam(f"{_ALLOCATOR}.create_prefill_budget", ("self", "tree_cache", "num_mixed_decode_tokens")),
+    *budget_seams("PrefillBudget"),
+    Seam(f"{ADDER}.add_chunked_req", ("self", "req")),
     Seam(
         "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only",
         ("model", "weights", "target_device"),

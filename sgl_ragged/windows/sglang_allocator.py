@@ -14,8 +14,8 @@ from sgl_ragged.plugin.allocator import (
     decode_tokens,
     extend_tokens,
     lists,
-    reserve_tokens,
 )
+from sgl_ragged.plugin.prefill_budget import HybridBudget
 from sgl_ragged.windows.sglang_pool import slab_pool
 
 
@@ -54,10 +54,12 @@ class HybridAllocator(SWATokenToKVPoolAllocator):
 
     def create_prefill_budget(self, tree_cache: Any, **more: Any) -> Any:
         self.full_attn_allocator.resumes = begin_batch(tree_cache)
-        return super().create_prefill_budget(tree_cache, **more)
+        return HybridBudget(self, tree_cache, **more)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
-        return reserve_tokens(self.full_attn_allocator)
+        return self.full_attn_allocator.request_slot_reserve(
+            has_req_pool_slot=has_req_pool_slot, prefill_tokens=prefill_tokens
+        )
 
     def max_new_tokens_for_memory(self, *args: Any, **more: Any) -> int | None:
         return clipped_new_tokens(self.full_attn_allocator, super().max_new_tokens_for_memory, *args, **more)

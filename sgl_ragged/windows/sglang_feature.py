@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
 from sgl_ragged.plugin.feature import Feature, Prefill, Rank, Seam, Worker
 from sgl_ragged.plugin.launch import NODES, SPLIT, Conflict, Launch
+from sgl_ragged.plugin.seams import budget_seams
 
 POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
 
@@ -37,6 +38,7 @@ class Windows(Feature):
                 *("swa_kv_pool_class", "full_kv_pool_kwargs", "swa_kv_pool_kwargs", "enable_memory_saver", "kwargs"),
             ),
         ),
+        *budget_seams("SWAPrefillBudget"),
         Seam(f"{POOL}.translate_loc_from_full_to_swa", ("self", "kv_indices")),
         Seam(f"{POOL}.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")),
         Seam(

@@ -1,0 +1,80 @@
+"""A crowd with prompts in chunks on a pool that is too small for it: no answer lacks a token, not even its first.
+
+Every answer is compared with what the same server says to its tokens afterwards, alone and with an empty cache, from
+the first token on. An answer that had lost one would be another answer's from there on.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from benchmarks.demo import MODEL
+from benchmarks.storm.features import STRICT
+from benchmarks.storm.quiet import TOLERANCE, QuietServer
+from benchmarks.storm.traffic import VOCABULARY, Survivor
+from tests.examples import fewer
+from tests.server.client import flush, generate
+
+pytestmark = pytest.mark.server
+
+CLIENTS, REQUESTS, ROUNDS = 12, 24, 10
+"""In each round every client asks twice."""
+
+FLAGS = (
+    *("--dtype", "float32", "--skip-tokenizer-init", "--max-running-requests", "12"),
+    *("--max-total-tokens", "3072", "--chunked-prefill-size", "256", "--schedule-conservativeness", "0.1"),
+)
+RAGGED = ("--kv-pool", "ragged", "--ragged-ratio", "0.3", "--ragged-segment", "64")
+CHAINS = (
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", "5"),
+)
+
+
+def requests(seed: int) -> list[tuple[list[int], int]]:
+    """Prompts and numbers of tokens to answer: a third of the prompts are cut into chunks, three to six each."""
+    rng = np.random.default_rng(seed)
+    asked = []
+    for number in range(REQUESTS):
+        least, most = (600, 1300) if number % 3 == 0 else (20, 250)
+        prompt = rng.choice(np.array(VOCABULARY), int(rng.integers(least, most))).tolist()
+        asked.append((prompt, int(rng.integers(8, 90))))
+    return [asked[place] for place in rng.permutation(REQUESTS)]
+
+
+def crowd(server, asked: list[tuple[list[int], int]]) -> list[Survivor]:
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = list(clients.map(lambda one: generate(server, *one), asked))
+    return [
+        Survivor(tuple(prompt), tuple(answer.tokens), tuple(answer.output_logprobs), None, True, answer.cached, 0)
+        for (prompt, _), answer in zip(asked, answers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(RAGGED, id="ragged"),
+        pytest.param((), id="sglang", marks=pytest.mark.thorough),
+        pytest.param((*RAGGED, "--disable-overlap-schedule"), id="no-overlap", marks=pytest.mark.thorough),
+        pytest.param((*RAGGED, "--chunked-prefill-size", "100"), id="unaligned", marks=pytest.mark.thorough),
+        pytest.param((*RAGGED, *CHAINS), id="drafts", marks=pytest.mark.thorough),
+    ],
+)
+def test_no_answer_lacks_a_token(servers, tmp_path, flags):
+    with servers.serve(MODEL, *FLAGS, *flags, log=tmp_path / "log", env=STRICT) as server:
+        quiet, wrong, compared = QuietServer(server.url), [], 0
+        for seed in range(fewer(ROUNDS)):
+            flush(server)
+            asked = requests(seed)
+            for answer, (_, new) in zip(crowd(server, asked), asked, strict=True):
+                assert len(answer.tokens) == new
+                difference = quiet.difference(answer)
+                if not difference <= TOLERANCE and quiet.nearest(answer) > TOLERANCE:
+                    wrong.append((seed, len(answer.prompt), new, difference, quiet.begins(answer)))
+                compared += 1
+        print(compared, "compared")
+        assert wrong == []
