@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from tests.open_machine import PAGES, SEGMENT, STREAMS, OpenMachine
 from tests.test_open_property import flags  # noqa: F401
 
-CHUNK = 2 * SEGMENT
+CHUNK = 6 * SEGMENT
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,8 @@ def admission(monkeypatch):
 
 
 def request(name: str, tokens: int) -> Req:
-    return Req(name, "", array("q", STREAMS[0][:tokens].tolist()), SamplingParams(max_new_tokens=8))
+    """A request whose prompt begins like those of the machine's first stream."""
+    return Req(name, "", array("q", (list(STREAMS[0]) * 4)[:tokens]), SamplingParams(max_new_tokens=8))
 
 
 class Prefill:
@@ -36,7 +37,7 @@ class Prefill:
 
     def __init__(self, free: int) -> None:
         self.life = OpenMachine()
-        self.req = request("cut", 4 * SEGMENT - 5)
+        self.req = request("cut", 12 * SEGMENT - 5)
         adder = self.adder(0)
         self.req.init_next_round_input(self.life.tree)
         adder.add_one_req(self.req, has_chunked_req=False, truncation_align_size=None)
@@ -63,7 +64,7 @@ class Prefill:
 
 
 def needed() -> int:
-    """Pages of the last chunk: two slabs' and those of the open segment in which it ends."""
+    """Pages of the last chunk: six slabs' and those of the open segment in which it ends."""
     return Prefill(20).life.allocator.next_chunk_pages(CHUNK - 5)
 
 
@@ -71,7 +72,7 @@ def test_an_estimate_of_what_others_need_leaves_no_cut_prompt_out():
     state = Prefill(needed())
     adder = state.go_on(wanted=PAGES * SEGMENT)
     assert adder.can_run_list == [state.req]
-    assert state.req.extend_end == 4 * SEGMENT - 5
+    assert state.req.extend_end == 12 * SEGMENT - 5
     state.life._extend([state.req], [state.req.extend_end])
 
 
@@ -80,6 +81,8 @@ def test_nobody_is_admitted_before_a_cut_prompt_that_finds_no_room():
     state = Prefill(needed() - 1)
     adder = state.go_on(wanted=0)
     assert adder.can_run_list == []
+    # It would find room by itself.
+    assert 3 + 8 + SEGMENT + state.life.allocator.open_reserve() < adder.memory_budget.remaining_total
     other = request("other", 3)
     other.init_next_round_input(state.life.tree)
     assert adder.add_one_req(other, has_chunked_req=True, truncation_align_size=None) is AddReqResult.NO_TOKEN
@@ -90,7 +93,7 @@ def test_a_cut_prompt_pays_for_its_open_segment():
     state = Prefill(20)
     adder = state.go_on(wanted=0)
     allocator = state.life.allocator
-    new, page = 2 * SEGMENT, SEGMENT
+    new, page = CHUNK, SEGMENT
     assert adder.memory_budget.current_offset == new + page + allocator.open_reserve()
     assert allocator.request_slot_reserve(has_req_pool_slot=True) == 0
 
