@@ -12,18 +12,19 @@ from sgl_ragged.disaggregation.meter import SendMeter
 from sgl_ragged.history.histories import Histories
 from sgl_ragged.host_tier.sglang_restoring import Restorer
 from sgl_ragged.plugin import metrics
+from sgl_ragged.plugin.weight_updates import ServedWeights
 from sgl_ragged.retrieval.retriever import Retriever
 
 DOCS = Path(__file__).parents[1] / "docs"
-FEATURES = (SendMeter, Histories, Restorer, Retriever)
+FEATURES = (SendMeter, Histories, Restorer, Retriever, ServedWeights)
 GAUGES = dict(metrics._GAUGES)
 COUNTERS = dict(metrics._COUNTERS)
 for feature in FEATURES:
     GAUGES |= feature.gauges
     COUNTERS |= feature.counters
 
-UNITS = {"bytes": "bytes", "ratio": "percentunit", "imbalance": "none"}
-"""The dashboard's unit by the word of a gauge's name that says it."""
+UNITS = {"bytes": "bytes", "ratio": "percentunit"}
+"""The dashboard's unit by the word of a gauge's name that says it; others have none."""
 
 
 def listed() -> dict[str, str]:
@@ -50,7 +51,7 @@ def test_the_dashboard_has_the_units_of_the_names():
         for target in panel["targets"]:
             gauge = re.match(r"(?:max\()?sglang:ragged_(\w+)\{", target["expr"])
             if gauge is not None:
-                (unit,) = (unit for word, unit in UNITS.items() if word in gauge[1].split("_"))
+                unit = next((unit for word, unit in UNITS.items() if word in gauge[1].split("_")), "none")
                 assert panel["fieldConfig"]["defaults"]["unit"] == unit, gauge[1]
 
 

@@ -18,6 +18,7 @@ from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fitting.fitted import use_codebook
+from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.plugin.kv_scales import kv_scales
@@ -90,14 +91,16 @@ class RaggedAttnBackend(AttentionBackend):
         pool = slab_pool(model_runner.token_to_kv_pool)
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
-        self.others = others
+        self.others: Any = others
         layers = _attention_layers(model_runner.model, pool)
         self.layer_indices = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
         self.store.scales = [layer.scaling for layer in layers]
         use_codebook(self.store)
+        self._with_scales = [*layers, *getattr(others, "windowed", ())]
+        self.kv_scales: list[KvScales] = []
         if self.store.fp8:
-            self.store.kv_scales = kv_scales(layers, get_model().quantization_param_path)
+            self.use_scales(self.found_scales())
         self.observer = observer
         if observer is not None:
             observer.prepare(model_runner.model, self.store)
@@ -120,6 +123,21 @@ class RaggedAttnBackend(AttentionBackend):
         # Operations may seal made-up segments when they are made, to have their kernels compiled.
         self.store.seal_meter.reset()
         self.forward_metadata: Any = None
+
+    def found_scales(self) -> list[KvScales]:
+        """The FP8 scales that the model's layers have now, those of sliding windows last. `kv_scales` are in use.
+
+        Raises:
+            RaggedConfigError: as `kv_scales.kv_scales` and `KvScales` do.
+        """
+        return kv_scales(self._with_scales, get_model().quantization_param_path)
+
+    def use_scales(self, scales: list[KvScales]) -> None:
+        """Store and read by these from now on. Nothing may be stored yet."""
+        full = len(self.layer_indices)
+        self.kv_scales, self.store.kv_scales = scales, scales[:full]
+        if scales[full:]:
+            self.others.use_scales(scales[full:])
 
     def shared_read_ends(self, fm: ForwardMode) -> SharedReadEnds:
         # A decode step copies rows, lengths and slots to buffers of its own before its layers run. What it reads after

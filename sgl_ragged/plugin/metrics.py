@@ -18,6 +18,7 @@ from sgl_ragged.plugin.joining import describe_features
 from sgl_ragged.plugin.options import RaggedOptions, serving_plan
 from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.plugin.radix_cache import OpenRadixCache
+from sgl_ragged.plugin.weight_updates import cache_flushed
 from sgl_ragged.windows.sglang_pool import slab_allocator, slab_pool
 
 _METRICS = "_sgl_ragged_metrics"
@@ -177,12 +178,22 @@ def controller_ready(options: RaggedOptions, original: Callable, controller: Any
 
 
 def flush_cache(options: RaggedOptions, original: Callable, scheduler: Any, *args: Any, **more: Any) -> bool:
-    """Writes our metrics once the cache is empty: SGLang writes none until the next batch, or half a minute later."""
+    """Uses FP8 scales that waited for an empty cache, and writes our metrics.
+
+    SGLang writes none until the next batch, or half a minute later.
+    """
     flushed = original(scheduler, *args, **more)
+    if flushed:
+        cache_flushed(scheduler)
+    write_metrics(scheduler)
+    return flushed
+
+
+def write_metrics(scheduler: Any) -> None:
+    """Write our metrics, where the scheduler reports any."""
     metrics = getattr(getattr(scheduler, "metrics_collector", None), _METRICS, None)
     if metrics is not None:
         metrics.update()
-    return flushed
 
 
 def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:

@@ -35,6 +35,7 @@ REMEDY = f"install sglang=={SERVED[-1]}, or a release of sgl-ragged made for thi
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 SCHEDULE_BATCH = "sglang.srt.managers.schedule_batch"
 BATCH = f"{SCHEDULE_BATCH}.ScheduleBatch"
@@ -181,6 +182,21 @@ RAGGED_SEAMS = (
         "sglang.srt.managers.scheduler.Scheduler.flush_cache",
         ("self", "empty_cache"),
         "sgl_ragged.plugin.metrics.flush_cache",
+    ),
+    Seam(
+        f"{_WEIGHTS}.flush_cache_after_weight_update",
+        ("self", "recv_req", "success", "message"),
+        "sgl_ragged.plugin.weight_updates.weights_changed",
+    ),
+    Seam(
+        f"{_WEIGHTS}.end_weight_update",
+        ("self", "recv_req"),
+        "sgl_ragged.plugin.weight_updates.update_session_ended",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        ("self", "recv_req"),
+        "sgl_ragged.plugin.weight_updates.internal_state",
     ),
     Seam(f"{ADDER}.add_one_req_ignore_eos", ("self", "req"), "sgl_ragged.plugin.chunking.cut_one_request"),
     Seam(f"{_BACKEND}.init_forward_metadata", ("self", "forward_batch")),

@@ -173,6 +173,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
 
     from sgl_ragged.attention.kernel_choice import make_operations
     from sgl_ragged.mem_pool.kv_dtype import describe_scales
+    from sgl_ragged.plugin import weight_updates
     from sgl_ragged.plugin.backend import RaggedAttnBackend
 
     plan = serving_plan(options)
@@ -197,6 +198,7 @@ def create_backend(options: RaggedOptions, model_runner: Any) -> Any:
     )
     if backend.store.fp8:
         logger.info("KV cache in %s, %s", backend.store.dtype, describe_scales(backend.store.kv_scales))
+    weight_updates.attach(plan, backend, model_runner)
     return backend
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.runtime_context import get_model
 
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, to_fp8
-from sgl_ragged.plugin.kv_scales import kv_scales
 
 
 def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
@@ -64,10 +63,12 @@ class TorchWindowBackend(AttentionBackend):
         every = [module for module in model_runner.model.modules() if isinstance(module, RadixAttention)]
         layers = [layer for layer in every if layer.sliding_window_size > 0]
         self._longest = max(layer.sliding_window_size for layer in layers)
-        self._scales = {}
-        if is_fp8(self._pool.dtype):
-            found = kv_scales(layers, get_model().quantization_param_path)
-            self._scales = dict(zip((layer.layer_id for layer in layers), found, strict=True))
+        self._scales: dict[int, KvScales] = {}
+        self.windowed = layers if is_fp8(self._pool.dtype) else []
+
+    def use_scales(self, scales: Sequence[KvScales]) -> None:
+        """FP8 scales of the layers in `windowed`. Called before anything is stored."""
+        self._scales = dict(zip((layer.layer_id for layer in self.windowed), scales, strict=True))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         if forward_batch.forward_mode.is_idle():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from sgl_ragged.profiles.budgets import profile_kept
 from tests.harness import LARGEST
 from tests.models import make_profile
 from tests.oracle import Oracle
-from tests.server.client import flush, found_of, generate, generate_all
+from tests.server.client import flush, found_of, generate, generate_all, ragged_metrics, wait_until
 from tests.server.test_semantics import document
 
 pytestmark = pytest.mark.server
@@ -24,6 +25,8 @@ SEGMENT, RATIO, NEW = 128, 0.3, 40
 SCALES = (0.03, 0.05, 0.02, 0.1)
 """Of keys and values in each layer."""
 
+
+NO_UPDATES = {"weight_updates": 0, "profile_of_first_weights": False, "kv_scales_wait": False}
 
 STATIC = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 
@@ -35,6 +38,21 @@ def serve(servers, folder, dtype, *more):
         *("--ragged-profile", str(folder / "profile.safetensors"), "--kv-cache-dtype", dtype),
     ]
     return servers.serve(MODEL, *flags, "--chunked-prefill-size", "512", *more, log=folder / f"{dtype}.log")
+
+
+def with_scales(folder, scales):
+    """A copy of the model with FP8 scales of each layer by compressed-tensors, those of values twice those of keys."""
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for layer, scale in enumerate(scales):
+        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor([scale])
+        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([2 * scale])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    scheme = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
+    config["quantization_config"] = scheme | {"quantization_status": "compressed", "kv_cache_scheme": STATIC}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def scales_file(folder):
@@ -83,17 +101,7 @@ def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(servers, tmp_path, 
 
 def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(servers, tmp_path):
     """By compressed-tensors: plain weights, and a scale of keys and of values for each layer."""
-    model = tmp_path / "model"
-    shutil.copytree(MODEL, model)
-    tensors = load_file(model / "model.safetensors")
-    for layer, scale in enumerate(SCALES):
-        tensors[f"model.layers.{layer}.self_attn.k_scale"] = torch.tensor([scale])
-        tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([2 * scale])
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    config = json.loads((model / "config.json").read_text())
-    scheme = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": []}
-    config["quantization_config"] = scheme | {"quantization_status": "compressed", "kv_cache_scheme": STATIC}
-    (model / "config.json").write_text(json.dumps(config))
+    model = with_scales(tmp_path / "model", SCALES)
     flags = [
         *("--dtype", "bfloat16", "--skip-tokenizer-init", "--kv-bytes", "20MiB", "--max-running-requests", "2"),
         *("--kv-pool", "ragged", "--ragged-ratio", "0.5", "--ragged-segment", "128"),
@@ -107,3 +115,58 @@ def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(servers, tmp_p
     assert warm.tokens == cold.tokens
     assert "KV cache in torch.float8_e4m3fn, scales of keys 0.02 to 0.1, of values 0.04 to 0.2" in log
     assert f"slab {4 * 8 * 2 * 64 * 32} bytes" in log
+
+
+def update(server, model, **more):
+    body = {"model_path": str(model), **more}
+    answer = httpx.post(f"{server.url}/update_weights_from_disk", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+
+
+def update_state(server):
+    (state,) = httpx.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
+    return state["ragged"]
+
+
+def test_scales_follow_an_update_of_the_weights(servers, tmp_path):
+    """A server that got the second checkpoint at run time answers as one that started with it."""
+    make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
+    first = with_scales(tmp_path / "first", SCALES)
+    second = with_scales(tmp_path / "second", [100 * scale for scale in SCALES])
+    flags = [
+        *("--dtype", "bfloat16", "--skip-tokenizer-init", "--kv-bytes", "20MiB", "--max-running-requests", "2"),
+        *("--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT), "--enable-metrics"),
+        *("--ragged-profile", str(tmp_path / "profile.safetensors")),
+    ]
+    prompt = document(1, 300)
+    with servers.serve(second, *flags, log=tmp_path / "fresh.log") as server:
+        fresh = generate(server, prompt, 8, logprobs_from=0)
+        fresh_log = server.log_text()
+    with servers.serve(first, *flags, log=tmp_path / "updated.log") as server:
+        assert update_state(server) == NO_UPDATES
+        before = generate(server, prompt, 8, logprobs_from=0)
+        update(server, second)
+        after = generate(server, prompt, 8, logprobs_from=0)
+        warm = generate(server, prompt, 8)
+        assert update_state(server) == {**NO_UPDATES, "weight_updates": 1, "profile_of_first_weights": True}
+
+        # What the cache holds was stored with the scales of the second checkpoint, and is read with these.
+        update(server, first, flush_cache=False)
+        assert update_state(server) == {"weight_updates": 2, "profile_of_first_weights": True, "kv_scales_wait": True}
+        assert ragged_metrics(server)["kv_scales_wait"] == 1
+        hit = generate(server, prompt, 8)
+        flush(server)
+        wait_until(lambda: ragged_metrics(server)["kv_scales_wait"] == 0)
+        again = generate(server, prompt, 8, logprobs_from=0)
+        metrics, log = ragged_metrics(server), server.log_text()
+    assert "scales of keys 2 to 10, of values 4 to 20" in fresh_log
+    np.testing.assert_allclose(after.input_logprobs, fresh.input_logprobs, atol=1e-4)
+    assert after.tokens == fresh.tokens
+    assert np.abs(before.input_logprobs - fresh.input_logprobs).mean() > 0.01, "scales that make no difference"
+    assert warm.cached > 0
+    assert hit.cached > 0
+    np.testing.assert_allclose(hit.output_logprobs, warm.output_logprobs, atol=1e-4)
+    np.testing.assert_allclose(again.input_logprobs, before.input_logprobs, atol=1e-4)
+    assert (metrics["weight_updates_total"], metrics["profile_of_first_weights"]) == (2, 1)
+    assert log.count("is that of the weights that the server started with") == 1
+    assert log.count("call /flush_cache") == 1

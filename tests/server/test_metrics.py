@@ -22,6 +22,7 @@ pytestmark = pytest.mark.server
 SEGMENT, RATIO, REQUESTS = 64, 0.4, 3
 NAMES = {
     *("kept_ratio", "slab_bytes_in_use", "open_bytes_in_use", "kept_open_bytes_in_use", "rank_imbalance"),
+    *("profile_of_first_weights", "kv_scales_wait", "weight_updates_total"),
     *("sealed_segments_total", "seal_seconds_total", "reused_open_tokens_total"),
 }
 LAYERS, HEADS, DIM, ITEM = 2, 4, 32, 4
