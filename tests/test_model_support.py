@@ -56,6 +56,7 @@ REFUSED = [
     ("Gemma2", "Gemma2ForCausalLM", {"head_dim": 64, "layer_types": WINDOWED}, "caps logits"),
     ("DeepseekV3", "DeepseekV3ForCausalLM", {}, "MLA attention"),
     ("Bert", "BertModel", {}, "not causal"),
+    ("Llama", "Mistral4ForCausalLM", {}, "this release of SGLang has no model class for it"),
 ]
 """Class of the config in transformers, architecture, what goes to the config, the reason."""
 

@@ -16,6 +16,7 @@ import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import FP8, KV_DTYPES
+from sgl_ragged.plugin.known_models import has_class
 from sgl_ragged.plugin.multimodal import media_reason
 from sgl_ragged.profiles.fingerprint import config_fingerprint
 from sgl_ragged.profiles.geometry import ModelGeometry, windowed_layers
@@ -108,10 +109,35 @@ def refuse_model(model_config: Any) -> None:
     Args:
         model_config: SGLang's ModelConfig.
     """
+    arch = architecture(model_config)
+    if getattr(model_config, "model_impl", None) not in ("transformers", "mindspore") and not has_class(arch):
+        raise RaggedConfigError(
+            f"{arch} cannot be served with --kv-pool ragged: this release of SGLang has no model class for it; install "
+            f"a release of sgl-ragged and SGLang that has one, or use --kv-pool token"
+        )
+    try:
+        _refuse_attention(model_config, arch)
+    except RaggedConfigError:
+        raise
+    except Exception as error:
+        # Configs bring code of their own, and SGLang's reading of them raises whatever it likes.
+        raise RaggedConfigError(
+            f"{arch} cannot be served with --kv-pool ragged: reading its configuration failed ({_first_line(error)}); "
+            f"use --kv-pool token"
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _refuse_attention(model_config: Any, arch: str) -> None:
+    """As `refuse_model`, for a model that SGLang has a class for."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
-    text, arch = model_config.hf_text_config, architecture(model_config)
+    text = model_config.hf_text_config
     media = media_reason(model_config, arch)
     reasons = (
         (
