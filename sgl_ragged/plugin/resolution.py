@@ -15,6 +15,7 @@ from sgl_ragged.mem_pool.sizing import check_limits
 from sgl_ragged.plugin.conflicts import refuse_conflicts
 from sgl_ragged.plugin.cuda_graphs import captures_prefill, declared_graphs, refuse_graphs, settled_graphs
 from sgl_ragged.plugin.deciding import choose_share, decide
+from sgl_ragged.plugin.early import refuse_bytes, refuse_port, refuse_small, refuse_unbound_ranks
 from sgl_ragged.plugin.feature import features
 from sgl_ragged.plugin.joining import refuse_in_vain, settle_features
 from sgl_ragged.plugin.launch import Launch
@@ -92,7 +93,14 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     model_config = model_config_of(server_args)
     launch = replace(launch, model=model_config)
     share = choose_share(launch, model_geometry(model_config).head_dim)
+    refuse_unbound_ranks(view)
+    if options.from_command_line:
+        refuse_port(view)
+    if options.kv_bytes is not None:
+        refuse_bytes(options.kv_bytes, view)
     plan = decide(launch, kernel, share, joining)
+    if options.kv_bytes is not None:
+        refuse_small(options.kv_bytes, plan, kv_dtype, model_config, view)
     setattr(server_args, ATTRIBUTE, replace(options, plan=plan))
     from sgl_ragged.plugin.placing import model_overrides, require_places
 
