@@ -3,8 +3,6 @@
 python examples/chat.py --url http://127.0.0.1:30000
 """
 
-import argparse
-
 import sglang as sgl
 
 QUESTIONS = (
@@ -28,9 +26,9 @@ def run() -> sgl.lang.interpreter.ProgramState:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="a running SGLang server [%(default)s]")
-    sgl.set_default_backend(sgl.RuntimeEndpoint(parser.parse_args().url))
+    from connecting import connect
+
+    connect(__doc__)
     state = run()
     for number, question in enumerate(QUESTIONS):
         name = f"answer {number + 1}"

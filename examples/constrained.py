@@ -3,7 +3,6 @@
 python examples/constrained.py --url http://127.0.0.1:30000
 """
 
-import argparse
 import json
 
 import sglang as sgl
@@ -36,9 +35,9 @@ def run() -> sgl.lang.interpreter.ProgramState:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="a running SGLang server [%(default)s]")
-    sgl.set_default_backend(sgl.RuntimeEndpoint(parser.parse_args().url))
+    from connecting import connect
+
+    connect(__doc__)
     state = run()
     print("date:  ", state["date"])
     print("person:", json.loads(state["person"]))

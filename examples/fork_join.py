@@ -5,8 +5,6 @@ The forks share the text: it is computed once and its sealed segments are stored
 python examples/fork_join.py --url http://127.0.0.1:30000
 """
 
-import argparse
-
 import sglang as sgl
 
 REPORT = (
@@ -36,9 +34,9 @@ def run() -> sgl.lang.interpreter.ProgramState:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="a running SGLang server [%(default)s]")
-    sgl.set_default_backend(sgl.RuntimeEndpoint(parser.parse_args().url))
+    from connecting import connect
+
+    connect(__doc__)
     state = run()
     for question, answer in zip(QUESTIONS, state["answer"], strict=True):
         print(f"> {question}\n{answer.strip()}\n")

@@ -3,7 +3,6 @@
 python examples/streaming.py --url http://127.0.0.1:30000
 """
 
-import argparse
 from collections.abc import Callable
 
 import sglang as sgl
@@ -27,9 +26,9 @@ def run(piece: Callable[[str], object] = lambda _: None) -> sgl.lang.interpreter
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:30000", help="a running SGLang server [%(default)s]")
-    sgl.set_default_backend(sgl.RuntimeEndpoint(parser.parse_args().url))
+    from connecting import connect
+
+    connect(__doc__)
     run(lambda text: print(text, end="", flush=True))
     print()
 

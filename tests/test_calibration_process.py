@@ -59,6 +59,10 @@ def test_nothing_is_left_when_the_starter_ends(tmp_path, end):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         starter.send_signal(end)
         starter.wait(30)
+        if end == signal.SIGINT:
+            assert starter.returncode == 130
+            (line,) = starter.stderr.read().decode().splitlines()
+            assert line.startswith("sgl_ragged: interrupted while calibrating")
         _, alive = psutil.wait_procs(family, timeout=30)
         assert not alive
         with lock.open() as file:

@@ -135,6 +135,14 @@ def _run(command: list[str], lock: int) -> int:
         os.close(theirs)
     try:
         return process.wait()
-    finally:
+    except KeyboardInterrupt:
+        # The child ends with the pipe. No traceback: whoever pressed Ctrl-C knows where it came from.
         os.close(ours)
+        ours = -1
+        process.wait()
+        say("interrupted while calibrating; what was recorded is kept, and the next start goes on from it")
+        raise SystemExit(130) from None
+    finally:
+        if ours >= 0:
+            os.close(ours)
         process.wait()
