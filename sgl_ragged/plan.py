@@ -220,8 +220,8 @@ def choose_budgets(
         return BudgetChoice(
             kept=kept,
             profile=None,
-            source=f"{profile.why}: every head gets the same budget ({ratio:.3g} of its tokens). Heads differ in what "
-            f"they need; a calibrated profile moves the same bytes to the heads that use them (python -m calib run)",
+            source=f"{profile.why}: every head keeps the same share, {ratio:.3g} of its tokens. Heads differ in what "
+            f"they need; a calibrated profile moves the same bytes to the heads that use them (--ragged-profile auto)",
         )
     loaded = load_profile(profile.path)
     loaded.require_model(geometry)

@@ -237,7 +237,7 @@ def test_budgets_come_from_the_named_profile():
     assert chosen.kept.max() > 4 * chosen.kept.min()
     equal = choose_budgets(llama(), profile=named_profile("uniform", llama(), "keydiff"), **fits)
     assert equal.profile is None
-    assert "every head gets the same budget" in equal.source
+    assert "every head keeps the same share" in equal.source
     with pytest.raises(RaggedConfigError, match="does not exist"):
         choose_budgets(llama(), profile=named_profile("/no/such/file", llama(), "keydiff"), **fits)
     path = BUNDLED / "llama-3.1-8b-instruct.keydiff.safetensors"

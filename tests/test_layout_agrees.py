@@ -75,7 +75,7 @@ def test_without_a_cached_profile_layout_says_what_it_assumed(model, cache, monk
     shown = layout(monkeypatch, capsys, "--model", str(model / "config.json"), *FLAGS, "--ratio", "0.3")
     assert shown["scorer"] == "gate"
     assert Path(shown["profile"]).parent == cache
-    assert "its first start calibrates gate; assumed here: every head gets the same budget" in shown["profile_source"]
+    assert "its first start calibrates gate; assumed here: every head keeps the same share" in shown["profile_source"]
     assert "\n" not in shown["profile_source"]
     kept = np.array(shown["kept"])
     assert kept.max() - kept.min() <= 16

@@ -336,7 +336,7 @@ def test_uniform_is_no_file_of_the_cache(llama, calibrations, monkeypatch, tmp_p
     monkeypatch.setenv(VARIABLE, ".")
     plan = settled(llama, "--ragged-profile", "uniform")
     assert plan.profile == "uniform"
-    assert plan.source.startswith("--ragged-profile uniform: every head gets the same budget")
+    assert plan.source.startswith("--ragged-profile uniform: every head keeps the same share")
     assert not calibrations
     assert not list(tmp_path.iterdir())
     assert Path(settled(llama, *AUTO).profile).parent == tmp_path

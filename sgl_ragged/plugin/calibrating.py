@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
@@ -16,7 +15,6 @@ from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.profiles.profile_cache import ProfileKey, is_cached, locked, unwritable, weights_identity
 from sgl_ragged.profiles.profile_choice import (
     AUTO,
-    UNIFORM,
     CachedProfile,
     ProfileChoice,
     ProfileFile,
@@ -25,8 +23,6 @@ from sgl_ragged.profiles.profile_choice import (
 )
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import check_weights
-
-logger = logging.getLogger(__name__)
 
 
 def settle_profile(
@@ -44,11 +40,6 @@ def settle_profile(
     if options.scorer:
         check_weights(get_scorer(options.scorer), options.scorer_weights)
     other = options.scorer or OTHER_SCORER
-    if options.profile == UNIFORM:
-        logger.warning(
-            "--ragged-profile uniform: every head keeps the same share. On SmolLM2-135M at ratio 0.5 that lost 16 of "
-            "88 facts; calibrated budgets of the same size lost none (docs/evaluation.md); use --ragged-profile auto"
-        )
     if options.profile != AUTO:
         named = named_profile(options.profile, geometry, other)
         if isinstance(named, ProfileFile):
@@ -57,7 +48,6 @@ def settle_profile(
     if share == 1:
         return other, Uniform("every token is kept")
     if view.load_format == "dummy":
-        logger.warning("random weights (--load-format dummy) are not calibrated: every head keeps the same share")
         return other, Uniform("random weights (--load-format dummy) are not calibrated")
     key = _key(options, view, geometry)
     return key.scorer, CachedProfile(key.path)
