@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.plan import ServingPlan
@@ -143,6 +145,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
         "kernel": plan.kernel,
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * plan.segment,
+        "kept_median": float(np.median(plan.kept)),
         "kept_max": max(int(layout.kept.max()) for layout in layouts),
         "kept_ratio": share,
         "slab_dtype": plan.form.name,
