@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
+import psutil
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
@@ -63,10 +65,13 @@ def refuse_bytes(kv_bytes: int, view: Any) -> None:
         view: SGLang's resolved settings.
     """
     if view.device == "cpu":
-        from sglang.srt.utils.common import get_free_cpu_memory
+        from sglang.srt.utils.common import get_instance_memory_status
 
         ranks = view.tp_size * view.pp_size * view.dp_size // view.nnodes
-        have, asked, what = int(get_free_cpu_memory()), kv_bytes * ranks, "free on this machine"
+        # A container's use counts files that are cached, so its limit alone is compared.
+        limit = get_instance_memory_status("/sys/fs/cgroup/memory.max")
+        have = min(psutil.virtual_memory().available, limit if limit is not None else sys.maxsize)
+        asked, what = kv_bytes * ranks, "free on this machine"
     elif view.device == "cuda":
         devices = range(torch.cuda.device_count())
         have = min((torch.cuda.get_device_properties(one).total_memory for one in devices), default=kv_bytes)
