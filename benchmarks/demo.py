@@ -30,6 +30,7 @@ from benchmarks.recall.task import Conversation, conversation
 from sgl_ragged.mem_pool.slab_format import CODED_RATIO
 
 MODEL = Path(__file__).parent / "recall" / "checkpoint"
+PROFILE = MODEL.parent / "keydiff-coverage.safetensors"
 POOLS = ("ragged", "token")
 
 
@@ -46,20 +47,24 @@ class TurnResult:
 
 @dataclass(frozen=True)
 class PoolResult:
-    """One pool's run: what it holds, and all its turns."""
+    """One pool's run: what it holds, and all its turns.
+
+    budgets: least, median and most tokens that a head keeps of a segment; None for the token pool.
+    """
 
     pool: str
     virtual_tokens: int
     wall_s: float
     turns: tuple[TurnResult, ...]
     start_up: str
+    budgets: tuple[float, float, float] | None
 
 
 def server_args(pool: str, kv_bytes: str, ratio: float, requests: int) -> list[str]:
     """Arguments of the server under test; the two pools differ in --kv-pool and --ragged-ratio alone."""
-    args = ["--dtype", "float32", "--kv-bytes", kv_bytes, "--max-running-requests", str(requests)]
+    args = ["--dtype", "bfloat16", "--kv-bytes", kv_bytes, "--max-running-requests", str(requests)]
     args += ["--enable-cache-report", "--kv-pool", pool]
-    return args + (["--ragged-ratio", str(ratio), "--ragged-profile", "uniform"] if pool == "ragged" else [])
+    return args + (["--ragged-ratio", str(ratio), "--ragged-profile", str(PROFILE)] if pool == "ragged" else [])
 
 
 def answer_turn(client: OpenAI, messages: list[dict], right: str, turn: int) -> tuple[str, TurnResult]:
@@ -114,9 +119,10 @@ def run_pool(pool: str, talks: list[Conversation], options: argparse.Namespace, 
                 turns += threads.map(lambda index, turn=turn: speak(index, turn), range(len(talks)))
         wall_s = time.perf_counter() - started
         with ServerClient(server.url) as asked:
-            virtual_tokens, start_up_line = asked.pool_tokens(), asked.start_up_line()
+            virtual_tokens, start_up_line, ragged = asked.pool_tokens(), asked.start_up_line(), asked.ragged()
         progress.update(task, description=f"{pool}: done")
-        return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line)
+        budgets = tuple(ragged[f"kept_{name}"] for name in ("min", "median", "max")) if ragged else None
+        return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line, budgets)
 
 
 def mean(values) -> float:
@@ -159,6 +165,24 @@ def show(results: list[PoolResult], options: argparse.Namespace, console: Consol
             f"{result.pool}: {result.virtual_tokens} virtual tokens in {options.kv_bytes} of KV", highlight=False
         )
     console.print(results[0].start_up, style="dim", highlight=False)
+    console.print(claim(results, options), highlight=False)
+
+
+def claim(results: list[PoolResult], options: argparse.Namespace) -> str:
+    """What the run shows: the budgets that served, then one line in words."""
+    ragged, token = (next(result for result in results if result.pool == pool) for pool in POOLS)
+    assert ragged.budgets is not None, "the ragged pool has budgets"
+    least, median, most = ragged.budgets
+    gain = ragged.virtual_tokens / token.virtual_tokens
+    recall = [mean(turn.right for turn in result.turns) for result in (ragged, token)]
+    found = [sum(t.cached for t in r.turns) / sum(t.prompt for t in r.turns) for r in (ragged, token)]
+    return (
+        f"budgets: heads keep {least:g} (least), {median:g} (median), {most:g} (most) tokens of a segment; a "
+        f"16-bit cache would hold {token.virtual_tokens} tokens\n"
+        f"In the same {options.kv_bytes} the ragged pool holds {gain:.1f} times as many tokens, finds {found[0]:.0%} "
+        f"of prompt tokens in the cache (token pool {found[1]:.0%}) and answers {recall[0]:.0%} of the questions right "
+        f"(token pool {recall[1]:.0%})."
+    )
 
 
 def main() -> None:
