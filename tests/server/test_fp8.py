@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.utils import MultiprocessingSerializer
 
 from benchmarks.demo import MODEL
 from sgl_ragged.profiles.budgets import profile_kept
@@ -123,6 +124,23 @@ def update(server, model, **more):
     assert answer.status_code == 200, answer.text
 
 
+def send(server, tensors):
+    """A session of updates that brings tensors by shared memory."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        payload = MultiprocessingSerializer.serialize(list(tensors.items()), output_str=True)
+        for call, body in (
+            ("begin_weight_update", {}),
+            ("update_weights_from_tensor", {"serialized_named_tensors": [payload]}),
+            ("end_weight_update", {}),
+        ):
+            answer = httpx.post(f"{server.url}/{call}", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+
+
 def update_state(server):
     (state,) = httpx.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
     return state["ragged"]
@@ -159,6 +177,11 @@ def test_scales_follow_an_update_of_the_weights(servers, tmp_path):
         wait_until(lambda: ragged_metrics(server)["kv_scales_wait"] == 0)
         again = generate(server, prompt, 8, logprobs_from=0)
         metrics, log = ragged_metrics(server), server.log_text()
+
+        # In a session the layers have their new scales at its end, after SGLang has flushed the cache.
+        send(server, load_file(second / "model.safetensors"))
+        sent = generate(server, prompt, 8, logprobs_from=0)
+    np.testing.assert_allclose(sent.input_logprobs, fresh.input_logprobs, atol=1e-4)
     assert "scales of keys 2 to 10, of values 4 to 20" in fresh_log
     np.testing.assert_allclose(after.input_logprobs, fresh.input_logprobs, atol=1e-4)
     assert after.tokens == fresh.tokens
