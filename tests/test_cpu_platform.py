@@ -106,3 +106,6 @@ def test_the_device_that_sglang_synchronizes_is_the_cpu():
     assert torch.get_device_module() is torch.cpu
     assert torch.get_device_module("cuda") is torch.cuda
     torch.get_device_module().synchronize()
+    # Compiled code of models goes on to be traced: dynamo knows the function by what it wraps.
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    assert compiled(torch.ones(1)).item() == 2

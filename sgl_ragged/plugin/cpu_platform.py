@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 
@@ -17,6 +18,7 @@ _BY_MODEL = ("STANDALONE", "EAGLE", "EAGLE3")
 _named_device_module = torch.get_device_module
 
 
+@functools.lru_cache(None)  # As PyTorch's own: its compiler looks for __wrapped__.
 def _device_module(device: torch.device | str | None = None) -> ModuleType:
     """`torch.get_device_module` on a machine whose only device is the CPU: torch.cpu unless a device is given."""
     return _named_device_module("cpu" if device is None else device)
