@@ -175,7 +175,7 @@ def show_layout(options: argparse.Namespace) -> None:
         print(f"sgl-ragged: warning: {sizes.warning}", file=sys.stderr)
     if not options.json:
         print(plan.source)
-        print(summary(plan, sizes))
+        print("\n".join(summary(plan, sizes)))
         print("\ntokens of a request   requests at once   full KV    gain")
         for tokens in LOADS_TOKENS:
             requests, full = sizes.requests_of(tokens)
@@ -189,7 +189,7 @@ def show_layout(options: argparse.Namespace) -> None:
     shown |= {"loads": [dict(zip(("tokens", "requests", "full_requests"), load, strict=True)) for load in loads]}
     shown |= {"kept_ratio": sizes.layout.mean_kept_share, "kept_bytes_ratio": sizes.layout.byte_share(sizes.itemsize)}
     shown |= {"scorer": plan.scorer, "profile": plan.profile, "profile_source": plan.source, "fairkv": plan.fairkv}
-    shown |= {"summary": summary(plan, sizes)}
+    shown |= {"summary": "; ".join(summary(plan, sizes))}
     rank = Rank(plan.stage(0), 0, kv_dtype.itemsize, beside_cache(kv_dtype, launch.model.dtype).itemsize)
     for feature in features():
         shown |= feature.layout_info(feature.of(plan), rank, sizes)

@@ -301,8 +301,12 @@ def test_slab_bytes_are_the_mean_share_exactly(kept, itemsize):
 def test_start_up_line_is_within_two_percent_of_the_ratio(shape, ratio):
     layout = SlabLayout(kept=uniform_kept(*shape, ratio, 256), head_dim=128, segment=256)
     plan = fit_pool(layout, 2, OpenPages(256, 64), 2**33, None)
-    assert f"(mean share {layout.mean_kept_share:.4f})" in plan.describe()
-    assert f"slab {plan.slab_bytes} bytes" in plan.describe()
+    assert f"(mean share {layout.mean_kept_share:.4f})" in plan.describe()[3]
+    assert f"pages of {plan.slab_bytes / 2**20:.2f} MiB" in plan.describe()[0]
+    assert plan.uncompressed_tokens(2) == plan.full_tokens
+    assert (
+        f"uncompressed {plan.full_tokens} tokens in 16 bits, {plan.uncompressed_tokens(1)} in FP8" in plan.describe()[1]
+    )
     assert plan.slab_bytes / (256 * layout.full_bytes_per_token(2)) == pytest.approx(ratio, rel=0.02)
 
 
@@ -374,7 +378,7 @@ def test_what_lies_beside_pages_is_counted():
     assert plan.total_bytes == plan.num_slots * (layout.slab_bytes(2) + beside) + plan.rows_bytes <= 2**26
     assert plan.total_bytes + layout.slab_bytes(2) + beside > 2**26
     assert plan.full_tokens == plan.total_bytes // (4 * 8 * 2 * 32 * 2 + 1000)
-    assert f"{plan.num_slots * beside} bytes beside the pages" in plan.describe()
+    assert f"{plan.num_slots * beside / 2**20:.2f} MiB beside the pages" in plan.describe()[0]
     chosen = fit_pool(layout, 2, pages, 2**26, None, beside_bytes=beside)
     assert chosen.rows_bytes <= chosen.total_bytes * chosen.freed_share / 2
     with pytest.raises(RaggedConfigError, match=f"pages of {layout.slab_bytes(2) + beside} bytes"):

@@ -7,6 +7,9 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -442,3 +445,18 @@ def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypa
     message = refusal(llama, "--kv-pool", "ragged", "--enable-hierarchical-cache")
     assert "is not supported with --enable-hierarchical-cache" in message
     resolved(llama, "--kv-pool", "ragged")
+
+
+def test_the_launcher_leaves_budgets_to_workers_and_signs_its_hooks(llama):
+    """In a process of its own, since hooks are there once per process. Workers say what budgets are."""
+    program = (
+        "import sys; from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from tests.test_plugin import resolved\n"
+        "for _ in range(2): resolved(sys.argv[1], '--kv-pool', 'ragged', '--ragged-profile', 'uniform')\n"
+    )
+    folder = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", program, str(llama)], capture_output=True, text=True, cwd=folder)
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    assert "every head keeps the same share" not in log
+    assert "(from: unknown)" not in log

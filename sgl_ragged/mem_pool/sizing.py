@@ -163,33 +163,46 @@ class PoolSizes:
         pages = sum(self.open_pages.pages(first + n) for n in range(segment)) / segment
         return int((self.num_slots - 1) / pages), self.full_tokens // tokens
 
-    def describe(self) -> str:
-        """The start-up line."""
-        kept = self.layout.kept
+    def uncompressed_tokens(self, itemsize: int) -> int:
+        """Tokens of an uncompressed cache in the same bytes, with `itemsize` bytes per element: 2 in 16 bits, 1 in
+        FP8."""
+        segment = self.layout.segment
+        page_bytes = segment * self.layout.full_bytes_per_token(itemsize) + self.beside_bytes
+        return (self.total_bytes - self.side_pages_bytes) * segment // page_bytes
+
+    def describe(self) -> tuple[str, str, str, str]:
+        """Return four lines: bytes, tokens, requests and budgets."""
+        kept, segment = self.layout.kept, self.layout.segment
         low, middle, high = int(kept.min()), _median(kept.ravel().tolist()), int(kept.max())
-        gain = self.max_total_tokens / self.full_tokens
-        beside = ""
-        if self.side_pages:
-            beside = f"{self.side_pages_of} {self.side_pages_bytes} bytes in {self.side_pages} pages, "
-        if self.beside_bytes:
-            beside += f"{self.num_slots * self.beside_bytes} bytes beside the pages, "
         share = f"mean share {self.layout.mean_kept_share:.4f}"
         if self.layout.form.quantised:
             share += f" in {self.layout.form.name}, {self.layout.byte_share(self.itemsize):.4f} of the bytes"
-            if low == self.layout.segment:
+            if low == segment:
                 share += ": every token is kept"
+        size = f"ragged KV pool: {_gib(self.total_bytes)}, {self.num_slots} pages of {_mib(self.page_bytes)}"
+        if self.side_pages:
+            size += f", {self.side_pages_of} {_gib(self.side_pages_bytes)} in {self.side_pages} pages"
+        if self.beside_bytes:
+            size += f", {_gib(self.num_slots * self.beside_bytes)} beside the pages"
         return (
-            f"kept per {self.layout.segment}-token segment min/median/max {low}/{middle:g}/{high} "
-            f"({share}), slab {self.slab_bytes} bytes, {self.num_slots} slots, "
-            f"{self.max_total_tokens} virtual tokens, open segments with {self.open_pages.tokens} tokens a page, "
-            f"{self.max_requests} requests, {self.rows_bytes} bytes beside them, "
-            f"{beside}total {self.total_bytes} bytes; full KV would hold {self.full_tokens} tokens in them "
-            f"({gain:.2f}x); {' and '.join(map(self._load, TYPICAL_TOKENS))} at once"
+            size,
+            f"{self.max_total_tokens} virtual tokens, open segments with {self.open_pages.tokens} tokens a page; "
+            f"uncompressed {self.uncompressed_tokens(2)} tokens in 16 bits, {self.uncompressed_tokens(1)} in FP8",
+            f"{self.max_requests} requests at most; {' and '.join(map(self._load, TYPICAL_TOKENS))} at once",
+            f"kept per {segment}-token segment min/median/max {low}/{middle:g}/{high} ({share})",
         )
 
     def _load(self, tokens: int) -> str:
         requests, full = self.requests_of(tokens)
         return f"{requests} requests of {tokens} tokens (full KV {full})"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else _mib(size)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.2f} MiB"
 
 
 def fit_pool(

@@ -115,11 +115,13 @@ class RaggedMetrics:
         return totals
 
 
-def summary(plan: ServingPlan, size: PoolSizes) -> str:
-    """The start-up line."""
-    line = f"ragged KV pool (ratio {plan.ratio}, scorer {plan.scorer}): {size.describe()}"
+def summary(plan: ServingPlan, size: PoolSizes) -> list[str]:
+    """Return the start-up lines: bytes, tokens, requests, budgets; then pipeline stages and features, if any."""
+    *lines, budgets = size.describe()
+    fit = "not fitted" if plan.unfitted else "fitted"
     stages = [plan.describe_stages(size.itemsize)] if plan.stages else []
-    return "; ".join([line, *stages, *describe_features(plan, size)])
+    chosen = f"{budgets}; ratio {plan.ratio:g}, scorer {plan.scorer}, {fit}, profile {plan.profile}"
+    return [*lines, chosen, *stages, *describe_features(plan, size)]
 
 
 def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
     of_bytes = sum(layout.byte_share(size.itemsize) for layout in layouts) / len(layouts)
     of_features = [feature.server_info(feature.of(plan), pool) for feature in features()]
     return {
-        "summary": summary(plan, size),
+        "summary": "; ".join(summary(plan, size)),
         "ratio": plan.ratio,
         "segment": plan.segment,
         "scorer": plan.scorer,

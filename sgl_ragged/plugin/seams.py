@@ -321,10 +321,11 @@ def _wrap(seams: tuple[Seam, ...], options: RaggedOptions) -> None:
 
 def hook_launcher(seam: Seam, hook: Callable) -> None:
     """Wrap a function that the launcher calls. Raises RaggedConfigError where that takes no effect."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     before = resolve(seam.target)
-    HookRegistry.register(seam.target, hook, HookType.AROUND)
+    source = HookSource(plugin_name="sgl_ragged", dist_name="sgl-ragged")
+    HookRegistry.register(seam.target, hook, HookType.AROUND, source=source)
     HookRegistry.apply_hooks()
     if resolve(seam.target) is before:
         raise RaggedConfigError(f"hooks did not take effect: {seam.target}")

@@ -156,7 +156,8 @@ def build_pool(
     if serving.placement is not None:
         logger.info("%s", describe_placement(serving.placement, serving.kept))
     logger.info("%s", serving.fit)
-    logger.info("%s", summary(serving, plan))
+    for line in summary(serving, plan):
+        logger.info("%s", line)
     if plan.warning is not None:
         logger.warning("%s", plan.warning)
     return given

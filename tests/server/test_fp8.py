@@ -96,7 +96,7 @@ def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(servers, tmp_path, 
     assert away.max() < 3e-2
     wide = Oracle(str(MODEL), kept, SEGMENT, "keydiff").logprobs(sequence)
     assert np.quantile(np.abs(found - wide), 0.5) > 1e-3, "without rounding the same positions look different"
-    assert f"slab {int(kept.sum()) * 2 * 32} bytes" in log
+    assert f"pages of {int(kept.sum()) * 2 * 32 / 2**20:.2f} MiB" in log
     assert f"scales of keys {min(scales):g} to {max(scales):g}" in log
 
 
@@ -115,7 +115,7 @@ def test_a_checkpoint_with_scales_is_served_in_fp8_without_a_flag(servers, tmp_p
     assert (cold.cached, warm.cached) == (0, 299)
     assert warm.tokens == cold.tokens
     assert "KV cache in torch.float8_e4m3fn, scales of keys 0.02 to 0.1, of values 0.04 to 0.2" in log
-    assert f"slab {4 * 8 * 2 * 64 * 32} bytes" in log
+    assert f"pages of {4 * 8 * 2 * 64 * 32 / 2**20:.2f} MiB" in log
 
 
 def update(server, model, **more):

@@ -119,7 +119,8 @@ def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
     assert len(family) >= 3
     assert not left
     (point,) = Store.load(tmp_path / "out").points
-    assert point.start_up.startswith("ragged KV pool (ratio 0.3")
+    assert point.start_up.startswith("ragged KV pool: ")
+    assert "ratio 0.3, " in point.start_up
     assert rounds(point)[2].cached_share > 0.5
 
 

@@ -138,5 +138,6 @@ def test_the_size_of_what_scorers_keep(servers, tmp_path):
     assert f"(mean share {kept.mean() / SEGMENT:.4f})" in log
     slab_bytes = int(kept.sum()) * 2 * DIM * 4
     token_bytes = LAYERS * HEADS * (2 * DIM + get_scorer("h2o").input_shape(SEGMENT, PER_HEAD, DIM)[1]) * 4
-    assert f"open segments with {slab_bytes // token_bytes} tokens a page, 4 requests" in log
+    assert f"open segments with {slab_bytes // token_bytes} tokens a page;" in log
+    assert "4 requests at most" in log
     assert len(answer.tokens) == 8

@@ -98,7 +98,8 @@ def test_start_up_line(server, profile):
     slab_bytes = int(kept.sum()) * 2 * 32 * 4
     log = server.log_text()
     assert f"{int(kept.min())}/" in log
-    assert f"(mean share {kept.mean() / SEGMENT:.4f}), slab {slab_bytes} bytes" in log
+    assert f"pages of {slab_bytes / 2**20:.2f} MiB" in log
+    assert f"(mean share {kept.mean() / SEGMENT:.4f}); ratio {RATIO:g}, scorer " in log
     assert f"digest {profile.digest()}" in log
 
 
