@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -59,6 +60,8 @@ FLAGS = ("--kv-bytes", "64MiB", "--max-running-requests", "4", "--dtype", "bfloa
     ],
 )
 def test_layout_decides_what_a_server_decides(model, monkeypatch, capsys, flags):
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     plan = getattr(resolved(model, "--kv-pool", "ragged", *FLAGS, "--ragged-profile", "auto", *flags), ATTRIBUTE).plan
     capsys.readouterr()
     shown = layout(monkeypatch, capsys, "--model-path", str(model), *FLAGS, *flags)
