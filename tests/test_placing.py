@@ -23,6 +23,12 @@ GEOMETRY = ModelGeometry("toy", "0" * 16, num_layers=1, num_heads=2, q_per_kv=1,
 RAGGED = ("--kv-pool", "ragged", "--ragged-segment", "128", "--ragged-ratio", "0.3", "--ragged-profile", "uniform")
 
 
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    """A core for each rank of any of these starts: none of them starts a worker."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(8))))
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("llama"))
