@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument(
         "--ratio", type=float, default=CODED_RATIO, help=f"kept / full KV bytes of the ragged pool [{CODED_RATIO}]"
     )
-    parser.add_argument("--kv-bytes", default="96MiB", help="KV budget of either pool [96MiB]")
+    parser.add_argument("--kv-bytes", default="48MiB", help="KV budget of either pool [48MiB]")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
     options = parser.parse_args()
