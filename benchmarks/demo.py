@@ -169,7 +169,7 @@ def show(results: list[PoolResult], options: argparse.Namespace, console: Consol
 
 
 def claim(results: list[PoolResult], options: argparse.Namespace) -> str:
-    """What the run shows: the budgets that served, then one line in words."""
+    """Describe the result in two lines: the budgets, then the gain over SGLang's pool."""
     ragged, token = (next(result for result in results if result.pool == pool) for pool in POOLS)
     assert ragged.budgets is not None, "the ragged pool has budgets"
     least, median, most = ragged.budgets

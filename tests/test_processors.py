@@ -1,4 +1,4 @@
-"""What is fitted hardly depends on the processor: other orders of summation give nearly the same keys and values."""
+"""Fitted keys and values are nearly the same on processors that sum in another order."""
 
 from __future__ import annotations
 

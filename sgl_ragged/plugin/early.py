@@ -1,4 +1,4 @@
-"""What would end a start late, or with a traceback, noticed by the launcher before anything is calibrated or loaded."""
+"""Checks of the launcher before calibration and loading: port, memory, cores."""
 
 from __future__ import annotations
 

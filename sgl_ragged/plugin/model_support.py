@@ -133,7 +133,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _refuse_attention(model_config: Any, arch: str) -> None:
-    """As `refuse_model`, for a model that SGLang has a class for."""
+    """Raise RaggedConfigError for attention that slabs cannot hold. SGLang must have a class for the model."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 

@@ -1,4 +1,4 @@
-"""What one pass of prefill may take of the pool, for SGLang's scheduler; a prompt that was cut goes on before others.
+"""Budgets by which SGLang's scheduler admits prefill; a chunked prompt goes on before others are admitted.
 
 SGLang leaves a cut prompt out of a batch where its budget finds no room for the next chunk, admits others instead, and
 counts a chunk for the prompt all the same. Its last chunk is then taken for one in the middle, and the first token of

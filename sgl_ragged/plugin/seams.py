@@ -52,7 +52,7 @@ RUN_BATCH = (
 
 
 def budget_seams(budget: str) -> tuple[Seam, ...]:
-    """What `plugin.prefill_budget` overrides of one of SGLang's budgets."""
+    """Return seams for the methods of an SGLang budget that `plugin.prefill_budget` overrides."""
     return tuple(
         Seam(f"sglang.srt.mem_cache.prefill_budget.{budget}.{name}", ("self", *parameters))
         for name, parameters in (

@@ -36,7 +36,7 @@ SCALES_WAIT = (
 
 
 class ServedWeights:
-    """What one rank derived from the model's weights, and whether these have changed since.
+    """Track updates of one rank's weights, and which FP8 scales are in use.
 
     Args:
         backend: its store holds the FP8 scales.
@@ -90,7 +90,7 @@ class ServedWeights:
         return None
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `plugin.pool.Attached` has it."""
+        """Return metric values by name and label, as `plugin.pool.Attached` asks for."""
         return {
             ("profile_of_first_weights", ""): float(self.profile_of_first_weights),
             ("kv_scales_wait", ""): float(self.scales_wait),
@@ -99,7 +99,7 @@ class ServedWeights:
 
 
 def derived_from_weights(plan: ServingPlan) -> str:
-    """What of a plan was made from the weights at start, in words; empty where nothing was."""
+    """Name the parts of a plan that were made from the weights at start; empty if there are none."""
     parts = [
         (plan.kept.min() < plan.kept.max(), "budgets"),
         (any(plan.statistics), f"tensors of scorer {plan.scorer}"),
