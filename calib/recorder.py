@@ -1,6 +1,6 @@
 """The recorder: runs inside SGLang's workers, sees every prefill at rho = 1, and writes what calibration needs.
 
-It is an observer of the attention backend (`sgl_ragged.plugin.backend.Observer`), so whatever model the server
+It is an observer of the attention backend (`sgl_ragged.serve.backend.Observer`), so whatever model the server
 can serve can be recorded, and scores are computed on the keys, values and queries that serving will score.
 """
 

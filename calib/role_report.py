@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from calib.roles import assign_roles
+from sgl_ragged.features.retrieval.roles import HeadRoles, head_roles
 from sgl_ragged.profiles.budgets import least_ratio
 from sgl_ragged.profiles.head_statistics import (
     DROPPED,
@@ -20,7 +21,6 @@ from sgl_ragged.profiles.head_statistics import (
     WATCHED,
 )
 from sgl_ragged.profiles.profile import Profile
-from sgl_ragged.retrieval.roles import HeadRoles, head_roles
 
 TAUS = (0.3, 0.4, 0.5, 0.6)
 """Thresholds that are compared, of stability and of similarity alike."""

@@ -2,7 +2,7 @@
 
 The first two are HeteroCache's (Eq. 1 to 6, appendix C): sets of the COMPARED tokens that a head attends to most, here
 in windows of a few queries, by the largest attention that one of them pays. The third is our own, for heads that watch
-for others: pivots in serving (`sgl_ragged.retrieval.roles`).
+for others: pivots in serving (`sgl_ragged.features.retrieval.roles`).
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.model_source import load_tokenizer, read_config
+from sgl_ragged.launch.models import model_geometry
+from sgl_ragged.launch.multimodal import refuse_positions
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import parse_bytes
-from sgl_ragged.plugin.model_source import load_tokenizer, read_config
-from sgl_ragged.plugin.model_support import model_geometry
-from sgl_ragged.plugin.multimodal import refuse_positions
 from sgl_ragged.profiles.budgets import check_budgets, profile_kept, uniform_kept
 from sgl_ragged.profiles.built_in_samples import SAMPLES
 from sgl_ragged.profiles.geometry import ModelGeometry

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.flags import dashed
+from sgl_ragged.launch.plan import ServingPlan
 from sgl_ragged.mem_pool.kv_dtype import beside_cache
 from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits, fit_pool
-from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.flags import dashed
 
 if TYPE_CHECKING:
-    from sgl_ragged.plugin.launch import Launch
-    from sgl_ragged.plugin.options import RaggedOptions
+    from sgl_ragged.launch.options import RaggedOptions
+    from sgl_ragged.launch.start import Launch
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -111,7 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     """Add the server's flags on which sizes depend, under the server's names; ours without `--ragged-`, too."""
-    from sgl_ragged.plugin.options import FLAGS
+    from sgl_ragged.launch.options import FLAGS
 
     parser.add_argument(
         *("--model-path", "--model"),
@@ -147,18 +147,18 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
 
 def layout_also() -> list[str]:
     """Settings of SGLang that `layout` has flags for."""
-    from sgl_ragged.plugin.feature import features
+    from sgl_ragged.launch.feature import features
 
     return [name for feature in features() for name in feature.layout_also]
 
 
 def show_layout(options: argparse.Namespace) -> None:
     """Print what a server with these flags would decide, and the sizes of its first rank."""
-    from sgl_ragged.plugin.deciding import choose_share, decide_without_calibrating
-    from sgl_ragged.plugin.feature import Rank, features
-    from sgl_ragged.plugin.joining import settle_features
-    from sgl_ragged.plugin.metrics import summary
-    from sgl_ragged.plugin.options import FLAGS, make_options
+    from sgl_ragged.launch.decide import choose_share, decide_without_calibrating
+    from sgl_ragged.launch.feature import Rank, features
+    from sgl_ragged.launch.joining import settle_features
+    from sgl_ragged.launch.options import FLAGS, make_options
+    from sgl_ragged.serve.metrics import summary
 
     asked = make_options({name: getattr(options, name) for name in FLAGS}, from_command_line=True)
     assert asked is not None, "a pool is asked for"
@@ -206,11 +206,11 @@ def check_layout(options: argparse.Namespace, segment: int) -> None:
 
 def read_launch(options: argparse.Namespace, asked: RaggedOptions) -> Launch:
     """The start that the flags describe, with the model; raises RaggedConfigError for what a server refuses."""
-    from sgl_ragged.plugin.conflicts import refuse_conflicts
-    from sgl_ragged.plugin.joining import refuse_in_vain
-    from sgl_ragged.plugin.launch import Launch
-    from sgl_ragged.plugin.model_source import config_folder
-    from sgl_ragged.plugin.model_support import expected_kv_dtype, load_model_config, refuse_kv_scheme, refuse_model
+    from sgl_ragged.launch.conflicts import refuse_conflicts
+    from sgl_ragged.launch.joining import refuse_in_vain
+    from sgl_ragged.launch.model_source import config_folder
+    from sgl_ragged.launch.models import expected_kv_dtype, load_model_config, refuse_kv_scheme, refuse_model
+    from sgl_ragged.launch.start import Launch
 
     model = load_model_config(config_folder(options.model_path, options.revision), dtype=options.dtype)
     refuse_model(model)
@@ -227,9 +227,9 @@ def read_launch(options: argparse.Namespace, asked: RaggedOptions) -> Launch:
 
 def pool_sizes(plan: ServingPlan, launch: Launch, options: argparse.Namespace) -> PoolSizes:
     """Sizes of the first rank of the first stage: all ranks have the pages and requests of the one with the fewest."""
+    from sgl_ragged.launch.feature import Prefill, Rank
+    from sgl_ragged.launch.joining import feature_bytes, page_bytes, side_pages
     from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
-    from sgl_ragged.plugin.feature import Prefill, Rank
-    from sgl_ragged.plugin.joining import feature_bytes, page_bytes, side_pages
     from sgl_ragged.scorers import get_scorer
 
     kv_dtype, scorer, budget = launch.kv_dtype, get_scorer(plan.scorer), launch.options.kv_bytes
@@ -269,7 +269,7 @@ def pool_sizes(plan: ServingPlan, launch: Launch, options: argparse.Namespace) -
 
 def check_installation(_: argparse.Namespace) -> None:
     """Print one line if the release is supported and its seams match, else raise RaggedConfigError."""
-    from sgl_ragged.plugin.seams import RAGGED_SEAMS, check_seams, installed_release
+    from sgl_ragged.serve.hooks import RAGGED_SEAMS, check_seams, installed_release
 
     check_seams(RAGGED_SEAMS)
     print(f"SGLang {installed_release()} is supported: all {len(RAGGED_SEAMS)} seams match")
@@ -277,7 +277,7 @@ def check_installation(_: argparse.Namespace) -> None:
 
 def show_conflicts(_: argparse.Namespace) -> None:
     """Print the table of docs/conflicts.md."""
-    from sgl_ragged.plugin.conflicts import table
+    from sgl_ragged.launch.conflicts import table
 
     print(table())
 

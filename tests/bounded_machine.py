@@ -23,10 +23,10 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.history.histories import Histories
-from sgl_ragged.history.sglang_cache import BoundedRadixCache
-from sgl_ragged.windows.sglang_pool import slab_allocator
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.history.radix_cache import BoundedRadixCache
+from sgl_ragged.features.windows.pool import slab_allocator
 from tests.bounded_oracle import views
 
 SEGMENT, PAGES, ROWS, LIMIT, LONGEST = 4, 40, 4, 5, 120

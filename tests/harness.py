@@ -13,9 +13,9 @@ from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.history.histories import Histories
-from sgl_ragged.history.segment_scores import SegmentScores
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.history.segment_scores import SegmentScores
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages

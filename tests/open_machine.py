@@ -25,14 +25,14 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.host_tier.open_store import OpenStore
+from sgl_ragged.features.host_tier.open_store import OpenStore
+from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import NOW, Tails
-from sgl_ragged.plugin import allocator as hooks
-from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.radix_cache import OpenRadixCache
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve import allocator as hooks
+from sgl_ragged.serve.radix_cache import OpenRadixCache
 from tests.pool_machine import LAYOUT, SEGMENT, STREAMS, VOCABULARY, expected_slab, kv
 
 SCORER, PAGES, ROWS, LONGEST = "h2o", 40, 5, SEGMENT * 6

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.operations import Operations
+from sgl_ragged.features.retrieval.overlay import add_overlay, attend_overlay
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.retrieval.overlay import add_overlay, attend_overlay
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
 from tests.oracle import Tokens, visible
 

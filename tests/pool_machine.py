@@ -25,8 +25,8 @@ from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import NOW
-from sgl_ragged.plugin.allocator import SlabAllocator
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.allocator import SlabAllocator
 from tests.oracle import Tokens, kept_tokens
 
 SEGMENT, DIM, SLOTS, ROWS, VOCABULARY = 48, 16, 18, 4, 50

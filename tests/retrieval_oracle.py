@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sgl_ragged.retrieval.settings import Retrieval
+from sgl_ragged.features.retrieval.settings import Retrieval
 from tests.oracle import Oracle, Tokens, kept_tokens, softmax
 
 ASKING_TOKENS, DELAY, CANDIDATES, SPREAD, DECAY = 32, 2, 4, 4, 0.5

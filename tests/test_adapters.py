@@ -11,7 +11,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.adapters import adapter_digest
+from sgl_ragged.features.host_tier.adapters import adapter_digest
 from tests.models import make_adapter, make_llama
 
 load_plugins()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.history.bound import BoundedHistory, HistoryBound, history_bound
-from sgl_ragged.history.histories import Histories
-from sgl_ragged.history.segment_scores import value_key_norm, value_novelty
-from sgl_ragged.windows.sizes import window_pages
+from sgl_ragged.features.history.bound import BoundedHistory, HistoryBound, history_bound
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.history.segment_scores import value_key_norm, value_novelty
+from sgl_ragged.features.windows.sizes import window_pages
 from tests.bounded_oracle import segment_scores, views
 from tests.examples import examples
 

@@ -10,10 +10,10 @@ import torch
 from sglang.srt.managers.scheduler_components.invariant_checker import SchedulerInvariantChecker
 from sglang.srt.mem_cache import common
 
-from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.history.sglang_admission import check_held_pages
-from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.windows.sglang_pool import slab_allocator
+from sgl_ragged.features.history.admission import check_held_pages
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.windows.pool import slab_allocator
+from sgl_ragged.launch.options import RaggedOptions
 from tests.bounded_machine import LIMIT, SEGMENT, SERVING, BoundedMachine
 from tests.examples import examples
 from tests.windowed_machine import LongWindows, WindowedMachine

@@ -15,12 +15,12 @@ import pytest
 
 from calib.measure import Engine
 from calib.recorder import Recorder
-from sgl_ragged.plugin import calibration_process
+from sgl_ragged.launch import calibration_process
 from tests.test_recorder import make_settings
 
 STARTER = """
 import sys
-from sgl_ragged.plugin.calibration_process import _run
+from sgl_ragged.launch.calibration_process import _run
 
 with open(sys.argv[1], "w") as lock:
     import fcntl
@@ -109,7 +109,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
 load_plugins()
-from sgl_ragged.plugin import calibration_process
+from sgl_ragged.launch import calibration_process
 
 calibration_process._run = lambda command, lock: subprocess.call([*command, "--help"])
 args = prepare_server_args(["--model-path", sys.argv[1], "--device", "cpu", "--kv-pool", "ragged"])

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative import eagle_utils
 
-from sgl_ragged.drafts import torch_verify
-from sgl_ragged.drafts.sglang_chains import alloc_for_chains
+from sgl_ragged.features.drafts import torch_verify
+from sgl_ragged.features.drafts.chain_hooks import alloc_for_chains
 from tests.chain_machine import WIDTH, ChainMachine, OverlappedMachine
 from tests.examples import examples
 from tests.open_machine import OPTIONS, PAGES, SCORER, SEGMENT

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention.view import chain_view
-from sgl_ragged.drafts import torch_verify
-from sgl_ragged.drafts.chains import as_chains, end_at_border, require_chains
+from sgl_ragged.features.drafts import torch_verify
+from sgl_ragged.features.drafts.chains import as_chains, end_at_border, require_chains
 from sgl_ragged.mem_pool.slab_format import FORMATS
 from tests.examples import examples
 from tests.harness import KEPT, SEGMENT, Harness, Sequence

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ragged.plugin.chunking import cut_one_request
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.serve.chunking import cut_one_request
 
 SEGMENT, CHUNK, TOKENS, PROMPT = 32, 96, 4096, 300
 

@@ -62,11 +62,11 @@ def test_only_warnings_of_imports_are_silenced(caplog):
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         with cli.quiet_imports():
-            for module in ("sglang.srt.configs", "torch", "sglangs", "sgl_ragged.plan"):
+            for module in ("sglang.srt.configs", "torch", "sglangs", "sgl_ragged.launch.plan"):
                 warn(module)
             logging.getLogger("sglang.srt.configs").error("an error")
         warn("sglang.kernels")
-    kept = ["from sglangs", "from sgl_ragged.plan"]
+    kept = ["from sglangs", "from sgl_ragged.launch.plan"]
     assert [str(warning.message) for warning in raised] == [*kept, "from sglang.kernels"]
     assert [record.getMessage() for record in caplog.records] == [*kept, "an error", "from sglang.kernels"]
 

@@ -15,14 +15,14 @@ from calib.measure import join_ranks
 from calib.query_moments import rope_of
 from calib.recorder import CODEBOOK_QUERIES, Recorder
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plan import choose_budgets, why_unfitted
-from sgl_ragged.plugin.conflicts import Launch
-from sgl_ragged.plugin.deciding import why_not_to_fit
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.features.retrieval.launch import RetrievalFlags
+from sgl_ragged.launch.conflicts import Launch
+from sgl_ragged.launch.decide import why_not_to_fit
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.plan import choose_budgets, why_unfitted
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile_choice import ProfileFile, ReadableProfile, Uniform
-from sgl_ragged.retrieval.sglang_feature import RetrievalFlags
 from tests.models import make_profile
 from tests.test_recorder import DIM, HEADS, LAYERS, LENGTH, PER_HEAD, SEGMENT, content, record
 

@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from sgl_ragged import cli
-from sgl_ragged.disaggregation.sglang_feature import DISAGGREGATION
-from sgl_ragged.drafts.sglang_feature import ADAPTERS, BY_MODEL, DRAFTS, RANKS
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.history.sglang_feature import HISTORY, HistoryFlags
-from sgl_ragged.host_tier.sglang_feature import CODEC, HOST_TIER, TierFlags
-from sgl_ragged.plugin import model_support
-from sgl_ragged.plugin.conflicts import against, cases, conflicts, refuse_conflicts
-from sgl_ragged.plugin.launch import (
+from sgl_ragged.features.disaggregation.launch import DISAGGREGATION
+from sgl_ragged.features.drafts.launch import ADAPTERS, BY_MODEL, DRAFTS, RANKS
+from sgl_ragged.features.history.launch import HISTORY, HistoryFlags
+from sgl_ragged.features.host_tier.launch import CODEC, HOST_TIER, TierFlags
+from sgl_ragged.features.retrieval.launch import RETRIEVAL, RetrievalFlags
+from sgl_ragged.features.windows.launch import ONE_POOL, WINDOWS
+from sgl_ragged.launch import models as model_support
+from sgl_ragged.launch.conflicts import against, cases, conflicts, refuse_conflicts
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.start import (
     CODES,
     FITTED,
     FLASHINFER,
@@ -33,9 +36,6 @@ from sgl_ragged.plugin.launch import (
     TREE,
     Launch,
 )
-from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.retrieval.sglang_feature import RETRIEVAL, RetrievalFlags
-from sgl_ragged.windows.sglang_feature import ONE_POOL, WINDOWS
 
 ASKED = {SPLIT: {"fairkv": "split"}, FLASHINFER: {"kernel": "flashinfer"}}
 OF_FEATURES = {

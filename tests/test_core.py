@@ -18,10 +18,10 @@ from hypothesis.extra.numpy import arrays
 from scipy.optimize import isotonic_regression
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.plan import choose_budgets
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes, fit_pool, parse_bytes
-from sgl_ragged.plan import choose_budgets
 from sgl_ragged.profiles.budgets import (
     GUARD,
     UNIT,
@@ -70,7 +70,7 @@ def profile() -> Profile:
 
 def test_core_imports_neither_sglang_nor_torch():
     code = (
-        "import sys, sgl_ragged.plan, sgl_ragged.mem_pool.layout, sgl_ragged.mem_pool.sizing\n"
+        "import sys, sgl_ragged.launch.plan, sgl_ragged.mem_pool.layout, sgl_ragged.mem_pool.sizing\n"
         "assert 'torch' not in sys.modules and 'sglang' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.platforms import cpu, current_platform
 from sglang.srt.platforms.interface import SRTPlatform
 
-from sgl_ragged.plugin.cpu_platform import X86CpuPlatform
+from sgl_ragged.serve.cpu_platform import X86CpuPlatform
 
 ARGUMENTS = {
     "algorithm": "DFLASH",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-from sgl_ragged.drafts.sglang_cpu_verify import with_verification
+from sgl_ragged.features.drafts.cpu_verify import with_verification
 
 WIDTH, HEADS, Q_PER_KV, DIM = 4, 2, 3, 8
 LENGTHS = (5, 1, 9)

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sgl_ragged.disaggregation import sglang_feature
-from sgl_ragged.disaggregation.sglang_feature import DISAGGREGATION
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.launch import Launch
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.features.disaggregation import launch as disaggregation
+from sgl_ragged.features.disaggregation.launch import DISAGGREGATION
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.start import Launch
 
 
 def launch(view: object = None, **given: object) -> Launch:
@@ -89,6 +89,6 @@ def test_scorers_that_look_at_last_queries_are_refused(scorer):
 
 
 def test_what_is_missing_is_refused(monkeypatch):
-    monkeypatch.setattr(sglang_feature, "ENGINE", "an_engine_that_nobody_has")
+    monkeypatch.setattr(disaggregation, "ENGINE", "an_engine_that_nobody_has")
     with pytest.raises(RaggedConfigError, match="install it"):
         DISAGGREGATION.require()

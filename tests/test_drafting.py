@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sgl_ragged.drafts.sglang_draft_backend import DraftSteps
-from sgl_ragged.drafts.sglang_draft_model import AUX_LAYERS, read_draft_model
-from sgl_ragged.drafts.sglang_feature import DRAFTS, Drafts
-from sgl_ragged.drafts.sglang_flags import draft_backend, refuse_resolved
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.launch import Launch
-from sgl_ragged.plugin.model_support import load_model_config
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.features.drafts.draft_backend import DraftSteps
+from sgl_ragged.features.drafts.draft_pool import AUX_LAYERS, read_draft_model
+from sgl_ragged.features.drafts.launch import DRAFTS, Drafts
+from sgl_ragged.features.drafts.sglang_flags import draft_backend, refuse_resolved
+from sgl_ragged.launch.models import load_model_config
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.start import Launch
 from tests.models import make_config
 
 MODEL = {"speculative_algorithm": "standalone", "speculative_draft_model_path": "folder"}

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.host_tier.codecs import CODECS
-from sgl_ragged.host_tier.fp8_codec import Fp8Codec
-from sgl_ragged.host_tier.slab_transfer import SlabTransfer
-from sgl_ragged.host_tier.tier_plan import CODEC_NAMES
+from sgl_ragged.features.host_tier.codecs import CODECS
+from sgl_ragged.features.host_tier.fp8_codec import Fp8Codec
+from sgl_ragged.features.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.features.host_tier.tier_plan import CODEC_NAMES
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CPU = torch.device("cpu")

@@ -12,21 +12,21 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import build_pool_entry
 from sglang.srt.mem_cache.pool_host import HostPoolGroup
 
-from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.history.histories import Histories
-from sgl_ragged.history.segment_scores import SegmentScores
-from sgl_ragged.host_tier import sglang_controller, sglang_restoring
-from sgl_ragged.host_tier.codecs import CODECS
-from sgl_ragged.host_tier.sglang_controller import RaggedCacheController
-from sgl_ragged.host_tier.sglang_pool import DIRECT_LAYOUT, RaggedHostPool
-from sgl_ragged.host_tier.sglang_restoring import Restorer, marked_runs
-from sgl_ragged.host_tier.tier_meter import TierMeter
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.history.segment_scores import SegmentScores
+from sgl_ragged.features.host_tier import controller, restoring
+from sgl_ragged.features.host_tier.codecs import CODECS
+from sgl_ragged.features.host_tier.controller import RaggedCacheController
+from sgl_ragged.features.host_tier.host_pool import DIRECT_LAYOUT, RaggedHostPool
+from sgl_ragged.features.host_tier.restoring import Restorer, marked_runs
+from sgl_ragged.features.host_tier.tier_meter import TierMeter
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from tests.open_segments import full_segments
 
 SEGMENT, DIM = 64, 8
@@ -101,7 +101,7 @@ class Tier:
 
 @pytest.fixture(autouse=True)
 def _serial(monkeypatch):
-    monkeypatch.setattr(sglang_controller, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=True))
+    monkeypatch.setattr(controller, "get_schedule", lambda: SimpleNamespace(disable_overlap_schedule=True))
 
 
 def test_a_page_is_sealed_before_it_is_backed_up():
@@ -143,7 +143,7 @@ def test_what_no_request_of_a_batch_reads_is_loaded_after_all():
 
 def test_a_page_that_was_given_back_is_not_computed_for_who_had_it(monkeypatch):
     """A bounded request still names it in its row of the table; it has been marked for another request by then."""
-    monkeypatch.setattr(sglang_restoring, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=SEGMENT))
+    monkeypatch.setattr(restoring, "get_schedule", lambda: SimpleNamespace(chunked_prefill_size=SEGMENT))
     tier = Tier(device_pages=4, score="value_key_norm")
     indices, content = tier.filled_slab()
     rows = tier.controller.write(indices)

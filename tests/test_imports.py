@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 
 STOREYS = (
@@ -18,21 +16,15 @@ STOREYS = (
     {"mem_pool"},
     {"fitting"},
     {"attention"},
-    {"disaggregation", "drafts", "history", "retrieval", "windows"},
-    {"host_tier"},
-    {"plan"},
-    {"SGLang's side"},
+    {"launch", "serve", "features", "cli", "register"},
 )
-"""Rooms of the package from the ground up: each imports from its own storey and those below it."""
-
-LAUNCHERS = {"cli", "model_options", "plugin"}
-"""Part of SGLang's side, as are files named `sglang_*.py` in other rooms."""
+"""Rooms of the package from the ground up: each imports from its own storey and those below it. Only the last one may
+import SGLang."""
 
 
 def room(module: str) -> str:
-    """Of a module such as sgl_ragged.history.bound."""
-    parts = [*module.split("."), "", ""]
-    return "SGLang's side" if parts[1] in LAUNCHERS or parts[2].startswith("sglang_") else parts[1]
+    """Room of a module such as sgl_ragged.mem_pool.layout."""
+    return [*module.split("."), ""][1]
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -69,21 +61,9 @@ def test_imports_run_downwards():
     assert upwards == []
 
 
-@pytest.mark.parametrize("one", ["disaggregation", "drafts", "history", "retrieval", "windows", "fitting"])
-def test_features_do_not_know_each_other(one):
-    """But for the host tier, which carries the scores of histories, and SGLang's side."""
-    others = {"disaggregation", "drafts", "history", "retrieval", "windows", "host_tier", "fitting"} - {one}
-    assert not [
-        (module, imported)
-        for module, found in modules().items()
-        for imported in found
-        if room(module) == one and imported.startswith("sgl_ragged.") and room(imported) in others
-    ]
-
-
-def test_files_that_import_sglang_say_so():
+def test_only_the_last_storey_imports_sglang():
     importing = {module for module, found in modules().items() if any(x.split(".")[0] == "sglang" for x in found)}
-    assert {module for module in importing if room(module) != "SGLang's side"} == {"calib.measure"}
+    assert {module for module in importing if room(module) not in STOREYS[-1]} == {"calib.measure"}
 
 
 def test_the_package_imports_nothing_that_the_working_folder_could_shadow():
@@ -130,10 +110,9 @@ def names(tree: ast.AST) -> Iterator[str]:
 
 def test_no_feature_is_named_in_a_condition_outside_its_folder():
     """FairKV and fitting are no features of that sort: they change no pool."""
-    rooms = {"disaggregation", "drafts", "history", "retrieval", "host_tier", "windows"}
     found = []
     for path in (ROOT / "sgl_ragged").rglob("*.py"):
-        if path.relative_to(ROOT / "sgl_ragged").parts[0] in rooms:
+        if path.relative_to(ROOT / "sgl_ragged").parts[0] == "features":
             continue
         for condition in conditions(ast.parse(path.read_text())):
             words = [word for name in set(names(condition)) - OF_MODELS for word in re.split(r"[^a-zA-Z]+", name)]

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plan import Joined
-from sgl_ragged.plugin import joining
-from sgl_ragged.plugin.feature import Feature
-from sgl_ragged.plugin.joining import refuse_in_vain, settle_features, side_pages
-from sgl_ragged.plugin.launch import Launch
-from sgl_ragged.plugin.options import RaggedOptions
+from sgl_ragged.launch import joining
+from sgl_ragged.launch.feature import Feature
+from sgl_ragged.launch.joining import refuse_in_vain, settle_features, side_pages
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.plan import Joined
+from sgl_ragged.launch.start import Launch
 from tests.other_package.ballast import Ballast, BallastFlags
 
 

@@ -49,6 +49,6 @@ def test_choosing_needs_neither_torch_nor_triton():
 import sys
 for name in ("torch", "triton", "sglang"):
     sys.modules[name] = None
-import sgl_ragged.attention.kernel_choice, sgl_ragged.attention.kernels.tiles, sgl_ragged.plugin.options
+import sgl_ragged.attention.kernel_choice, sgl_ragged.attention.kernels.tiles, sgl_ragged.launch.options
 """
     subprocess.run([sys.executable, "-c", script], check=True)

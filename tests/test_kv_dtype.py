@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from sgl_ragged.attention.kernel_choice import check_cache
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.host_tier.codecs import CODECS, make_codec
-from sgl_ragged.host_tier.tier_plan import TierPlan
+from sgl_ragged.features.host_tier.codecs import CODECS, make_codec
+from sgl_ragged.features.host_tier.tier_plan import TierPlan
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, beside_cache, movable, to_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore, side_bytes
-from sgl_ragged.plugin.kv_scales import kv_scales
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.kv_scales import kv_scales
 from tests.examples import examples
 from tests.harness import LARGEST
 

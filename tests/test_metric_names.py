@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from sgl_ragged.disaggregation.meter import SendMeter
-from sgl_ragged.history.histories import Histories
-from sgl_ragged.host_tier.sglang_restoring import Restorer
-from sgl_ragged.plugin import metrics
-from sgl_ragged.plugin.weight_updates import ServedWeights
-from sgl_ragged.retrieval.retriever import Retriever
+from sgl_ragged.features.disaggregation.meter import SendMeter
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.host_tier.restoring import Restorer
+from sgl_ragged.features.retrieval.retriever import Retriever
+from sgl_ragged.serve import metrics
+from sgl_ragged.serve.weight_updates import ServedWeights
 
 DOCS = Path(__file__).parents[1] / "docs"
 FEATURES = (SendMeter, Histories, Restorer, Retriever, ServedWeights)

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.character_model import make_character_model
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin.model_source import load_tokenizer, read_config
-from sgl_ragged.plugin.model_support import model_geometry
+from sgl_ragged.launch.model_source import load_tokenizer, read_config
+from sgl_ragged.launch.models import model_geometry
 
 CODE = """
 from transformers import LlamaConfig

@@ -13,10 +13,9 @@ from sglang.srt.plugins import load_plugins
 from calib.__main__ import main as calibrate
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.kv_dtype import KV_DTYPES
-from sgl_ragged.model_options import read_sizes
-from sgl_ragged.plugin.model_source import read_config
-from sgl_ragged.plugin.model_support import (
+from sgl_ragged.launch.model_options import read_sizes
+from sgl_ragged.launch.model_source import read_config
+from sgl_ragged.launch.models import (
     expected_kv_dtype,
     load_model_config,
     model_geometry,
@@ -24,8 +23,9 @@ from sgl_ragged.plugin.model_support import (
     refuse_kv_scheme,
     refuse_model,
 )
-from sgl_ragged.plugin.multimodal import media_reason
-from sgl_ragged.plugin.options import ATTRIBUTE
+from sgl_ragged.launch.multimodal import media_reason
+from sgl_ragged.launch.options import ATTRIBUTE
+from sgl_ragged.mem_pool.kv_dtype import KV_DTYPES
 from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_llama
 from tests.test_plugin import refusal, resolved

@@ -20,11 +20,11 @@ import pytest
 from benchmarks.harness.launch import free_port
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.plugin import nodes
-from sgl_ragged.plugin.model_source import weights_sample
-from sgl_ragged.plugin.node_link import Link, LinkLost, NoNode
-from sgl_ragged.plugin.node_plan import Decided
-from sgl_ragged.plugin.nodes import Introduction, Nodes, meeting
+from sgl_ragged.launch import nodes
+from sgl_ragged.launch.model_source import weights_sample
+from sgl_ragged.launch.node_link import Link, LinkLost, NoNode
+from sgl_ragged.launch.node_plan import Decided
+from sgl_ragged.launch.nodes import Introduction, Nodes, meeting
 
 FACTS = {"sgl-ragged": "1.0", "SGLang": "0.5.23", "model": "Llama", "weights": "ab", "--ragged-ratio": 0.3, "--tp": 2}
 

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache import allocation, common
 from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ragged.plugin.radix_cache import _HIT
+from sgl_ragged.serve.radix_cache import _HIT
 from tests.examples import examples
 from tests.open_machine import HOST_PAGES, SEGMENT, STREAMS, OpenMachine
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import sgl_ragged
-from sgl_ragged.plugin.calibration_process import NEEDED
+from sgl_ragged.launch.calibration_process import NEEDED
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin import placing
-from sgl_ragged.plugin.options import ATTRIBUTE
-from sgl_ragged.plugin.placing import describe_placement
+from sgl_ragged.launch import placing
+from sgl_ragged.launch.options import ATTRIBUTE
+from sgl_ragged.launch.placing import describe_placement
+from sgl_ragged.launch.plan import ServingPlan
 from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved
@@ -163,7 +163,7 @@ def test_fused_checkpoints_are_seen_before_anything_starts(llama, tmp_path, warn
 def test_calibration_keeps_the_model_order(llama):
     from sglang.srt.entrypoints.engine import Engine
 
-    from sgl_ragged.plugin import register
+    from sgl_ragged import register
 
     register.extend_engine()
     common = dict(

@@ -9,10 +9,10 @@ import torch.multiprocessing
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.plan import ServingPlan, choose_budgets
-from sgl_ragged.plugin.ranks import require_equal_digests
+from sgl_ragged.launch.plan import ServingPlan, choose_budgets
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile_choice import Uniform
+from sgl_ragged.serve.ranks import require_equal_digests
 
 
 def plan(*, mean: float = 0.5, more: int = 0, **changed: object) -> ServingPlan:

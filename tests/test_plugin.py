@@ -18,13 +18,15 @@ from safetensors.torch import save_file
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+from sgl_ragged import register
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.host_tier.sglang_feature import HOST_TIER
-from sgl_ragged.plugin import refusal as refusal_module
-from sgl_ragged.plugin import register, resolution, seams
-from sgl_ragged.plugin.feature import Seam
-from sgl_ragged.plugin.flags import dashed
-from sgl_ragged.plugin.options import ATTRIBUTE, FLAGS, make_options
+from sgl_ragged.features.host_tier.launch import HOST_TIER
+from sgl_ragged.launch import resolution
+from sgl_ragged.launch.feature import Seam
+from sgl_ragged.launch.flags import dashed
+from sgl_ragged.launch.options import ATTRIBUTE, FLAGS, make_options
+from sgl_ragged.serve import hooks as seams
+from sgl_ragged.serve import refusal as refusal_module
 from tests.models import make_llama, make_profile, make_qwen3
 
 load_plugins()
@@ -210,7 +212,7 @@ def test_bad_input_is_refused_in_one_line(llama, flags, words):
 
 
 def test_warns_of_a_pool_that_is_not_sized_after_captures(llama, monkeypatch):
-    from sgl_ragged.plugin import resolution
+    from sgl_ragged.launch import resolution
 
     said: list[str] = []
     monkeypatch.setattr(resolution.logger, "warning", said.append)
@@ -278,7 +280,7 @@ def test_files_are_read_once_by_the_launcher(llama, tmp_path):
 
 
 def test_a_worker_refuses_the_dtype_that_sglang_resolved():
-    from sgl_ragged.plugin.worker import size_pool
+    from sgl_ragged.serve.worker import size_pool
 
     with pytest.raises(RaggedConfigError, match="resolved the KV cache's dtype to float8_e4m3fnuz"):
         size_pool(None, None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fnuz), 0)

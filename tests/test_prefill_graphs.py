@@ -18,9 +18,9 @@ from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 SEGMENT, SEGMENTS, DIM, LAYERS, HEADS, PER_HEAD, HIDDEN, ROW = 64, 5, 8, 2, 2, 2, 12, 1
 KEPT = np.array([[64, 16], [16, 32]])

@@ -14,9 +14,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.plugin.backend import RaggedAttnBackend, _attention_layers
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.backend import RaggedAttnBackend, _attention_layers
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 HARMLESS = {
     # About the pool as a whole, not about tokens.

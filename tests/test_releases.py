@@ -16,8 +16,8 @@ from sglang.srt.server_args import prepare_server_args
 
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.plugin import seams
-from sgl_ragged.plugin.options import ATTRIBUTE
+from sgl_ragged.launch.options import ATTRIBUTE
+from sgl_ragged.serve import hooks as seams
 from tests.models import make_llama
 
 ROOT = Path(__file__).parent.parent

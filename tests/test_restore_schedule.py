@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.host_tier.restore_schedule import (
+from sgl_ragged.features.host_tier.restore_schedule import (
     AUTO,
     LOAD,
     PROBE_EVERY,

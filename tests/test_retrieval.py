@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.features.retrieval.drift import attended, candidates, median_overlap, spread, top_tokens
+from sgl_ragged.features.retrieval.overlay import Overlays, add_overlay, attend_overlay
+from sgl_ragged.features.retrieval.reservoir import NOWHERE, Reservoir
+from sgl_ragged.features.retrieval.roles import ELSEWHERE, HeadRoles
+from sgl_ragged.features.retrieval.settings import Retrieval
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.retrieval.drift import attended, candidates, median_overlap, spread, top_tokens
-from sgl_ragged.retrieval.overlay import Overlays, add_overlay, attend_overlay
-from sgl_ragged.retrieval.reservoir import NOWHERE, Reservoir
-from sgl_ragged.retrieval.roles import ELSEWHERE, HeadRoles
-from sgl_ragged.retrieval.settings import Retrieval
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
 from tests.open_segments import full_segments

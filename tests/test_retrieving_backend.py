@@ -16,20 +16,20 @@ from sglang.srt.model_executor.runner import base_runner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.history.histories import Histories
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.retrieval.retriever import Retriever
+from sgl_ragged.features.retrieval.roles import HeadRoles
+from sgl_ragged.features.retrieval.serve import name_requests
+from sgl_ragged.features.retrieval.settings import Retrieval
+from sgl_ragged.features.retrieval.watching import Watching
+from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.options import RaggedOptions
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
-from sgl_ragged.retrieval.retriever import Retriever
-from sgl_ragged.retrieval.roles import HeadRoles
-from sgl_ragged.retrieval.settings import Retrieval
-from sgl_ragged.retrieval.sglang_hooks import name_requests
-from sgl_ragged.retrieval.sglang_watching import Watching
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 SEGMENT, SEGMENTS, DIM, LAYERS, HEADS, PER_HEAD = 64, 5, 8, 2, 2, 2
 KEPT = np.array([[64, 16], [16, 16]])

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.features.retrieval.roles import HeadRoles, head_roles, with_pivots
 from sgl_ragged.profiles.budgets import GUARD, fit_kept, least_ratio, profile_kept, roles_kept, uniform_kept
 from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, PIVOTS, ROLE, ROLES, STABILITY, WATCHED
 from sgl_ragged.profiles.profile import Profile, load_profile
-from sgl_ragged.retrieval.roles import HeadRoles, head_roles, with_pivots
 from tests.examples import examples
 
 VOLATILE, ANCHOR, PIVOT, SATELLITE = range(len(ROLES))

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.seal_meter import SealMeter
-from sgl_ragged.plugin.metrics import rank_imbalance
+from sgl_ragged.serve.metrics import rank_imbalance
 
 
 def test_a_segment_counts_once_all_its_layers_are_sealed():

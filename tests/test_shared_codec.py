@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.host_tier.layer_pairs import CANDIDATES, Shareable, choose_pairs, distances, pair_candidates
-from sgl_ragged.host_tier.shared_codec import SharedCodec
-from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.features.host_tier.layer_pairs import CANDIDATES, Shareable, choose_pairs, distances, pair_candidates
+from sgl_ragged.features.host_tier.shared_codec import SharedCodec
+from sgl_ragged.features.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore

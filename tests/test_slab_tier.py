@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.host_tier.codecs import CODECS
-from sgl_ragged.host_tier.slab_transfer import SlabTransfer, layer_groups
-from sgl_ragged.host_tier.stored_page import FOOTER_BYTES, read_page, write_page
-from sgl_ragged.host_tier.tier_plan import TierPlan
+from sgl_ragged.features.host_tier.codecs import CODECS
+from sgl_ragged.features.host_tier.slab_transfer import SlabTransfer, layer_groups
+from sgl_ragged.features.host_tier.stored_page import FOOTER_BYTES, read_page, write_page
+from sgl_ragged.features.host_tier.tier_plan import TierPlan
 from sgl_ragged.mem_pool.kv_dtype import FP8
 from sgl_ragged.mem_pool.layout import SlabLayout
 

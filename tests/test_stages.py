@@ -12,9 +12,9 @@ from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.plan import ServingPlan
-from sgl_ragged.plugin.model_support import pipeline_stages
-from sgl_ragged.plugin.placing import place_stages
+from sgl_ragged.launch.models import pipeline_stages
+from sgl_ragged.launch.placing import place_stages
+from sgl_ragged.launch.plan import ServingPlan
 from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_llama
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_ragged.attention import torch_ops
-from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.features.history.bound import HistoryBound
 from tests.examples import examples
 from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Sequence
 

@@ -10,7 +10,7 @@ import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import KvScales
-from sgl_ragged.plugin.weight_updates import ServedWeights
+from sgl_ragged.serve.weight_updates import ServedWeights
 
 OLD, NEW = [KvScales(0.5, 0.5)], [KvScales(2.0, 3.0)]
 

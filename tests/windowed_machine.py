@@ -19,10 +19,10 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.windows.pool import RaggedHybridPool
+from sgl_ragged.features.windows.sizes import window_pages
 from sgl_ragged.profiles.geometry import WindowedLayers
-from sgl_ragged.windows.sglang_pool import RaggedHybridPool
-from sgl_ragged.windows.sizes import window_pages
 from tests.bounded_machine import LIMIT, PAGES, SEGMENT, BoundedMachine
 
 WINDOW_PAGES = 22

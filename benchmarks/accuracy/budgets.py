@@ -11,8 +11,8 @@ from pathlib import Path
 from benchmarks.accuracy.cell import Key
 from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
-from sgl_ragged.model_options import read_sizes
-from sgl_ragged.plan import choose_budgets
+from sgl_ragged.launch.model_options import read_sizes
+from sgl_ragged.launch.plan import choose_budgets
 from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile_choice import AUTO, BUNDLED, UNIFORM

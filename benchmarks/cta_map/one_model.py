@@ -20,7 +20,7 @@ from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
 from sgl_ragged.attention.cta_map import METHODS
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry
+from sgl_ragged.launch.model_options import add_model_options, choose_kept, read_geometry
 
 
 def options_parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from benchmarks.harness.command import command
 from benchmarks.harness.plots import save_plot
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
-from sgl_ragged.model_options import add_model_options, choose_kept, read_geometry, read_sizes
+from sgl_ragged.launch.model_options import add_model_options, choose_kept, read_geometry, read_sizes
 from sgl_ragged.profiles.budgets import UNIT
 
 

@@ -13,12 +13,12 @@ from benchmarks.gpu_blocks.tables import show
 from benchmarks.gpu_blocks.timing import Call
 from sgl_ragged.attention.kernels import append, describe, gate, row_copy
 from sgl_ragged.attention.view import DecodeView
+from sgl_ragged.features.retrieval import drift
+from sgl_ragged.features.retrieval.overlay import attend_overlay
+from sgl_ragged.features.retrieval.settings import CANDIDATES
 from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
-from sgl_ragged.retrieval import drift
-from sgl_ragged.retrieval.overlay import attend_overlay
-from sgl_ragged.retrieval.settings import CANDIDATES
 from sgl_ragged.scorers.gate import FoldedGate, Gate
 
 Timed = tuple[Call, int]

@@ -26,8 +26,8 @@ from benchmarks.quality.store import Results
 from benchmarks.quality.sweep import answers, finish
 from benchmarks.quality.table import tables
 from benchmarks.quality.texts import SOURCES
+from sgl_ragged.launch.options import FITTED
 from sgl_ragged.mem_pool import slab_format
-from sgl_ragged.plugin.options import FITTED
 
 CHUNK = 4096
 """Tokens that servers prefill at once by default, here. Of what they prefill before, they return no hidden states."""

@@ -33,7 +33,7 @@ from benchmarks.quality.sweep import CALIBRATION_S
 from benchmarks.tier_codecs.asking import Answers, go_on_restored, read_contexts
 from benchmarks.tier_codecs.results import Result, count_right, differences, document, draw, table
 from benchmarks.tier_codecs.suites import SUITES, Talk, from_recall, from_texts, pool_tokens
-from sgl_ragged.host_tier.tier_plan import CODEC_NAMES
+from sgl_ragged.features.host_tier.tier_plan import CODEC_NAMES
 
 HOST_TOKENS = 40
 """Tokens of the host per token of the device's pool: nothing is to leave the host."""

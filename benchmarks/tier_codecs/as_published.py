@@ -30,8 +30,8 @@ from benchmarks.harness.rows import Rows
 from benchmarks.quality.head import Difference
 from benchmarks.quality.table import mean_and_error
 from benchmarks.quality.texts import pieces
-from sgl_ragged.host_tier.fp8_codec import Fp8Codec
-from sgl_ragged.host_tier.layer_pairs import choose_pairs, pair_candidates
+from sgl_ragged.features.host_tier.fp8_codec import Fp8Codec
+from sgl_ragged.features.host_tier.layer_pairs import choose_pairs, pair_candidates
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CONTEXT, CONTINUATION = 1024, 256

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from benchmarks.harness.rows import Rows
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.host_tier.codecs import CODECS
-from sgl_ragged.host_tier.layer_pairs import Shareable
+from sgl_ragged.features.host_tier.codecs import CODECS
+from sgl_ragged.features.host_tier.layer_pairs import Shareable
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
 from sgl_ragged.profiles.bundled import FOLDER

@@ -43,7 +43,7 @@ class ProfileFile:
 
 @dataclass(frozen=True)
 class CachedProfile:
-    """Budgets from the profile cache: the file exists, or calibration makes it (`plugin.calibrating`).
+    """Budgets from the profile cache: the file exists, or calibration makes it (`launch.calibrating`).
 
     path: absolute.
     """

@@ -12,21 +12,21 @@ from sgl_ragged.attention.kernels import row_copy
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.history.bound import HistoryBound
-from sgl_ragged.history.histories import Histories
-from sgl_ragged.history.segment_scores import SegmentScores
-from sgl_ragged.host_tier.codecs import make_codec
-from sgl_ragged.host_tier.open_store import OpenStore
-from sgl_ragged.host_tier.score_transfer import ScoreTransfer
-from sgl_ragged.host_tier.sglang_pool import RaggedHostPool
-from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.history.histories import Histories
+from sgl_ragged.features.history.segment_scores import SegmentScores
+from sgl_ragged.features.host_tier.codecs import make_codec
+from sgl_ragged.features.host_tier.host_pool import RaggedHostPool
+from sgl_ragged.features.host_tier.open_store import OpenStore
+from sgl_ragged.features.host_tier.score_transfer import ScoreTransfer
+from sgl_ragged.features.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.features.retrieval.retriever import Retriever
+from sgl_ragged.features.retrieval.roles import HeadRoles
+from sgl_ragged.features.retrieval.settings import Retrieval
+from sgl_ragged.features.retrieval.watching import Watching
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_cache import Entry
 from sgl_ragged.mem_pool.slab_format import K6V4, K8V4
-from sgl_ragged.retrieval.retriever import Retriever
-from sgl_ragged.retrieval.roles import HeadRoles
-from sgl_ragged.retrieval.settings import Retrieval
-from sgl_ragged.retrieval.sglang_watching import Watching
 from tests.gpu_contract.fake_tensor import pin
 from tests.gpu_contract.recording import REC
 from tests.gpu_contract.server import DIM, HEADS, LAYERS, ROWS, SEGMENT, SLOTS, Server, kept_counts

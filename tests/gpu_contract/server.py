@@ -13,18 +13,18 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
-import sgl_ragged.plugin.backend as backend_module
+import sgl_ragged.serve.backend as backend_module
 from sgl_ragged.attention.kernel_choice import make_operations
 from sgl_ragged.attention.operations import commit
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import open_pages
-from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.profiles.budgets import fit_kept
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from tests.gpu_contract.fake_tensor import CAPTURED
 from tests.gpu_contract.recording import REC
 

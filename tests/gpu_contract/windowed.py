@@ -16,18 +16,18 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-import sgl_ragged.plugin.backend as backend_module
+import sgl_ragged.serve.backend as backend_module
 from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.features.windows.attention import window_backend
+from sgl_ragged.features.windows.launch import WINDOWS
+from sgl_ragged.features.windows.pool import RaggedHybridPool
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import open_pages
-from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.profiles.geometry import WindowedLayers
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.windows.sglang_attention import window_backend
-from sgl_ragged.windows.sglang_feature import WINDOWS
-from sgl_ragged.windows.sglang_pool import RaggedHybridPool
+from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from tests.gpu_contract.fake_tensor import CAPTURED
 from tests.gpu_contract.recording import REC
 from tests.gpu_contract.server import CONTEXT, HEADS, LAYERS, ROWS, SEGMENT, SLOTS, kept_counts, request_table

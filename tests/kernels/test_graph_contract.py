@@ -22,9 +22,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.plugin.backend import RaggedAttnBackend
-from sgl_ragged.plugin.pool import RaggedTokenToKVPool
 from sgl_ragged.scorers import get_scorer
+from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from tests.harness import KEPT, SEGMENT, Sequence
 
 HEADS, PER_HEAD, DIM, SCALE, LAYERS = 4, 2, 16, 0.5, 2

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels.row_copy import copy_rows
+from sgl_ragged.features.retrieval.reservoir import Reservoir
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.retrieval.reservoir import Reservoir
 from sgl_ragged.scorers import get_scorer
 
 SEGMENT, DIM, HEADS = 64, 8, 3

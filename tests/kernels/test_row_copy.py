@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sgl_ragged.attention.kernels.row_copy import BLOCK_WORDS, PROGRAMS, copy_rows
-from sgl_ragged.host_tier.codecs import CODECS
-from sgl_ragged.host_tier.score_transfer import ScoreTransfer
-from sgl_ragged.host_tier.slab_transfer import SlabTransfer
+from sgl_ragged.features.host_tier.codecs import CODECS
+from sgl_ragged.features.host_tier.score_transfer import ScoreTransfer
+from sgl_ragged.features.host_tier.slab_transfer import SlabTransfer
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 

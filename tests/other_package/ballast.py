@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.feature import Feature, Rank, Worker
+from sgl_ragged.launch.flags import flag
+from sgl_ragged.launch.start import MIXED, Conflict, Launch
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.plugin.feature import Feature, Rank, Worker
-from sgl_ragged.plugin.flags import flag
-from sgl_ragged.plugin.launch import MIXED, Conflict, Launch
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import re
 import numpy as np
 import pytest
 
-from sgl_ragged.history.bound import HistoryBound
+from sgl_ragged.features.history.bound import HistoryBound
+from sgl_ragged.features.windows.sizes import window_pages
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.profile import VALUE_MEAN
-from sgl_ragged.windows.sizes import window_pages
 from tests.architectures import WINDOW, WINDOWED
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile

@@ -17,12 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from calib.codebook import PER_QUERY_HEAD
 from calib.output_error import error_curves, left_over, query_positions, weighed
+from sgl_ragged.features.retrieval.roles import head_roles
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, QUERIES, ROPE
 from sgl_ragged.profiles.head_statistics import HEAD_STATISTICS
 from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile
-from sgl_ragged.retrieval.roles import head_roles
 from sgl_ragged.scorers import rank_positions
 from tests.models import make_qwen3
 from tests.oracle import Oracle

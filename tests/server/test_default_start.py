@@ -12,7 +12,7 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.storm.material import RECALL, Material
 from sgl_ragged import cli
-from sgl_ragged.plugin import calibration_process
+from sgl_ragged.launch import calibration_process
 from sgl_ragged.profiles.profile_cache import VARIABLE
 from tests.server.client import server_settings
 from tests.test_plugin import resolved

@@ -29,7 +29,7 @@ from benchmarks.multi_turn.returning.results import Results
 from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, needed_to_evict
 from benchmarks.multi_turn.returning.stages import TIERS_STAGE, TIGHT_STAGE, Stages, Traffic
 from benchmarks.multi_turn.returning.variants import COMMON, Variant
-from sgl_ragged.host_tier.restore_schedule import AUTO
+from sgl_ragged.features.host_tier.restore_schedule import AUTO
 from sgl_ragged.mem_pool.sizing import parse_bytes
 
 DEFAULTS = {

@@ -23,7 +23,7 @@ from benchmarks.multi_turn.returning.servers import (
 from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, held
 from benchmarks.multi_turn.returning.variants import Variant
 from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT, Visit, visit
-from sgl_ragged.host_tier.restore_schedule import AUTO
+from sgl_ragged.features.host_tier.restore_schedule import AUTO
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""

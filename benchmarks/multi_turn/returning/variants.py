@@ -11,7 +11,7 @@ from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER
 from benchmarks.harness.pools import Pool
 from benchmarks.multi_turn.returning import token_server
-from sgl_ragged.host_tier.restore_schedule import AUTO, MODES
+from sgl_ragged.features.host_tier.restore_schedule import AUTO, MODES
 
 TOKEN_SERVER = (sys.executable, "-m", "benchmarks.multi_turn.returning.token_server")
 

@@ -1,0 +1,145 @@
+"""The prefill server: what it tells of its memory, and the pages that go with those that SGLang sends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+from sgl_ragged.features.disaggregation.meter import SendMeter
+from sgl_ragged.features.disaggregation.pages import RequestPages
+from sgl_ragged.features.disaggregation.roles import NAME, PREFILL
+from sgl_ragged.features.windows.pool import slab_pool
+from sgl_ragged.launch.options import RaggedOptions, serving_plan
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange:
+    """What a worker of either server has attached to its pool.
+
+    pages: of requests. agreement: as `disaggregation.agreement.agreement` gives it.
+    """
+
+    def __init__(self, pages: RequestPages, agree: Callable[[], str]) -> None:
+        self.pages, self._agree = pages, agree
+        self._meter = SendMeter(pages.buffer.page_bytes)
+        self.gauges, self.counters, self.label = self._meter.gauges, self._meter.counters, self._meter.label
+        self.count, self.readings = self._meter.count, self._meter.readings
+
+    @property
+    def agreement(self) -> str:
+        # Scales of an FP8 cache are known once the model has been loaded, which is after the pool has been made.
+        return self._agree()
+
+    # What SGLang calls of the pool, in place of methods that raise.
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        """Addresses, bytes, and bytes of an item, of all buffers: there is one, and its items are pages."""
+        buffer = self.pages.buffer
+        return [buffer.address], [buffer.num_bytes], [buffer.page_bytes]
+
+    def get_cpu_copy(self, indices: torch.Tensor, *, req_pool_index: int, **_: Any) -> torch.Tensor:
+        return self.pages.copy_to_host(self._slots(indices), req_pool_index, len(indices))
+
+    def load_cpu_copy(self, copy: torch.Tensor, indices: torch.Tensor, *, req_pool_index: int, **_: Any) -> None:
+        self.pages.copy_from_host(copy, self._slots(indices), req_pool_index, len(indices))
+
+    def _slots(self, indices: torch.Tensor) -> torch.Tensor:
+        segment = self.pages.segment
+        return indices[::segment].long() // segment
+
+
+def exchange_of(kvcache: Any) -> Exchange:
+    """What is attached to SGLang's pool."""
+    return slab_pool(kvcache).attached[NAME]
+
+
+def describe_memory(
+    options: RaggedOptions, original: Callable, kv_args: Any, token_to_kv_pool: Any, *args: Any, **more: Any
+) -> None:
+    """Completes what either server tells its transfer engine of the memory."""
+    original(kv_args, token_to_kv_pool, *args, **more)
+    if token_to_kv_pool.store.slabs.device.type == "cpu":
+        # SGLang takes every pool for GPU memory, which UCX refuses to register on a machine without one.
+        kv_args.kv_data_mem_kinds = ["DRAM"] * len(kv_args.kv_data_ptrs)
+    if serving_plan(options).settings_of(NAME) == PREFILL:
+        # SGLang hands it on to decode servers that ask. These compare it in `decode_server.agree_first`: SGLang's own
+        # comparison, of two that both have one, ends the server, and speaks of another model.
+        kv_args.kv_layout = exchange_of(token_to_kv_pool).agreement
+
+
+def send_open_pages(options: RaggedOptions, original: Callable, queue: Any, req: Any, *args: Any, **more: Any) -> bool:
+    """Has a request's sender send the extra pages of its open segment, too, behind the page of its last token.
+
+    SGLang sends a list of pages, and the decode server gives a list of as many where they go (`decode_server`).
+    """
+    created = original(queue, req, *args, **more)
+    sender = getattr(req, "disagg_kv_sender", None)
+    if created and isinstance(sender, CommonKVSender):
+        sending = _Sending(exchange_of(queue.token_to_kv_pool), queue.scheduler, req, sender)
+        sender.init, sender.send = sending.init, sending.send
+    return created
+
+
+def refuse_other_pools(options: RaggedOptions, original: Callable, manager: Any, peer: Any) -> None:
+    """Does not take up a decode server whose buffers are not pages like these: requests from there fail, one by one.
+
+    Decode servers with this pool compare agreements first. One with the token pool, and pages of as many tokens, would
+    come here, and SGLang's error would end the thread that all decode servers speak to.
+    """
+    own, found = list(manager.kv_args.kv_item_lens), list(peer.dst_kv_item_lens)
+    if found == own:
+        original(manager, peer)
+        return
+    logger.error(
+        "sgl_ragged: decode server %s has buffers with items of %s bytes, and pages here have %s: start it with "
+        "--kv-pool ragged, and the same flags as this one",
+        peer.endpoint,
+        found,
+        own,
+    )
+
+
+class _Sending:
+    """One request's way to its decode server: what its sender's `init` and `send` do, and what goes with it."""
+
+    def __init__(self, exchange: Exchange, scheduler: Any, req: Any, sender: Any) -> None:
+        self._exchange, self._scheduler, self._req = exchange, scheduler, req
+        self._init, self._send = sender.init, sender.send
+        self._left = 0
+
+    @property
+    def _tokens(self) -> int:
+        return len(self._req.origin_input_ids)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._left = num_kv_indices
+        self._init(num_kv_indices + self._exchange.pages.num_extra(self._tokens), aux_index)
+
+    def send(self, kv_indices: np.ndarray, *args: Any, **more: Any) -> None:
+        # Chunks seal before they attend, so that there are pending seals only where something has been decoded.
+        if self._exchange.pages.unsealed:
+            settle(self._exchange.pages, self._scheduler)
+        self._left -= len(kv_indices)
+        last = self._left == 0
+        if last:
+            extra = self._exchange.pages.extra(self._req.kv.req_pool_idx, self._tokens)
+            kv_indices = np.concatenate([kv_indices, extra.cpu().numpy().astype(kv_indices.dtype)])
+        self._send(kv_indices, *args, **more)
+        self._exchange.count(len(kv_indices), int(last), self._tokens * last)
+
+
+def settle(pages: RequestPages, scheduler: Any) -> None:
+    """`RequestPages.settle` behind the forward passes that are under way, and wait for these: transfers do not."""
+    device = torch.get_device_module(scheduler.device)
+    if not scheduler.enable_overlap:
+        pages.settle()
+    else:
+        with device.stream(scheduler.forward_stream):
+            pages.settle()
+    device.synchronize()

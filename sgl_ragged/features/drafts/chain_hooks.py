@@ -1,0 +1,64 @@
+"""Hooks around SGLang's drafts: chains instead of trees, pages for them, what was accepted, and the border."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sgl_ragged.features.drafts.chains import as_chains, end_at_border
+from sgl_ragged.features.windows.pool import slab_allocator, slab_pool
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.serve.allocator import begin_batch
+
+
+def draft_chains(
+    options: RaggedOptions,
+    original: Callable,
+    corpus: Any,
+    req_ids: list[str],
+    batch_tokens: list[list[int]],
+    total_lens: list[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of each tree that the corpus finds, its longest path. Even with breadth 1 it has one for each suffix it knows."""
+    tokens, mask = original(corpus, req_ids, batch_tokens, total_lens)
+    return as_chains(tokens, mask, corpus.draft_token_num)
+
+
+def alloc_for_chains(
+    options: RaggedOptions, original: Callable, tree_cache: Any, req_to_token_pool: Any, *, reqs: Any, **more: Any
+) -> None:
+    """Puts pages aside for open segments behind the next chain; SGLang's own, for two chains ahead, are for slabs."""
+    allocator = slab_allocator(tree_cache.token_to_kv_pool_allocator)
+    rows, lengths = [req.kv.req_pool_idx for req in reqs], [req.kv.kv_committed_len for req in reqs]
+    begin_batch(tree_cache)
+    with allocator.ahead():
+        original(tree_cache, req_to_token_pool, reqs=reqs, **more)
+    chains = allocator.open_segments.chains
+    demand = chains.demand(rows, lengths)
+    pages = allocator.take_pages(tree_cache, demand)
+    if pages is None:
+        raise RuntimeError(f"no room for {demand} pages of open segments: {tree_cache.available_and_evictable_str()}")
+    chains.reserve(rows, lengths, pages)
+
+
+def begin_chains(
+    options: RaggedOptions, original: Callable, batch: Any, verify_input: Any, forward_stream: Any
+) -> None:
+    """Says which tokens count, and gives open segments their pages: at the first thing that SGLang does in a step for
+    verification, by when it knows what was accepted in the step before."""
+    original(batch, verify_input, forward_stream)
+    if batch.forward_mode.is_decode():
+        chains = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).open_segments.chains
+        chains.begin(batch.req_pool_indices, batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist())
+
+
+def sample_to_border(
+    options: RaggedOptions, original: Callable, verify_input: Any, batch: Any, *args: Any, **more: Any
+) -> Any:
+    """Has chains end at borders. What is accepted of them is told to the next step."""
+    if not batch.forward_mode.is_idle():
+        segment = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).page_size
+        end_at_border(verify_input.retrieve_next_token, batch.seq_lens, segment)
+    return original(verify_input, batch, *args, **more)

@@ -1,0 +1,100 @@
+"""What SGLang's scheduler reserves, counts and checks for requests with bounded histories: what they come to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from sgl_ragged.launch.options import RaggedOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from sgl_ragged.features.history.histories import Histories
+    from sgl_ragged.features.history.radix_cache import BoundedRadixCache
+
+
+def growth(cache: BoundedRadixCache, req: Any, extend: int) -> int:
+    """Tokens that a request can still come to hold, `extend` of them in prefill (`HistoryBound.growth`)."""
+    size = cache.page_size
+    shared = req.kv.cache_protected_len if req.kv.holds_kv else req.prefix_len
+    new = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+    return cache.histories.bound.growth(shared // size, cache.own_segments(req.kv), max(extend, 0), new, size)
+
+
+def make_room(options: RaggedOptions, original: Callable, batch: Any, selected_indices: list[int] | None = None) -> Any:
+    """Before SGLang counts whether a decode step fits: pages of segments that leave their views go back."""
+    for req in batch.reqs:
+        batch.tree_cache.open_segment(req)
+    return original(batch, selected_indices)
+
+
+def reserve_running(options: RaggedOptions, original: Callable, adder: Any, req: Any) -> float:
+    """Tokens that a running request may still need: SGLang's estimate, or what the bound leaves."""
+    return min(original(adder, req), growth(adder.tree_cache, req, 0))
+
+
+def fits(options: RaggedOptions, original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
+    """True if a request fits that is not running yet."""
+    extend = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
+    beside = adder.per_req_token_overhead + adder._request_slot_reserve_for_req(req)
+    most = req.host_hit_length + growth(adder.tree_cache, req, extend) + beside
+    return original(adder, req, total_tokens=min(total_tokens, most), **more)
+
+
+def reserve_admitted(
+    options: RaggedOptions,
+    original: Callable,
+    adder: Any,
+    prefix_len: int,
+    extend_input_len: int,
+    max_new_tokens: int,
+    *args: Any,
+    **more: Any,
+) -> None:
+    """Reserves for the request that was admitted last: its chunk, and what it can come to hold beyond it."""
+    req = adder.can_run_list[-1]
+    rest = len(req.full_untruncated_fill_ids) - req.extend_end
+    beyond = max(growth(adder.tree_cache, req, extend_input_len + rest) - extend_input_len, 0)
+    # Of a prompt that is not done SGLang reserves nothing further, on the understanding that it fitted as a whole.
+    original(adder, prefix_len, extend_input_len, beyond if rest else min(max_new_tokens, beyond), *args, **more)
+
+
+def uncached_tokens(options: RaggedOptions, original: Callable, checker: Any) -> tuple[int, int]:
+    """Tokens that requests hold beside the tree, for SGLang's leak checks: less those that they have given back."""
+    full, windows = original(checker)
+    cache = checker.tree_cache
+    held = [cache.histories.get(req.kv.req_pool_idx) for req in checker._requests_owning_rows()]
+    returned = sum(len(history.returned) for history in held if history is not None)
+    return full - returned * cache.page_size, windows
+
+
+class _HeldPages:
+    """Rows of SGLang's request table as its checks read them, with what a request has given back under the page 0.
+
+    The table itself still names those pages, which may be others' by now: a batch that has not run yet may read it.
+    """
+
+    def __init__(self, table: torch.Tensor, histories: Histories, segment: int) -> None:
+        self.shape, self.device = table.shape, table.device
+        self._table, self._histories, self._segment = table, histories, segment
+
+    def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
+        found = self._table[rows].clone()
+        for line, row in zip(found, rows.tolist(), strict=True):
+            history = self._histories.get(row)
+            for number in history.returned if history is not None else ():
+                line[number * self._segment : (number + 1) * self._segment] = 0
+        return found
+
+
+def check_held_pages(options: RaggedOptions, original: Callable, checker: Any) -> None:
+    """SGLang's check that no request's page is free at the same time, of the pages that requests still hold."""
+    table, cache = checker.req_to_token_pool, checker.tree_cache
+    held = _HeldPages(table.req_to_token, cache.histories, cache.page_size)
+    checker.req_to_token_pool = SimpleNamespace(req_to_token=held)
+    try:
+        original(checker)
+    finally:
+        checker.req_to_token_pool = table

@@ -1,0 +1,176 @@
+"""Bounded histories of all running requests, by row of SGLang's request table.
+
+What leaves a view is decided on the host, when the segment behind it is about to be opened. The scores that this takes
+were sealed at least one segment earlier: in decode they are sent to the host when a segment begins and used when the
+next one does, so that no step waits for them. What decode needs of it lies on the device, `table`, and is written
+where it has changed: one small transfer for a filled segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sgl_ragged.attention.view import Seen
+from sgl_ragged.features.history.bound import BoundedHistory, HistoryBound
+from sgl_ragged.features.history.segment_scores import SegmentScores
+from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.transfer import sent
+
+OverRanks = Callable[[torch.Tensor], torch.Tensor]
+"""From this rank's float32 [n] to the sum over ranks, the same numbers on all of them."""
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Scores on their way to the host; complete once `sent` has happened (None where they are)."""
+
+    history: BoundedHistory
+    segment_indices: list[int]
+    scores: torch.Tensor
+    sent: torch.cuda.Event | None
+
+
+class Histories:
+    """Views of running requests on their histories.
+
+    Args:
+        req_to_token: int32 [rows, context], SGLang's request table.
+        segment: tokens of a segment.
+        scores: of what lies in the store; None where segments leave by age.
+        over_ranks: combines scores of tensor-parallel ranks, whose decisions must be the same.
+
+    `table` is int32 [rows, columns], the segments that each row's decode steps see, ascending; the first as many as
+    are sealed, `limit` at most, count. `dropped` counts segments that have left views.
+    """
+
+    def __init__(
+        self,
+        bound: HistoryBound,
+        req_to_token: torch.Tensor,
+        segment: int,
+        scores: SegmentScores | None = None,
+        over_ranks: OverRanks = lambda scores: scores,
+    ) -> None:
+        assert (scores is None) == bound.by_age
+        self.bound = bound
+        self.dropped = 0
+        self._slots, self._segment = SegmentTable(req_to_token, segment), segment
+        self.scores, self._over_ranks = scores, over_ranks
+        columns = min(bound.limit, self._slots.most_segments)
+        self._all = torch.arange(columns, dtype=torch.int32)
+        self.table = self._all.to(req_to_token.device).repeat(self._slots.num_rows, 1)
+        self._histories: dict[int, BoundedHistory] = {}
+        self._changed: set[int] = set()
+        self._arriving: list[_Arriving] = []
+
+    gauges: ClassVar[dict[str, str]] = {}
+    counters: ClassVar = {"dropped_segments": "Segments that have left the views of requests with bounded histories."}
+    label: ClassVar = ""
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """As `serve.pool.Attached` has it."""
+        return {("dropped_segments", ""): self.dropped}
+
+    @property
+    def limit(self) -> int:
+        """Most segments that a request sees."""
+        return self.bound.limit
+
+    def get(self, row: int) -> BoundedHistory | None:
+        """Of the request in a row; None while it sees all that it has."""
+        return self._histories.get(row)
+
+    def forget(self, row: int) -> None:
+        """The row's request has ended or was retracted."""
+        if self._histories.pop(row, None) is not None:
+            self._changed.add(row)
+
+    def advance(self, row: int, sealed: int) -> BoundedHistory | None:
+        """The history of a row's request that has this many sealed segments; None while it sees all of them."""
+        history = self._histories.get(row)
+        if sealed < self.bound.limit and history is None:
+            return None
+        if history is None:
+            # From its first segment on: nothing has left, so all of them are there.
+            history = self._histories[row] = BoundedHistory(self.bound)
+        if sealed > history.sealed:
+            self._know(row, history, sealed)
+            before = len(history.left)
+            history.advance(sealed)
+            self.dropped += len(history.left) - before
+            self._changed.add(row)
+        return history
+
+    def seen(self, req_pool_indices: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Seen | None:
+        """Segments that queries of chunks see; None if all of them see everything. Advances the requests' histories.
+
+        Args:
+            req_pool_indices: rows of the requests. prefixes, lengths: tokens before each chunk and in it; a chunk has
+                at most `bound.latest` segments, unless segments leave by age.
+        """
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for request, (row, prefix, length) in enumerate(zip(req_pool_indices, prefixes, lengths, strict=True)):
+            for number in range(prefix // self._segment, -(-(prefix + length) // self._segment)):
+                history = self.advance(row, number)
+                if history is not None and history.left:
+                    found[request, number] = tuple(history.in_view)
+        return (lambda request, number: found.get((request, number))) if found else None
+
+    def refresh(self) -> None:
+        """Send to the device what has changed, and ask for scores that the next decisions need.
+
+        Runs before a decode step is described, where all that is full has been sealed. Does not wait for the device.
+        """
+        if not self._changed:
+            return
+        req_pool_indices = sorted(self._changed)
+        self._changed = set()
+        lines = []
+        for row in req_pool_indices:
+            history = self._histories.get(row)
+            line = self._all.clone()
+            if history is not None:
+                line[: len(history.in_view)] = torch.tensor(history.in_view, dtype=torch.int32)
+                self._ask(row, history)
+            lines.append(line)
+        changed = sent(torch.tensor(req_pool_indices), self.table.device)
+        self.table[changed] = sent(torch.stack(lines), self.table.device)
+
+    def _ask(self, row: int, history: BoundedHistory) -> None:
+        segment_indices = history.unscored(history.sealed + 1)
+        if not segment_indices:
+            return
+        scores = self._gather(row, segment_indices)
+        if scores.is_cuda:
+            host = torch.empty(scores.shape, dtype=scores.dtype, pin_memory=True)
+            host.copy_(scores, non_blocking=True)
+            sent = torch.cuda.Event()
+            sent.record()
+            self._arriving.append(_Arriving(history, segment_indices, host, sent))
+        else:
+            history.learn(segment_indices, scores.tolist())
+
+    def _know(self, row: int, history: BoundedHistory, sealed: int) -> None:
+        """Make sure that the history can advance: take what has arrived, and wait for what has not been asked for."""
+        arriving, self._arriving = self._arriving, []
+        for one in arriving:
+            if one.sent is not None:
+                one.sent.synchronize()
+            one.history.learn(one.segment_indices, one.scores.tolist())
+        segment_indices = history.unscored(sealed)
+        if segment_indices:
+            if self.table.is_cuda:
+                # They may have been sealed on another stream.
+                torch.cuda.synchronize(self.table.device)
+            history.learn(segment_indices, self._gather(row, segment_indices).tolist())
+
+    def _gather(self, row: int, segment_indices: list[int]) -> torch.Tensor:
+        """float32 [segments]: scores of these segments of a row's request, the same on all ranks."""
+        assert self.scores is not None
+        on_device = sent(torch.tensor(segment_indices), self.table.device)
+        slots = self._slots.slots(row, on_device)
+        return self._over_ranks(self.scores.of(slots.long()))

@@ -1,0 +1,144 @@
+"""Slabs without the layers that are restored from another's: Krul's layer sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.features.host_tier.kept_counts import KeptCounts
+from sgl_ragged.features.host_tier.layer_pairs import Shareable, choose_pairs, distances, pair_candidates
+from sgl_ragged.features.host_tier.slab_codec import SlabCodec
+from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.slab_store import SlabStore
+
+ALIGNMENT = 16
+"""Bytes that the header is rounded up to."""
+
+
+class RowPart(NamedTuple):
+    """Elements of a slab from `slab` on lie in the row from `row` on, behind the header. `stored`: for that layer."""
+
+    slab: int
+    row: int
+    elems: int
+    stored: bool
+
+
+class SharedCodec(SlabCodec):
+    """Of pairs of layers that attend alike, the second is not stored, and is restored from the first.
+
+    Wen et al., "Krul: Efficient State Restoration for Multi-turn Conversations with Dynamic Cross-layer KV Sharing"
+    (2025), Algorithm 1 (`layer_pairs.choose_pairs`). What differs here:
+
+    - Pairs are chosen for each segment, not for each conversation: a row is a function of the tokens up to its end, so
+      that conversations can share it, and nobody knows at its backup how a conversation goes on. A row begins with
+      the layer that each layer is restored from, int16 [layers].
+    - Attention is estimated by what sealing sees: of each token, the share of the layer's heads that keep it. Krul
+      stores attention weights of all queries, which kernels do not give out. First and last tenth are the segment's.
+    - Rows have one size, so the number of pairs is fixed, and candidates are the best by rank (`layer_pairs`).
+    - Heads of the second layer that keep another number of tokens than any of the first are stored: with calibrated
+      budgets that is most of them. Rows then save what any choice of pairs can (`layer_pairs.Shareable.promise`).
+    - Keys and values are the first layer's, unchanged. Krul takes MiniCache's formula, which stores a direction for
+      both layers and two lengths.
+
+    Raises:
+        RaggedConfigError: no two layers have heads that keep equally many tokens.
+    """
+
+    name, exact = "shared", False
+
+    def __init__(self, layout: SlabLayout, dtype: torch.dtype) -> None:
+        super().__init__(layout, dtype)
+        self._shareable = Shareable(layout)
+        self.pairs, least = self._shareable.promise
+        if not self.pairs:
+            raise RaggedConfigError(
+                "--ragged-host-codec shared restores heads of one layer from heads of another that keep equally many "
+                "tokens, and this model has none with these budgets; use fp8 or exact"
+            )
+        self._row_elems = layout.slab_elems - self.pairs * least
+        self._header = -(-2 * layout.num_layers // ALIGNMENT) * ALIGNMENT
+        self._seen: KeptCounts | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return self._header + self._row_elems * self.dtype.itemsize
+
+    def watch(self, store: SlabStore) -> None:
+        self._seen = KeptCounts(self.layout, len(store.slabs), store.slabs.device)
+        store.on_seal.append(self._seen.note)
+
+    def sources(self, counts: np.ndarray) -> list[int]:
+        """The layer that each layer is restored from, its own where it is stored.
+
+        Args:
+            counts: integers [layers, S], as `KeptCounts` has them.
+        """
+        attention = counts / np.maximum(counts.sum(axis=1, keepdims=True, dtype=np.float64), 1)
+        found = list(range(self.layout.num_layers))
+        chosen, eligible = pair_candidates(attention), self._shareable.eligible
+        for first, second in choose_pairs(distances(attention), chosen, eligible, self.pairs):
+            found[second] = first
+        return found
+
+    def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        assert self._seen is not None, "it watches seals before slabs are backed up"
+        every = [self.sources(counts) for counts in self._seen.counts[list(slots)].cpu().numpy()]
+        rows = torch.zeros((len(slabs), self.row_bytes), dtype=torch.uint8, device=slabs.device)
+        header = torch.tensor(every, dtype=torch.int16).view(torch.uint8)
+        rows[:, : header.shape[1]] = header.to(slabs.device)
+        elements = rows[:, self._header :].view(self.dtype)
+        for number, sources in enumerate(every):
+            for piece in merged(piece for layer in self.pieces(sources) for piece in layer if piece.stored):
+                stored = slabs[number, piece.slab : piece.slab + piece.elems]
+                elements[number, piece.row : piece.row + piece.elems] = stored
+        return rows
+
+    def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
+        start, stop = (int(self.layout.layer_start[layer]) for layer in (first, end))
+        slabs = torch.empty((len(rows), stop - start), dtype=self.dtype, device=device)
+        elements = rows[:, self._header :].view(self.dtype)
+        headers = rows[:, : 2 * self.layout.num_layers].view(torch.int16)
+        for number, sources in enumerate(headers.tolist()):
+            for piece in merged(piece for layer in self.pieces(sources)[first:end] for piece in layer):
+                here = slabs[number, piece.slab - start : piece.slab - start + piece.elems]
+                here.copy_(elements[number, piece.row : piece.row + piece.elems], non_blocking=True)
+        return slabs
+
+    def pieces(self, sources: Sequence[int]) -> list[list[RowPart]]:
+        """Per layer, its heads in the slab's order: where each lies in the row."""
+        found: list[list[RowPart]] = []
+        rows: dict[tuple[int, int], int] = {}
+        end = 0
+        for layer, source in enumerate(sources):
+            restored = {} if source == layer else self._shareable.heads(source, layer)
+            own: list[RowPart] = []
+            for band in self.layout.bands[layer]:
+                elems = 2 * band.kept * self.layout.head_dim
+                for head in band.heads if elems else ():
+                    slab = int(self.layout.key_offset[layer, head])
+                    if head in restored:
+                        own.append(RowPart(slab, rows[source, restored[head]], elems, stored=False))
+                        continue
+                    own.append(RowPart(slab, end, elems, stored=True))
+                    rows[layer, head] = end
+                    end += elems
+            found.append(own)
+        assert end <= self._row_elems, "every choice of pairs saves what is promised"
+        return found
+
+
+def merged(pieces: Iterable[RowPart]) -> list[RowPart]:
+    """The same with neighbours in one: pieces that follow each other in the slab and in the row."""
+    found: list[RowPart] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last and (last.slab + last.elems, last.row + last.elems) == (piece.slab, piece.row):
+            found[-1] = last._replace(elems=last.elems + piece.elems)
+        else:
+            found.append(piece)
+    return found

@@ -1,0 +1,298 @@
+"""Retrieval while requests run (HeteroCache, Algorithm 1): pivots watch, and what satellites dropped is fetched.
+
+In prefill the last ASKING_TOKENS tokens of a prompt ask and see what they asked for, layer by layer. In decode pivots'
+queries are kept; every `interval` tokens what they attend to is compared with what was fetched last, and where it has
+moved, an overlay is used from DELAY steps later on. So what a request sees follows from its own tokens, not from time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sgl_ragged.features.retrieval.drift import median_overlap
+from sgl_ragged.features.retrieval.overlay import Overlays, add_overlay, attend_overlay
+from sgl_ragged.features.retrieval.pivot_topk import Pivots, PivotTopK, Share
+from sgl_ragged.features.retrieval.reservoir import NOWHERE, Reservoir
+from sgl_ragged.features.retrieval.roles import HeadRoles
+from sgl_ragged.features.retrieval.settings import ASKING_TOKENS, DELAY, Retrieval
+from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.slab_store import SlabStore
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Tokens of a batch that end a prompt: `row` of their request, `tokens` in the batch, position of the first, and
+    int64 [segments] slots that a pivot looks at. named: by pivot, once its layer has been.
+
+    `slots_after`, `named_after`: the same for what is decoded behind them, before which segments may have ended that
+    they saw as a whole.
+    """
+
+    row: int
+    tokens: slice
+    start: int
+    slots: torch.Tensor
+    slots_after: torch.Tensor
+    named: dict[int, PivotTopK]
+    named_after: dict[int, PivotTopK]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Tokens that pivots named at a position; `arrived`: after which they are on the host."""
+
+    position: int
+    named: tuple[PivotTopK, ...]
+    arrived: torch.cuda.Event | None
+
+
+@dataclass
+class RetrievalCounts:
+    """Since the start. asked: questions of pivots in decode. fetched: those after which something was fetched.
+    rows: rows that were copied to the device."""
+
+    asked: int = 0
+    fetched: int = 0
+    rows: int = 0
+
+
+class Retriever:
+    """Overlays of running requests, and who asks for them.
+
+    Args:
+        roles: of the store's heads. entries: of the reservoir. req_to_token: int32 [rows, context], SGLang's table.
+        share: how ranks tell each other what their pivots name; None with one rank.
+
+    A row's state changes in `begin` and `forget`, and as its request runs. `running`: rows of the requests of the batch
+    that is being run, in its order; none where SGLang runs made-up requests, to tune kernels or to capture graphs.
+    """
+
+    def __init__(
+        self,
+        store: SlabStore,
+        settings: Retrieval,
+        roles: HeadRoles,
+        entries: int,
+        req_to_token: torch.Tensor,
+        share: Share | None = None,
+    ) -> None:
+        layout, device = store.layout, store.slabs.device
+        self.store, self.settings, self._table = store, settings, SegmentTable(req_to_token, layout.segment)
+        self.pivots = Pivots(store, roles, settings.overlay, share)
+        satellites = roles.satellites
+        self.reservoir = Reservoir(store, satellites, entries)
+        self._first = self.reservoir.first
+        num_rows = self._table.num_rows
+        self.overlays = Overlays(
+            num_rows, self._first[-1], settings.overlay, layout.head_dim, store.slabs.dtype, device
+        )
+        self._heads = [torch.tensor(own, dtype=torch.int64, device=device) for own in satellites]
+        pivot_of = [int(roles.watched_by[layer, head]) for layer, own in enumerate(satellites) for head in own]
+        self._pivot_of = torch.tensor(pivot_of, dtype=torch.int64)
+        shape = (num_rows, settings.pivots, settings.interval, store.q_per_kv)
+        self._queries = torch.zeros((*shape, layout.head_dim), dtype=store.query_dtype, device=device)
+        self._sums = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.running: tuple[int, ...] = ()
+        self._prompts: dict[int, int] = {}
+        self._bases: dict[int, dict[int, torch.Tensor]] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._seen_from: dict[int, int] = {}
+        self._windows: list[_Window] = []
+        self.counts = RetrievalCounts()
+
+    gauges: ClassVar = {
+        "reservoir_bytes_in_use": "Host bytes on this rank of what heads dropped of segments that are cached or in use."
+    }
+    counters: ClassVar = {
+        "pivot_questions": "Times that a pivot was asked in decode what it attends to.",
+        "pivot_answers": "Those after which something was fetched, since its attention had moved.",
+        "retrieved_rows": "Keys and values that were fetched from the reservoir, in prefill and in decode.",
+    }
+    label: ClassVar = ""
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """As `serve.pool.Attached` has it."""
+        counts = self.counts
+        of_counters = dict(zip(self.counters, (counts.asked, counts.fetched, counts.rows), strict=True))
+        return {(name, ""): value for name, value in of_counters.items()} | {
+            ("reservoir_bytes_in_use", ""): self.reservoir.bytes_in_use
+        }
+
+    @property
+    def device_bytes(self) -> int:
+        return self.overlays.nbytes + self._queries.nbytes + self._sums.nbytes
+
+    def involves(self, layer: int) -> bool:
+        """True if a layer has pivots or satellites."""
+        return bool(self.pivots.at(layer)) or len(self._heads[layer]) > 0
+
+    def begin(self, row: int, length: int) -> None:
+        """A request of so many tokens is about to be prefilled in a row, or goes on with it."""
+        self.forget(row)
+        self._prompts[row] = length
+
+    def forget(self, row: int) -> None:
+        """The row's request has ended or was retracted."""
+        self._prompts.pop(row, None)
+        self._bases.pop(row, None)
+        self._asked.pop(row, None)
+        if self._seen_from.pop(row, None) is not None:
+            self.overlays.clear(row)
+
+    def overlaid_from(self, row: int) -> int | None:
+        """The first position of a row's request that may have seen an overlay; None if there is none.
+
+        From it on, nothing of the request may be shared: others would see what this one asked for. Equal on all ranks.
+        """
+        return self._seen_from.get(row)
+
+    def describe_extend(self, req_pool_indices: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> None:
+        """Before the layers of a batch of chunks: which of its tokens end their prompts."""
+        self._windows, at = [], 0
+        segment = self.store.layout.segment
+        for row, prefix, length in zip(req_pool_indices, prefixes, lengths, strict=True):
+            end = prefix + length
+            start = max(end - ASKING_TOKENS, prefix)
+            at += length
+            if end == self._prompts.get(row) and start >= segment:
+                tokens = slice(at - (end - start), at)
+                before, after = (self._table.row_slots(row, position // segment) for position in (start, end))
+                self._seen_from.setdefault(row, start)
+                self._windows.append(_Window(row, tokens, start, before, after, {}, {}))
+
+    def after_extend(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """After a layer's attention: its pivots watch, its satellites see what was named for them. In place.
+
+        Args:
+            queries, output: [tokens, heads, q_per_kv, head_dim]. lse: float32 [tokens, heads, q_per_kv].
+        """
+        for window in self._windows:
+            own = dict(self.pivots.own(layer))
+            for number in self.pivots.at(layer):
+                head = own.get(number, 0)
+                asking = queries[window.tokens, head], lse[window.tokens, head]
+                window.named[number] = named = self.pivots.name(number, *asking, window.slots, window.start)
+                if len(window.slots_after) > len(window.slots):
+                    named = self.pivots.name(number, *asking, window.slots_after, window.start)
+                window.named_after[number] = named
+                self._bases.setdefault(window.row, {})[number] = named.base
+            if queries.is_cuda and self.pivots.at(layer):
+                # Prefill waits: the layer's satellites need what was named at once.
+                torch.cuda.current_stream().synchronize()
+            if window.named and len(self._heads[layer]):
+                self._see_window(layer, window, queries, output, lse)
+                if len(window.slots_after) > len(window.slots):
+                    satellites = slice(self._first[layer], self._first[layer + 1])
+                    self._fetch(window.row, satellites, window.named_after, layer)
+
+    def _see_window(
+        self, layer: int, window: _Window, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        satellites = slice(self._first[layer], self._first[layer + 1])
+        if not self._fetch(window.row, satellites, window.named, layer):
+            return
+        heads, own = self._heads[layer], queries[window.tokens]
+        asking = own[:, heads].permute(1, 0, 2, 3).flatten(1, 2)[None]
+        kv_rows, counts = (part[window.row, satellites][None] for part in (self.overlays.kv_rows, self.overlays.counts))
+        attended_to, sums = attend_overlay(asking, kv_rows, counts, self.store.logit_scale(layer))
+        shape = (len(heads), own.shape[0], own.shape[2])
+        attended_to = attended_to[0].unflatten(1, shape[1:]).transpose(0, 1)
+        sums = sums[0].unflatten(1, shape[1:]).transpose(0, 1)
+        # Slices are views: what is added lands in the batch's own output.
+        seen = output[window.tokens], lse[window.tokens]
+        add_overlay(*seen, heads, attended_to, sums, self.store.value_scale(layer))
+
+    def describe_decode(self, req_pool_indices: Sequence[int], lengths: Sequence[int]) -> None:
+        """Before the layers of a decode step: use what was asked for, and ask. Lengths count the new token."""
+        for row, length in zip(req_pool_indices, lengths, strict=True):
+            position, asked = length - 1, self._asked.get(row)
+            if asked is not None and position >= asked.position + DELAY:
+                self._use(row, self._asked.pop(row), position)
+            due = position % self.settings.interval == 0
+            if due and position - self.settings.interval >= self._prompts.get(row, position):
+                self._ask(row, position)
+
+    def after_decode(
+        self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
+        req_pool_indices: torch.Tensor, positions: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """After a layer's attention in a decode step: keep pivots' queries, add the overlays. In place.
+
+        Works on the device alone, in memory that stays where it is. Arguments as in `after_extend`, one token each.
+
+        Args:
+            req_pool_indices, positions: int64 [batch], rows of the requests and positions of the tokens; padding has 0.
+        """
+        offsets = positions % self.settings.interval
+        for number, head in self.pivots.own(layer):
+            self._queries[req_pool_indices, number, offsets] = queries[:, head].to(self._queries.dtype)
+            self._sums[req_pool_indices, number, offsets] = lse[:, head]
+        heads = self._heads[layer]
+        if not len(heads):
+            return
+        satellites = slice(self._first[layer], self._first[layer + 1])
+        fetched, counts = self.overlays.of(req_pool_indices, satellites)
+        attended_to, sums = attend_overlay(queries[:, heads], fetched, counts, self.store.logit_scale(layer))
+        add_overlay(output, lse, heads, attended_to, sums, self.store.value_scale(layer))
+
+    def _ask(self, row: int, position: int) -> None:
+        """Have all pivots say what they have attended to in the last `interval` steps. Does not wait for the device."""
+        slots = self._table.row_slots(row, position // self.store.layout.segment)
+        if not len(slots):
+            return
+        queries, sums = self._queries[row], self._sums[row]
+        first = position - self.settings.interval
+        named = [
+            self.pivots.name(number, queries[number], sums[number], slots, first) for number in range(len(queries))
+        ]
+        arrived = None
+        if slots.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._asked[row] = _Asked(position, tuple(named), arrived)
+
+    def _use(self, row: int, asked: _Asked, position: int) -> None:
+        """Fetch for the satellites of pivots whose attention has moved."""
+        if asked.arrived is not None:
+            asked.arrived.synchronize()
+        bases = self._bases.setdefault(row, {})
+        for number, named in enumerate(asked.named):
+            self.counts.asked += 1
+            base = bases.get(number)
+            if base is not None and median_overlap(named.tops, base) >= self.settings.drift:
+                continue
+            bases[number] = named.base
+            self.counts.fetched += 1
+            watched = (self._pivot_of == number).nonzero()[:, 0]
+            self._fetch_for(row, watched, {number: named}, None)
+            # Even if nothing came: what other ranks found is not known here, and all must take the same to the tree.
+            self._seen_from.setdefault(row, position)
+
+    def _fetch(self, row: int, satellites: slice, named: dict[int, PivotTopK], layer: int | None) -> bool:
+        """`_fetch_for` those of a layer's satellites whose pivots have named something."""
+        own = torch.arange(satellites.start, satellites.stop)
+        ready = torch.tensor([int(self._pivot_of[one]) in named for one in own.tolist()], dtype=torch.bool)
+        return self._fetch_for(row, own[ready], named, layer)
+
+    def _fetch_for(self, row: int, satellites: torch.Tensor, named: dict[int, PivotTopK], layer: int | None) -> bool:
+        """Replace the overlays of some satellites with what their pivots named; whether there is anything in them."""
+        if not len(satellites):
+            return False
+        entries = {
+            number: torch.tensor(self.reservoir.entries(one.slots.tolist(), layer)) for number, one in named.items()
+        }
+        pivots = [int(self._pivot_of[one]) for one in satellites.tolist()]
+        length = max(len(one) for one in entries.values())
+        where = torch.full((len(pivots), length), NOWHERE, dtype=torch.int64)
+        offsets = torch.zeros((len(pivots), length), dtype=torch.int64)
+        for line, pivot in enumerate(pivots):
+            where[line, : len(entries[pivot])] = entries[pivot]
+            offsets[line, : len(entries[pivot])] = named[pivot].offsets
+        kv_rows, counts = self.reservoir.gather(satellites, where, offsets, self.overlays.most)
+        self.overlays.install(row, satellites, kv_rows, counts)
+        self.counts.rows += int(counts.sum())
+        return bool(counts.any())

@@ -1,0 +1,1 @@
+"""What the launcher decides before any worker starts: options, checks, the plan."""

@@ -1,0 +1,105 @@
+"""What the launchers of several nodes tell each other: who they are, and what the first has decided."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+import sgl_ragged
+from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.launch.feature import Feature
+from sgl_ragged.launch.flags import dashed
+from sgl_ragged.launch.model_source import weights_sample
+from sgl_ragged.launch.models import architecture, model_geometry
+from sgl_ragged.launch.nodes import Introduction
+from sgl_ragged.launch.options import FLAGS, RaggedOptions
+from sgl_ragged.launch.start import Launch
+from sgl_ragged.mem_pool.slab_format import Share
+from sgl_ragged.serve.hooks import installed_release
+
+OF_FIRST_NODE = ("ragged_profile", "ragged_scorer_weights")
+"""Flags that name files, which the first node reads for all."""
+
+SETTINGS = (
+    *("nnodes", "tp_size", "pp_size", "dp_size", "device", "dtype", "kv_cache_dtype", "quantization", "load_format"),
+    *("json_model_override_args", "context_length", "chunked_prefill_size", "max_running_requests"),
+    *("max_total_tokens", "enable_mixed_chunk", "disable_radix_cache", "enable_lora"),
+    *("enable_hierarchical_cache", "speculative_algorithm", "disable_overlap_schedule"),
+)
+"""SGLang's settings that all nodes need alike, resolved."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the first node has decided: all that a plan is made from and that another node might see otherwise.
+
+    scorer, profile, source: as in ServingPlan. kept: int64 [layers, heads], before features joined.
+    placement: None for SGLang's own order. files: contents of the profile and of the scorer's weights, by the flags'
+    names; absent where there are none. digest: of the plan that came out.
+    """
+
+    scorer: str
+    profile: str
+    source: str
+    kept: np.ndarray
+    placement: Placement | None
+    files: Mapping[str, bytes]
+    digest: str
+
+    def message(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """As a node tells it: JSON, and safetensors by name."""
+        arrays = {"kept": self.kept}
+        if self.placement is not None:
+            arrays |= {"heads": self.placement.heads, "placed": self.placement.kept}
+        told = {name: getattr(self, name) for name in ("scorer", "profile", "source", "digest")}
+        told["mode"] = None if self.placement is None else self.placement.mode
+        contiguous = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
+        return told, {**self.files, "arrays": save(contiguous)}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any], files: Mapping[str, bytes]) -> Decided:
+        """The reverse of `message`."""
+        arrays = load(files["arrays"])
+        placement = None
+        if message["mode"] is not None:
+            placement = Placement(arrays["heads"], arrays["placed"], message["mode"])
+        told = {name: message[name] for name in ("scorer", "profile", "source", "digest")}
+        given = {name: content for name, content in files.items() if name != "arrays"}
+        return cls(kept=arrays["kept"], placement=placement, files=given, **told)
+
+
+def introduce(launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]) -> Introduction:
+    """What this node says of itself to others."""
+    options, view, geometry = launch.options, launch.view, model_geometry(launch.model)
+    facts = {
+        "sgl-ragged": sgl_ragged.__version__,
+        "SGLang": installed_release(),
+        "model": f"{architecture(launch.model)} with fingerprint {geometry.fingerprint}",
+        "weights": weights_sample(view),
+        **_flags(options),
+        **{dashed(name): getattr(view, name, None) for name in SETTINGS},
+        "kernels": kernel,
+        "slabs": share.form.name,
+        "ratio": share.ratio,
+        "cache dtype": str(launch.kv_dtype),
+        "features": sorted(feature.name for feature in joining),
+    }
+    # As the other end will read it.
+    return Introduction(view.node_rank, socket.gethostname(), json.loads(json.dumps(facts, default=str)))
+
+
+def _flags(options: RaggedOptions) -> dict[str, Any]:
+    """The plugin's flags as given, but for files."""
+    given = {one.name: getattr(options, one.name) for one in fields(options) if one.metadata}
+    given |= {one.name: getattr(of, one.name) for of in options.of_features for one in fields(of) if one.metadata}
+    return {
+        dashed(keyword): given.get(one.name, one.default)
+        for keyword, one in FLAGS.items()
+        if keyword not in OF_FIRST_NODE
+    }

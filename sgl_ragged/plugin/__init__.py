@@ -1,1 +1,0 @@
-"""Everything that touches SGLang start-up: flags, hooks, checks, platform."""

@@ -1,0 +1,1 @@
+"""What a worker runs: hooks, pool, allocator, radix cache, attention backend."""

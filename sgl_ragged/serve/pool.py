@@ -1,0 +1,164 @@
+"""SGLang's view of the pool: a KV cache whose pages are slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+from sgl_ragged.attention.epilogue import Epilogue
+from sgl_ragged.features.drafts.chains import require_chains
+from sgl_ragged.mem_pool.open_segments import OpenSegments
+from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.scorers import Scorer
+
+
+@runtime_checkable
+class Attached(Protocol):
+    """A part of the worker beside the pool, as operators see it.
+
+    gauges, counters: by name, what they mean. label: what the counters are counted by, if by anything.
+    """
+
+    @property
+    def gauges(self) -> Mapping[str, str]: ...
+
+    @property
+    def counters(self) -> Mapping[str, str]: ...
+
+    @property
+    def label(self) -> str: ...
+
+    def readings(self) -> Mapping[tuple[str, str], float]:
+        """Values of gauges and counters, by name and the label's value, which is empty where there is none."""
+        ...
+
+
+class Views(Protocol):
+    """Which sealed segments requests see, where these are not all; `history.histories.Histories` is one.
+
+    limit: most segments that a request sees.
+    """
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def table(self) -> torch.Tensor:
+        """As `Operations.in_view`."""
+        ...
+
+    def seen(self, rows: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Any:
+        """As `seen` of `Operations.describe_extend`, for chunks of requests. Changes the state."""
+        ...
+
+    def refresh(self) -> None:
+        """Bring `table` up to date before a decode step. Changes the state."""
+        ...
+
+
+class RaggedTokenToKVPool(MHATokenToKVPool):
+    """The token-to-KV pool whose pages SGLang's allocator and radix tree hand out.
+
+    Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
+    read or write the wrong bytes, so those calls raise instead. Features put what they run here: `attached` by their
+    names, `views` where requests do not see all of their history, `epilogues` behind attention.
+    """
+
+    def __init__(
+        self,
+        sizes: PoolSizes,
+        scorer: Scorer,
+        statistics: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        q_per_kv: int,
+        dtype: torch.dtype,
+        device: str,
+        layer_numbers: Sequence[int],
+        query_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`q_per_kv`, `dtype`, `query_dtype` and statistics as in `SlabStore`, the others but one are SGLang's.
+
+        Args:
+            layer_numbers: which of the model's layers these are; the pool counts them from 0.
+        """
+        self.sizes = sizes
+        self._scorer = scorer
+        self._statistics = statistics
+        self._q_per_kv = q_per_kv
+        self.layer_numbers = tuple(layer_numbers)
+        self._query_dtype = query_dtype
+        self.attached: dict[str, Any] = {}
+        self.views: Views | None = None
+        self.epilogues: list[Epilogue] = []
+        super().__init__(
+            size=sizes.max_total_tokens,
+            page_size=sizes.layout.segment,
+            dtype=dtype,
+            head_num=sizes.layout.num_heads,
+            head_dim=sizes.layout.head_dim,
+            layer_num=sizes.layout.num_layers,
+            device=device,
+            enable_memory_saver=False,
+            start_layer=0,
+            end_layer=len(layer_numbers),
+            enable_alt_stream=False,
+        )
+
+    @property
+    def observed(self) -> list[Attached]:
+        """Those that are attached and have something to show."""
+        return [one for one in self.attached.values() if isinstance(one, Attached)]
+
+    def _create_buffers(self) -> None:
+        self.store = SlabStore(
+            self.sizes.layout,
+            self._scorer,
+            self.sizes.num_slots,
+            self.sizes.num_rows,
+            self.dtype,
+            self.device,
+            q_per_kv=self._q_per_kv,
+            statistics=self._statistics,
+            pages=self.sizes.open_pages,
+            query_dtype=self._query_dtype,
+        )
+        self.open_segments = OpenSegments(self.store)
+
+    def _clear_buffers(self) -> None:
+        del self.open_segments, self.store
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        half = self.store.nbytes // 2
+        return half, half
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """SGLang asks for it once drafts have been accepted. Chains need it not (`require_chains`, with its errors)."""
+        require_chains(tgt_loc, src_loc)
+
+    def _no_token_access(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            "the ragged KV pool has no per-token buffers; this SGLang feature is not supported with --kv-pool ragged"
+        )
+
+    _get_key_buffer = _no_token_access
+    _get_value_buffer = _no_token_access
+    get_key_buffer = _no_token_access
+    get_value_buffer = _no_token_access
+    get_kv_buffer = _no_token_access
+    get_kv_buffer_shape = _no_token_access
+    get_raw_kv_buffer = _no_token_access
+    set_kv_buffer = _no_token_access
+    set_kv_buffer_prefix_valid = _no_token_access
+    get_cpu_copy = _no_token_access
+    load_cpu_copy = _no_token_access
+    get_contiguous_buf_infos = _no_token_access
+    get_device_pool_infos = _no_token_access
+    host_pool_decls = _no_token_access
+    get_dequant_workspace = _no_token_access
+    get_flashinfer_dequant_workspace_kv_buffer = _no_token_access
+    get_flashinfer_decode_dequant_workspace_kv_buffer = _no_token_access
+    finalize_backing = _no_token_access
