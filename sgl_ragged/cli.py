@@ -9,20 +9,28 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sgl_ragged.contract_checks import check_contract, installed_release
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.command_line import FLAGS, make_options
+from sgl_ragged.launch.conflicts import refuse_conflicts, table
+from sgl_ragged.launch.decide import choose_share, decide_without_calibrating
+from sgl_ragged.launch.feature import launch_features
 from sgl_ragged.launch.flags import dashed
-from sgl_ragged.launch.plan import ServingPlan
+from sgl_ragged.launch.joining import refuse_flags_without_effect, settle_features
+from sgl_ragged.launch.model_source import config_folder
+from sgl_ragged.launch.models import expected_kv_dtype, load_model_config, refuse_kv_scheme, refuse_model
+from sgl_ragged.launch.node_plan import Choices
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.plan import Prefill, Rank, ServingPlan
+from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.mem_pool.kv_dtype import beside_cache
-from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits, fit_pool
-
-if TYPE_CHECKING:
-    from sgl_ragged.launch.options import RaggedOptions
-    from sgl_ragged.launch.start import Launch
+from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits
+from sgl_ragged.rank_sizes import fit_all_ranks, summary
+from sgl_ragged.sglang_contract import SERVING
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -111,8 +119,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_layout_flags(parser: argparse.ArgumentParser) -> None:
     """Add the server's flags on which sizes depend, under the server's names; ours without `--ragged-`, too."""
-    from sgl_ragged.launch.options import FLAGS
-
     parser.add_argument(
         *("--model-path", "--model"),
         required=True,
@@ -147,30 +153,19 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
 
 def layout_also() -> list[str]:
     """Settings of SGLang that `layout` has flags for."""
-    from sgl_ragged.launch.feature import features
-
-    return [name for feature in features() for name in feature.layout_also]
+    return [name for feature in launch_features() for name in feature.layout_also]
 
 
 def show_layout(options: argparse.Namespace) -> None:
     """Print what a server with these flags would decide, and the sizes of its first rank."""
-    from sgl_ragged.launch.decide import choose_share, decide_without_calibrating
-    from sgl_ragged.launch.feature import Rank, features
-    from sgl_ragged.launch.joining import settle_features
-    from sgl_ragged.launch.options import FLAGS, make_options
-    from sgl_ragged.serve.metrics import summary
-
     asked = make_options({name: getattr(options, name) for name in FLAGS}, from_command_line=True)
     assert asked is not None, "a pool is asked for"
     check_layout(options, asked.segment)
-    launch = read_launch(options, asked)
-    geometry, kv_dtype = launch.geometry, launch.kv_dtype
-    assert geometry is not None, "the model is known"
-    assert kv_dtype is not None, "the model is known"
-    share = choose_share(launch, geometry.head_dim)
-    plan = decide_without_calibrating(launch, "torch", share, settle_features(launch))
-    slabs = plan.stage_slab_bytes(kv_dtype.itemsize)
-    sizes = pool_sizes(plan, launch, options)
+    start = read_start(options, asked)
+    choices = Choices("torch", choose_share(start), settle_features(start))
+    plan = decide_without_calibrating(start, choices)
+    slabs = plan.stage_slab_bytes(start.kv_dtype.itemsize)
+    sizes = pool_sizes(plan, start, options)
     if sizes.warning is not None:
         print(f"sgl-ragged: warning: {sizes.warning}", file=sys.stderr)
     if not options.json:
@@ -190,9 +185,10 @@ def show_layout(options: argparse.Namespace) -> None:
     shown |= {"kept_ratio": sizes.layout.mean_kept_share, "kept_bytes_ratio": sizes.layout.byte_share(sizes.itemsize)}
     shown |= {"scorer": plan.scorer, "profile": plan.profile, "profile_source": plan.source, "fairkv": plan.fairkv}
     shown |= {"summary": "; ".join(summary(plan, sizes))}
-    rank = Rank(plan.stage(0), 0, kv_dtype.itemsize, beside_cache(kv_dtype, launch.model.dtype).itemsize)
-    for feature in features():
-        shown |= feature.layout_info(feature.of(plan), rank, sizes)
+    query_dtype = beside_cache(start.kv_dtype, start.model.dtype)
+    rank = Rank(plan.stage(0), 0, start.kv_dtype.itemsize, query_dtype.itemsize)
+    for feature in launch_features():
+        shown |= feature.layout_info(plan.settings_of(feature.name), rank, sizes)
     print(json.dumps(shown))
 
 
@@ -204,14 +200,8 @@ def check_layout(options: argparse.Namespace, segment: int) -> None:
             raise RaggedConfigError(f"{dashed(name)} {getattr(options, name)} must be at least 1")
 
 
-def read_launch(options: argparse.Namespace, asked: RaggedOptions) -> Launch:
-    """The start that the flags describe, with the model; raises RaggedConfigError for what a server refuses."""
-    from sgl_ragged.launch.conflicts import refuse_conflicts
-    from sgl_ragged.launch.joining import refuse_in_vain
-    from sgl_ragged.launch.model_source import config_folder
-    from sgl_ragged.launch.models import expected_kv_dtype, load_model_config, refuse_kv_scheme, refuse_model
-    from sgl_ragged.launch.start import Launch
-
+def read_start(options: argparse.Namespace, asked: RaggedOptions) -> ModelStart:
+    """Return the start that the flags describe; raises RaggedConfigError for what a server refuses."""
     model = load_model_config(config_folder(options.model_path, options.revision), dtype=options.dtype)
     refuse_model(model)
     refuse_kv_scheme(model, options.kv_cache_dtype)
@@ -219,66 +209,36 @@ def read_launch(options: argparse.Namespace, asked: RaggedOptions) -> Launch:
     path = options.model_path
     given["model_path"] = str(Path(path).parent) if Path(path).is_file() else path
     server_args = SimpleNamespace(**NOTHING_ELSE | given, kv_cache_dtype=options.kv_cache_dtype)
-    launch = Launch(asked, server_args, model, expected_kv_dtype(model, options.kv_cache_dtype))
-    refuse_in_vain(launch)
-    refuse_conflicts(launch)
-    return launch
+    kv_dtype = expected_kv_dtype(model, options.kv_cache_dtype)
+    start = ModelStart(asked, server_args, server_args, model, kv_dtype, served=False)
+    refuse_flags_without_effect(start)
+    refuse_conflicts(start)
+    return start
 
 
-def pool_sizes(plan: ServingPlan, launch: Launch, options: argparse.Namespace) -> PoolSizes:
-    """Sizes of the first rank of the first stage: all ranks have the pages and requests of the one with the fewest."""
-    from sgl_ragged.launch.feature import Prefill, Rank
-    from sgl_ragged.launch.joining import feature_bytes, page_bytes, side_pages
-    from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
-    from sgl_ragged.scorers import get_scorer
-
-    kv_dtype, scorer, budget = launch.kv_dtype, get_scorer(plan.scorer), launch.options.kv_bytes
-    assert kv_dtype is not None, "the model is known"
-    assert budget is not None, "--kv-bytes is required"
-    queries = beside_cache(kv_dtype, launch.model.dtype)
+def pool_sizes(plan: ServingPlan, start: ModelStart, options: argparse.Namespace) -> PoolSizes:
+    """Return the sizes of the first rank of the first stage: all ranks have the pages and requests of the smallest."""
     schedule = SimpleNamespace(
         swa_full_tokens_ratio=options.swa_full_tokens_ratio,
         _swa_full_tokens_ratio_explicitly_set=options.swa_full_tokens_ratio is not None,
     )
-    every = []
-    for stage in range(max(len(plan.stages), 1)):
-        for number in range(plan.ranks):
-            rank = Rank(plan.stage(stage), number, kv_dtype.itemsize, queries.itemsize)
-            own = rank.plan.layout(number)
-            _, beside = side_pages(rank, Prefill(options.chunked_prefill_size, schedule))
-            every.append(
-                fit_pool(
-                    own,
-                    kv_dtype.itemsize,
-                    open_pages(scorer, plan.slab_layouts, plan.q_per_kv, kv_dtype, queries),
-                    budget,
-                    options.max_running_requests,
-                    side_bytes(scorer, own, plan.q_per_kv, queries) + feature_bytes(rank),
-                    options.max_total_tokens,
-                    beside,
-                    page_bytes(rank),
-                )
-            )
-    return replace(
-        every[0],
-        num_slots=min(one.num_slots for one in every),
-        num_rows=min(one.num_rows for one in every),
-        side_pages=min(one.side_pages for one in every),
+    prefill = Prefill(options.chunked_prefill_size, schedule)
+    assert start.options.kv_bytes is not None, "--kv-bytes is required"
+    queries, limits = (
+        beside_cache(start.kv_dtype, start.model.dtype),
+        (options.max_running_requests, options.max_total_tokens),
     )
+    return fit_all_ranks(plan, prefill, start.kv_dtype, queries, start.options.kv_bytes, *limits)
 
 
 def check_installation(_: argparse.Namespace) -> None:
-    """Print one line if the release is supported and its seams match, else raise RaggedConfigError."""
-    from sgl_ragged.serve.hooks import RAGGED_SEAMS, check_seams, installed_release
-
-    check_seams(RAGGED_SEAMS)
-    print(f"SGLang {installed_release()} is supported: all {len(RAGGED_SEAMS)} seams match")
+    """Print one line if the release is supported and all functions match, else raise RaggedConfigError."""
+    check_contract(SERVING)
+    print(f"SGLang {installed_release()} is supported: all {len(SERVING)} functions match")
 
 
 def show_conflicts(_: argparse.Namespace) -> None:
     """Print the table of docs/conflicts.md."""
-    from sgl_ragged.launch.conflicts import table
-
     print(table())
 
 

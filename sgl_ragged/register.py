@@ -1,9 +1,9 @@
-"""Entry point `sglang.srt.plugins`: the few hooks that are always there.
+"""Entry point `sglang.srt.plugins`: the few hooks that every SGLang process has.
 
-They add the flags, and carry what was asked from the launcher to the workers. Everything else is installed by
-`sgl_ragged.serve.hooks`, only when --kv-pool ragged or --kv-bytes is given: without them the server runs
-SGLang's own code. SGLang logs and swallows errors of plugins, so the hooks check each other: the flag hook
-refuses to offer flags that the rest could not honour.
+They add the flags, and carry the options from the launcher to the workers. All other hooks are installed by
+`serve.hooks`, only with --kv-pool ragged or --kv-bytes: without these flags the server runs SGLang's own code. SGLang
+logs and swallows errors of plugins, so the hooks check each other: the flag hook refuses to offer flags that the others
+could not honour.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from sgl_ragged.contract_checks import installed_release, resolve
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.options import ATTRIBUTE, FLAGS, OBSERVER, RaggedOptions, add_flags, make_options
+from sgl_ragged.launch.command_line import FLAGS, OBSERVER, add_flags, make_options
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.plan import ATTRIBUTE, WorkerSettings
+from sgl_ragged.sglang_contract import REMEDY
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _PUBLISH = "sglang.srt.runtime_context.publish"
@@ -36,7 +40,8 @@ def register() -> None:
 def extend_engine() -> None:
     """Let `Engine` take the flags as keywords, if its module is loaded.
 
-    Engine.__init__ loads plugins before it reads this class attribute; elsewhere the import would be for nothing.
+    Engine.__init__ loads plugins before it reads this class attribute; in other processes the import would be for
+    nothing.
     """
     engine = sys.modules.get("sglang.srt.entrypoints.engine")
     if engine is not None:
@@ -46,15 +51,11 @@ def extend_engine() -> None:
 def _hook(target: str, hook: Callable, hook_type: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sgl_ragged.serve.hooks import resolve
-
     _hooked.append((target, resolve(target)))
     HookRegistry.register(target, hook, hook_type)
 
 
 def _refuse_unless_hooked() -> None:
-    from sgl_ragged.serve.hooks import REMEDY, installed_release, resolve
-
     lost = [target for target, original in _hooked if original is None or resolve(target) is original]
     if lost:
         raise RaggedConfigError(f"could not hook {', '.join(lost)} of SGLang {installed_release()}; {REMEDY}")
@@ -95,7 +96,7 @@ def _attach(server_args: Any, options: RaggedOptions | None) -> Any:
 
 def _resolve_once(original: Callable, server_args: Any) -> None:
     options = getattr(server_args, ATTRIBUTE, None)
-    if options is None or getattr(server_args, "_resolution_finished", False):
+    if not isinstance(options, RaggedOptions) or getattr(server_args, "_resolution_finished", False):
         return original(server_args)
     from sgl_ragged.launch.resolution import resolve_with_options
 
@@ -108,12 +109,12 @@ def _resolve_once(original: Callable, server_args: Any) -> None:
 
 
 def _install_in_worker(server_args: Any, *, role: str, **_: Any) -> None:
-    options = getattr(server_args, ATTRIBUTE, None)
-    if options is not None and role in ("scheduler", "dp_controller"):
+    serving = getattr(server_args, ATTRIBUTE, None)
+    if isinstance(serving, WorkerSettings) and role in ("scheduler", "dp_controller"):
         from sgl_ragged.serve.hooks import install, install_in_controller
         from sgl_ragged.serve.refusal import end_worker
 
         try:
-            (install if role == "scheduler" else install_in_controller)(options)
+            (install if role == "scheduler" else install_in_controller)(serving)
         except RaggedConfigError as error:
-            end_worker(error, options, rank=0)
+            end_worker(error, serving.from_command_line, rank=0)

@@ -26,7 +26,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_ragged.features.history.bound import HistoryBound
 from sgl_ragged.features.history.histories import Histories
 from sgl_ragged.features.history.radix_cache import BoundedRadixCache
-from sgl_ragged.features.windows.pool import slab_allocator
+from sgl_ragged.serve.pool import slab_allocator
 from tests.bounded_oracle import views
 
 SEGMENT, PAGES, ROWS, LIMIT, LONGEST = 4, 40, 4, 5, 120

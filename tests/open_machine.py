@@ -26,7 +26,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.features.host_tier.open_store import OpenStore
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import NOW, Tails
@@ -37,8 +36,6 @@ from tests.pool_machine import LAYOUT, SEGMENT, STREAMS, VOCABULARY, expected_sl
 
 SCORER, PAGES, ROWS, LONGEST = "h2o", 40, 5, SEGMENT * 6
 HOST_PAGES = 8
-
-OPTIONS = RaggedOptions()
 
 
 class OpenMachine(RuleBasedStateMachine):
@@ -121,7 +118,7 @@ class OpenMachine(RuleBasedStateMachine):
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens,
         )
-        _, rows, _ = hooks.alloc_for_extend(OPTIONS, allocation.alloc_for_extend, batch)
+        _, rows, _ = hooks.alloc_for_extend(allocation.alloc_for_extend, batch)
         self._describe()
         described = self.operations.describe_extend(self.table.req_to_token, rows, begins, lengths)
         content = torch.cat([kv(self.tokens(r)[a:b], a) for r, a, b in zip(reqs, begins, ends, strict=True)])
@@ -234,7 +231,7 @@ class OpenMachine(RuleBasedStateMachine):
         batch = self._batch(
             self.running, seq_lens=lengths, seq_lens_cpu=lengths, req_pool_indices=rows, req_pool_indices_cpu=rows
         )
-        hooks.alloc_for_decode(OPTIONS, allocation.alloc_for_decode_default, batch, 1)
+        hooks.alloc_for_decode(allocation.alloc_for_decode_default, batch, 1)
         self._describe()
         table, lengths = self.table.req_to_token, lengths + 1
         described = self.operations.describe_decode(table, rows, lengths, lengths)

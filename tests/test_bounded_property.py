@@ -12,8 +12,7 @@ from sglang.srt.mem_cache import common
 
 from sgl_ragged.features.history.admission import check_held_pages
 from sgl_ragged.features.history.bound import HistoryBound
-from sgl_ragged.features.windows.pool import slab_allocator
-from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.serve.pool import slab_allocator
 from tests.bounded_machine import LIMIT, SEGMENT, SERVING, BoundedMachine
 from tests.examples import examples
 from tests.windowed_machine import LongWindows, WindowedMachine
@@ -76,7 +75,7 @@ def test_pages_that_were_given_back_may_be_free(monkeypatch):
     )
 
     def check() -> None:
-        check_held_pages(RaggedOptions(), SchedulerInvariantChecker._check_kv_page_invariants, checker)
+        check_held_pages(SchedulerInvariantChecker._check_kv_page_invariants, checker)
 
     with pytest.raises(ValueError, match="use-after-free"):
         checker._check_kv_page_invariants()

@@ -18,7 +18,7 @@ from sgl_ragged.features.drafts import torch_verify
 from sgl_ragged.features.drafts.chain_hooks import alloc_for_chains
 from tests.chain_machine import WIDTH, ChainMachine, OverlappedMachine
 from tests.examples import examples
-from tests.open_machine import OPTIONS, PAGES, SCORER, SEGMENT
+from tests.open_machine import PAGES, SCORER, SEGMENT
 from tests.pool_machine import expected_slab
 from tests.test_open_property import SERVING
 
@@ -34,7 +34,7 @@ def flags():
     patch.setattr(allocation, "assign_req_to_token_pool_func", torch_verify.write_locations)
     patch.setattr(eagle_utils, "get_alloc_reserve_per_decode", lambda: 2 * WIDTH)
     patch.setattr(eagle_utils, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=1))
-    hooked = functools.partial(alloc_for_chains, OPTIONS, allocation.alloc_for_spec_decode)
+    hooked = functools.partial(alloc_for_chains, allocation.alloc_for_spec_decode)
     patch.setattr(eagle_utils, "alloc_for_spec_decode", hooked)
     yield
     patch.undo()

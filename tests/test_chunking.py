@@ -17,8 +17,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ragged.launch.options import RaggedOptions
-from sgl_ragged.serve.chunking import cut_one_request
+from sgl_ragged.serve.prefill_budget import cut_one_request
 
 SEGMENT, CHUNK, TOKENS, PROMPT = 32, 96, 4096, 300
 
@@ -38,7 +37,7 @@ def hooked(monkeypatch):
     monkeypatch.setattr(
         PrefillAdder,
         "add_one_req_ignore_eos",
-        lambda adder, req: cut_one_request(RaggedOptions(), original, adder, req),
+        lambda adder, req: cut_one_request(original, adder, req),
     )
 
 

@@ -50,7 +50,7 @@ def test_the_answer_is_all_that_it_says(model, asked):
     more = ("--model", str(model), "--kv-bytes", "64MiB") if asked == "layout" else ()
     done = subprocess.run([sys.executable, "-c", program, asked, *more], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    words = {"layout": "virtual tokens", "check": "seams match", "conflicts": "| `--ragged-history` |"}
+    words = {"layout": "virtual tokens", "check": "functions match", "conflicts": "| `--ragged-history` |"}
     assert words[asked] in done.stdout
 
 
@@ -159,7 +159,7 @@ def test_layout_of_retrieval(model, monkeypatch, capsys):
     assert np.mean(plan["kept"]) <= 0.3 * 256
     run(monkeypatch, *flags)
     assert "2 pivots watch for 10 heads, which can be given 128 tokens each" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"--ragged-overlay: .* add --ragged-reservoir"):
+    with pytest.raises(SystemExit, match=r"--ragged-overlay has .* add --ragged-reservoir"):
         run(monkeypatch, *flags[:-2], "--overlay", "32")
     blind = load_profile(model / "roles.safetensors")
     statistics = dict(blind.statistics) | {WATCHED: np.zeros_like(blind.statistics[WATCHED])}
@@ -224,6 +224,6 @@ def test_bad_input_ends_with_one_line(model, monkeypatch, args, words):
     assert "\n" not in str(ended.value.code)
 
 
-def test_check_finds_the_seams(monkeypatch, capsys):
+def test_check_finds_the_functions(monkeypatch, capsys):
     run(monkeypatch, "check")
-    assert "seams match" in capsys.readouterr().out
+    assert "functions match" in capsys.readouterr().out

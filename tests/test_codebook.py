@@ -16,10 +16,10 @@ from calib.query_moments import rope_of
 from calib.recorder import CODEBOOK_QUERIES, Recorder
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.retrieval.launch import RetrievalFlags
-from sgl_ragged.launch.conflicts import Launch
 from sgl_ragged.launch.decide import why_not_to_fit
 from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.plan import choose_budgets, why_unfitted
+from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile_choice import ProfileFile, ReadableProfile, Uniform
@@ -134,7 +134,8 @@ def test_so_many_queries_behind_the_first_segment():
 )
 def test_options_and_models_say_why_not(given, sinks, rope, words):
     config = SimpleNamespace(has_attention_sinks=sinks, hf_text_config=SimpleNamespace(rope_parameters=rope))
-    reason = why_not_to_fit(Launch(RaggedOptions(kv_pool="ragged", **given), None, config))
+    options = RaggedOptions(kv_pool="ragged", **given)
+    reason = why_not_to_fit(ModelStart(options, None, None, config, torch.float32))
     assert reason is None if words is None else words in reason
 
 

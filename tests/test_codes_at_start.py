@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sglang.srt.server_args import prepare_server_args
 
-from sgl_ragged.launch.options import ATTRIBUTE
+from sgl_ragged.launch.plan import ATTRIBUTE
 from tests.models import make_llama
 from tests.test_plugin import WIDE, refusal, resolved
 

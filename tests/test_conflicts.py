@@ -11,16 +11,13 @@ import torch
 
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.features.disaggregation.launch import DISAGGREGATION
-from sgl_ragged.features.drafts.launch import ADAPTERS, BY_MODEL, DRAFTS, RANKS
-from sgl_ragged.features.history.launch import HISTORY, HistoryFlags
-from sgl_ragged.features.host_tier.launch import CODEC, HOST_TIER, TierFlags
-from sgl_ragged.features.retrieval.launch import RETRIEVAL, RetrievalFlags
-from sgl_ragged.features.windows.launch import ONE_POOL, WINDOWS
-from sgl_ragged.launch import models as model_support
-from sgl_ragged.launch.conflicts import against, cases, conflicts, refuse_conflicts
-from sgl_ragged.launch.options import RaggedOptions
-from sgl_ragged.launch.start import (
+from sgl_ragged.features.drafts.launch import ADAPTERS, BY_MODEL, RANKS
+from sgl_ragged.features.history.launch import HistoryFlags
+from sgl_ragged.features.host_tier.launch import CODEC, TierFlags
+from sgl_ragged.features.retrieval.launch import RetrievalFlags
+from sgl_ragged.features.windows.launch import ONE_POOL
+from sgl_ragged.launch import start as start_module
+from sgl_ragged.launch.conflicts import (
     CODES,
     FITTED,
     FLASHINFER,
@@ -29,13 +26,20 @@ from sgl_ragged.launch.start import (
     MANY_RANKS,
     MIXED,
     NODES,
-    REFUSED,
     SINKS,
     SPLIT,
     STAGES,
     TREE,
-    Launch,
+    against,
+    cases,
+    conflicts,
+    refuse_conflicts,
 )
+from sgl_ragged.launch.feature import REFUSED, launch_features
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.start import ModelStart, Start
+
+RETRIEVAL, HISTORY, WINDOWS, DRAFTS, DISAGGREGATION, HOST_TIER = launch_features()
 
 ASKED = {SPLIT: {"fairkv": "split"}, FLASHINFER: {"kernel": "flashinfer"}}
 OF_FEATURES = {
@@ -63,10 +67,10 @@ ALSO = {BY_MODEL: {DRAFTS.case}, MANY_RANKS: {RANKS}}
 
 @pytest.fixture(autouse=True)
 def _geometry_of_the_model(monkeypatch):
-    monkeypatch.setattr(model_support, "model_geometry", lambda model: model.geometry)
+    monkeypatch.setattr(start_module, "model_geometry", lambda model: model.geometry)
 
 
-def launch(*has: str) -> Launch:
+def launch(*has: str) -> ModelStart:
     """A start that has these cases and no others."""
     given = {key: value for case in has for key, value in ASKED.get(case, {}).items()}
     flags = {key: value for case in has for key, value in FLAGS.get(case, {}).items()}
@@ -91,12 +95,18 @@ def launch(*has: str) -> Launch:
     dtype = torch.float8_e4m3fn if FP8 in has else torch.bfloat16
     of_features = tuple(OF_FEATURES[case] for case in has if case in OF_FEATURES)
     options = RaggedOptions(kv_pool="ragged", of_features=of_features, **given)
-    return Launch(options, SimpleNamespace(**plain | flags), model, dtype)
+    server_args = SimpleNamespace(**plain | flags)
+    return ModelStart(options, server_args, server_args, model, dtype)
 
 
-@pytest.mark.parametrize("case", cases())
+def seen(start: ModelStart) -> set[str]:
+    of_flags, of_model = cases()
+    return {name for name, applies in (of_flags | of_model).items() if applies(start)}
+
+
+@pytest.mark.parametrize("case", cases()[0] | cases()[1])
 def test_cases_are_seen_and_alone_they_are_served(case):
-    assert {name for name, applies in cases().items() if applies(launch(case))} == {case} | ALSO.get(case, set())
+    assert seen(launch(case)) == {case} | ALSO.get(case, set())
     refuse_conflicts(launch(case))
 
 
@@ -122,7 +132,12 @@ def test_nothing_speaks_against_a_plain_start():
     assert against(FITTED, launch()) is None
     refuse_conflicts(launch())
     flags = launch()
-    refuse_conflicts(Launch(flags.options, flags.server_args))
+    refuse_conflicts(Start(flags.options, flags.server_args))
+
+
+def test_conflicts_name_cases_that_exist():
+    known = {*cases()[0], *cases()[1], CODES, FITTED}
+    assert {name for one in conflicts() for name in (one.one, one.other)} <= known
 
 
 def test_no_pair_stands_twice():

@@ -5,15 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.disaggregation import launch as disaggregation
-from sgl_ragged.features.disaggregation.launch import DISAGGREGATION
+from sgl_ragged.features.disaggregation.launch import FEATURE as DISAGGREGATION
+from sgl_ragged.features.disaggregation.roles import ServerRole
 from sgl_ragged.launch.options import RaggedOptions
-from sgl_ragged.launch.start import Launch
+from sgl_ragged.launch.start import ModelStart
 
 
-def launch(view: object = None, **given: object) -> Launch:
+def launch(view: object = None, **given: object) -> ModelStart:
     flags = dict(
         disaggregation_mode="decode",
         disaggregation_transfer_backend="nixl",
@@ -29,7 +31,7 @@ def launch(view: object = None, **given: object) -> Launch:
         dp_size=1,
         enable_hierarchical_cache=False,
     )
-    return Launch(RaggedOptions(kv_pool="ragged"), SimpleNamespace(**flags | given), view=view)
+    return ModelStart(RaggedOptions(kv_pool="ragged"), SimpleNamespace(**flags | given), view, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def launch(view: object = None, **given: object) -> Launch:
     ],
 )
 def test_what_is_refused_says_why_in_one_line(given, words):
-    assert DISAGGREGATION.settle(launch()) == "decode"
+    assert DISAGGREGATION.settle(launch()) == ServerRole("decode")
     with pytest.raises(RaggedConfigError, match=words) as refused:
         DISAGGREGATION.settle(launch(**given))
     assert "\n" not in str(refused.value)
@@ -58,7 +60,7 @@ def test_what_is_refused_says_why_in_one_line(given, words):
 
 def test_a_prefill_server_may_have_a_host_tier():
     given = {"disaggregation_mode": "prefill", "enable_hierarchical_cache": True}
-    assert DISAGGREGATION.settle(launch(**given)) == "prefill"
+    assert DISAGGREGATION.settle(launch(**given)) == ServerRole("prefill")
 
 
 def test_staging_buffers_are_refused(monkeypatch):
@@ -71,21 +73,23 @@ def test_what_changes_with_it():
     """A decode server counts all of its rows, and keeps what it retracts; on CPUs prefill does not overlap."""
     cpu, cuda = (SimpleNamespace(device=device) for device in ("cpu", "cuda"))
     changed = {"disaggregation_decode_extra_slots": 0, "disaggregation_decode_retraction_backup": "cpu_tensor"}
-    assert DISAGGREGATION.declare("decode", launch(cpu)) == changed
+    assert DISAGGREGATION.sglang_settings(ServerRole("decode"), launch(cpu)) == changed
     none = launch(cuda, disaggregation_decode_retraction_backup="none")
-    assert DISAGGREGATION.declare("decode", none)["disaggregation_decode_retraction_backup"] == "none"
-    assert DISAGGREGATION.declare("prefill", launch(cpu)) == {"disable_overlap_schedule": True}
-    assert DISAGGREGATION.declare("prefill", launch(cuda)) == {}
+    assert (
+        DISAGGREGATION.sglang_settings(ServerRole("decode"), none)["disaggregation_decode_retraction_backup"] == "none"
+    )
+    assert DISAGGREGATION.sglang_settings(ServerRole("prefill"), launch(cpu)) == {"disable_overlap_schedule": True}
+    assert DISAGGREGATION.sglang_settings(ServerRole("prefill"), launch(cuda)) == {}
 
 
 @pytest.mark.parametrize("scorer", ["snapkv", "tova", "gate", "h2o", "keydiff"])
 def test_scorers_that_look_at_last_queries_are_refused(scorer):
     plan = SimpleNamespace(scorer=scorer, segment=256, q_per_kv=4, geometry=SimpleNamespace(head_dim=128))
     if scorer not in ("snapkv", "tova"):
-        assert DISAGGREGATION.join("decode", plan, launch()) == "decode"
+        assert DISAGGREGATION.join(ServerRole("decode"), plan, launch()) == ServerRole("decode")
         return
     with pytest.raises(RaggedConfigError, match="use another --ragged-scorer"):
-        DISAGGREGATION.join("decode", plan, launch())
+        DISAGGREGATION.join(ServerRole("decode"), plan, launch())
 
 
 def test_what_is_missing_is_refused(monkeypatch):

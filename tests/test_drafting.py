@@ -11,12 +11,13 @@ import torch
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.drafts.draft_backend import DraftSteps
-from sgl_ragged.features.drafts.draft_pool import AUX_LAYERS, read_draft_model
-from sgl_ragged.features.drafts.launch import DRAFTS, Drafts
+from sgl_ragged.features.drafts.draft_config import AUX_LAYERS, read_draft_model
+from sgl_ragged.features.drafts.draft_model import DraftSettings
+from sgl_ragged.features.drafts.launch import FEATURE as DRAFTS
 from sgl_ragged.features.drafts.sglang_flags import draft_backend, refuse_resolved
 from sgl_ragged.launch.models import load_model_config
 from sgl_ragged.launch.options import RaggedOptions
-from sgl_ragged.launch.start import Launch
+from sgl_ragged.launch.start import ModelStart
 from tests.models import make_config
 
 MODEL = {"speculative_algorithm": "standalone", "speculative_draft_model_path": "folder"}
@@ -25,7 +26,7 @@ HEAD = {"speculative_algorithm": "eagle", "speculative_draft_model_path": "folde
 }
 
 
-def launch(view: object = None, **given: object) -> Launch:
+def launch(view: object = None, **given: object) -> ModelStart:
     flags = dict(
         speculative_algorithm="NGRAM",
         speculative_ngram_max_bfs_breadth=1,
@@ -47,7 +48,8 @@ def launch(view: object = None, **given: object) -> Launch:
         decoupled_spec_role="null",
         disable_overlap_schedule=False,
     )
-    return Launch(RaggedOptions(kv_pool="ragged"), SimpleNamespace(**flags | given), view=view)
+    start = RaggedOptions(kv_pool="ragged"), SimpleNamespace(**flags | given)
+    return ModelStart(*start, view, None, torch.bfloat16, served=view is not None)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_what_sglang_makes_of_flags_is_refused_as_well(resolved, words):
     refuse_resolved(view)
     vars(view).update(resolved)
     with pytest.raises(RaggedConfigError, match=words) as refused:
-        DRAFTS.declare(True, launch(view, **HEAD))
+        DRAFTS.sglang_settings(None, launch(view, **HEAD))
     assert "\n" not in str(refused.value)
 
 
@@ -189,9 +191,9 @@ def test_a_step_of_drafting_sees_what_counts_and_the_drafts_up_to_its_own():
 def test_a_chain_is_no_longer_than_a_segment():
     plan = SimpleNamespace(segment=16)
     view = SimpleNamespace(speculative_num_draft_tokens=16, disable_overlap_schedule=True)
-    assert DRAFTS.join(True, plan, launch(view)) == Drafts(16)
+    assert DRAFTS.join(None, plan, launch(view)) == DraftSettings(16)
     overlapped = SimpleNamespace(speculative_num_draft_tokens=16, disable_overlap_schedule=False)
-    assert DRAFTS.join(True, plan, launch(overlapped)) == Drafts(16, overlapped=True)
+    assert DRAFTS.join(None, plan, launch(overlapped)) == DraftSettings(16, overlapped=True)
     view.speculative_num_draft_tokens = 17
     with pytest.raises(RaggedConfigError, match="more than a segment of 16 tokens"):
-        DRAFTS.join(True, plan, launch(view))
+        DRAFTS.join(None, plan, launch(view))

@@ -1,25 +1,30 @@
-"""Which rooms of the package import which, and where SGLang is."""
+"""Which rooms of the package import which, where SGLang is, and that no group of files imports itself in a circle."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
 STOREYS = (
-    {"errors"},
+    {"errors", "sglang_contract"},
     {"profiles"},
     {"scorers", "fairkv"},
     {"mem_pool"},
     {"fitting"},
     {"attention"},
-    {"launch", "serve", "features", "cli", "register"},
+    {"contract_checks", "launch", "rank_sizes", "serve", "features"},
+    {"cli", "register"},
 )
-"""Rooms of the package from the ground up: each imports from its own storey and those below it. Only the last one may
+"""Rooms of the package from the ground up: each imports from its own storey and those below it. Only the last two may
 import SGLang."""
+
+MOST_IN_A_CIRCLE = 3
+MOST_IN_FUNCTIONS = 15
 
 
 def room(module: str) -> str:
@@ -27,26 +32,55 @@ def room(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Modules and names that are imported, those for type checkers excepted."""
+def imports(tree: ast.AST, typing: bool = False) -> Iterator[str]:
+    """Modules and names that are imported.
+
+    Args:
+        typing: True to include those for type checkers.
+    """
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing:
             continue
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{name.name}" for name in node.names)
         else:
-            yield from imports(node)
+            yield from imports(node, typing)
 
 
-def modules() -> dict[str, list[str]]:
-    """What every module of the package and the calibrator imports, by its name."""
+@cache
+def trees() -> dict[str, ast.AST]:
+    """Every module of the package and the calibrator, by its name."""
     return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts): list(imports(ast.parse(path.read_text())))
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text())
         for folder in ("sgl_ragged", "calib")
         for path in (ROOT / folder).rglob("*.py")
     }
+
+
+def modules(typing: bool = False) -> dict[str, list[str]]:
+    """What every module imports, by its name."""
+    return {module: list(imports(tree, typing)) for module, tree in trees().items()}
+
+
+def module_of(imported: str) -> str:
+    return imported if imported in trees() else imported.rpartition(".")[0]
+
+
+def edges() -> dict[str, set[str]]:
+    """Which modules of ours every module imports: deferred imports and those for type checkers count."""
+    found = {module: {module_of(one) for one in imported} for module, imported in modules(typing=True).items()}
+    return {module: {one for one in imported if one in trees()} - {module} for module, imported in found.items()}
+
+
+def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
+    found, waiting = set(), [start]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
 
 
 def test_imports_run_downwards():
@@ -56,14 +90,62 @@ def test_imports_run_downwards():
         for module, found in modules().items()
         for imported in found
         if module.startswith("sgl_ragged.") and imported.startswith("sgl_ragged.")
-        if module != "sgl_ragged.__init__" and storeys[room(imported)] > storeys[room(module)]
+        if storeys[room(imported)] > storeys[room(module)]
     ]
     assert upwards == []
 
 
-def test_only_the_last_storey_imports_sglang():
+def test_no_group_of_files_imports_itself():
+    """Pairs are for a class and the one that makes it; a larger circle means that a file is in the wrong room."""
+    graph = edges()
+    reached = {module: reachable(module, graph) for module in graph}
+    circles = {frozenset(other for other in reached[module] if module in reached[other]) for module in graph}
+    assert [sorted(circle) for circle in circles if len(circle) > MOST_IN_A_CIRCLE] == []
+
+
+def test_launcher_and_worker_meet_in_the_plan():
+    """Neither side imports the other, directly or through a feature's half."""
+    graph = {module: found - {"sgl_ragged.launch.plan"} for module, found in edges().items()}
+    of_launch = [one for one in graph if re.match(r"sgl_ragged\.(launch\.|features\.\w+\.launch$)", one)]
+    of_serve = [one for one in graph if re.match(r"sgl_ragged\.(serve\.|features\.\w+\.serve$)", one)]
+    assert (len(of_launch), len(of_serve)) > (20, 15)
+    crossing = [
+        (module, other)
+        for side, others in ((of_launch, "serve"), (of_serve, "launch"))
+        for module in side
+        for other in reachable(module, graph)
+        if room(other) == others or re.match(rf"sgl_ragged\.features\.\w+\.{others}$", other)
+        if module != "sgl_ragged.launch.plan"
+    ]
+    assert crossing == []
+
+
+def test_features_do_not_import_each_other():
+    """Exceptions: bounded histories count pages of windows, and a host tier carries the scores of histories."""
+    known = {("history", "windows.sizes"), ("host_tier", "history.histories"), ("host_tier", "history.segment_scores")}
+    prefix = "sgl_ragged.features."
+    found = {
+        (module.removeprefix(prefix).split(".")[0], imported.removeprefix(prefix))
+        for module, imported_modules in edges().items()
+        for imported in imported_modules
+        if module.startswith(prefix) and imported.startswith(prefix)
+    }
+    assert {(one, other) for one, other in found if one != other.split(".")[0]} <= known
+
+
+def test_our_modules_are_imported_at_the_top_of_files():
+    """Deferred imports are for torch, SGLang, Triton and optional packages."""
+    deferred = set()
+    for module, tree in trees().items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        for function in functions:
+            deferred |= {(module, module_of(one)) for one in imports(function) if one.startswith("sgl_ragged.")}
+    assert len(deferred) <= MOST_IN_FUNCTIONS, sorted(deferred)
+
+
+def test_only_the_last_storeys_import_sglang():
     importing = {module for module, found in modules().items() if any(x.split(".")[0] == "sglang" for x in found)}
-    assert {module for module in importing if room(module) not in STOREYS[-1]} == {"calib.measure"}
+    assert {one for one in importing if room(one) not in STOREYS[-1] | STOREYS[-2]} == {"calib.measure"}
 
 
 def test_the_package_imports_nothing_that_the_working_folder_could_shadow():

@@ -5,38 +5,41 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from sgl_ragged import rank_sizes
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch import joining
-from sgl_ragged.launch.feature import Feature
-from sgl_ragged.launch.joining import refuse_in_vain, settle_features, side_pages
+from sgl_ragged.launch.feature import LaunchFeature
+from sgl_ragged.launch.joining import refuse_flags_without_effect, settle_features
 from sgl_ragged.launch.options import RaggedOptions
-from sgl_ragged.launch.plan import Joined
-from sgl_ragged.launch.start import Launch
+from sgl_ragged.launch.plan import FeatureSettings, Joined
+from sgl_ragged.launch.start import Start
 from tests.other_package.ballast import Ballast, BallastFlags
 
 
-class Tree(Feature):
-    radix_cache = ("mine", "no.such.factory")
+class Tree(LaunchFeature):
+    radix_cache = "mine"
 
     def __init__(self, name: str) -> None:
         self.name, self.case = name, f"--{name}"
 
-    def asked(self, launch):
+    def asked(self, start):
         return True
 
     def require(self):
         return
 
-    def side_pages(self, settings, rank, prefill):
-        return SimpleNamespace(what=self.name)
+
+class SideSettings(FeatureSettings):
+    def side_pages(self, rank, prefill):
+        return SimpleNamespace(what="pages")
 
 
 @pytest.fixture
 def join(monkeypatch):
     def install(*features):
-        monkeypatch.setattr(joining, "features", lambda: features)
-        monkeypatch.setattr(joining, "joined_features", lambda plan: [(one, True) for one in features])
+        monkeypatch.setattr(joining, "launch_features", lambda: features)
 
     return install
 
@@ -44,30 +47,39 @@ def join(monkeypatch):
 def test_a_server_has_one_radix_cache(join):
     one, other = Tree("one"), Tree("other")
     join(one)
-    assert settle_features(None) == {one: True}
+    assert settle_features(None) == {one: None}
     join(one, other)
     for known in ((), (one,)):
         with pytest.raises(RaggedConfigError, match="--one and --other both bring a radix cache"):
             settle_features(None, known=known)
 
 
-def test_slabs_have_one_pool_beside_them(join):
-    one, other = Tree("one"), Tree("other")
-    rank = SimpleNamespace(plan=SimpleNamespace(features=(Joined("one", True),)))
-    join(one)
-    feature, pages = side_pages(rank, None)
-    assert (feature, pages.what) == (one, "one")
-    join()
-    assert side_pages(rank, None) == (None, None)
-    join(one, other)
-    with pytest.raises(RaggedConfigError, match="--one and --other both need pages beside slabs"):
-        side_pages(rank, None)
+def test_slabs_have_one_second_pool(monkeypatch):
+    monkeypatch.setattr(rank_sizes, "side_bytes", lambda *_: 0)
+    monkeypatch.setattr(rank_sizes, "open_pages", lambda *_: None)
+
+    def needs(*names):
+        plan = SimpleNamespace(
+            features=tuple(Joined(name, SideSettings()) for name in names),
+            scorer="keydiff",
+            q_per_kv=1,
+            slab_layouts=[],
+        )
+        plan.stage, plan.layout = lambda _: plan, lambda _: None
+        return rank_sizes.rank_needs(plan, 0, 0, None, torch.float32, torch.float32)
+
+    assert (needs("one").side_feature, needs("one").side_pages.what) == ("one", "pages")
+    assert needs().side_pages is None
+    with pytest.raises(RaggedConfigError, match="one and other both need pages of a second pool"):
+        needs("one", "other")
 
 
 def test_flags_without_their_feature_are_named(join):
     join(Ballast())
     plain = RaggedOptions(kv_pool="ragged")
-    refuse_in_vain(Launch(plain, None))
-    refuse_in_vain(Launch(RaggedOptions(of_features=(BallastFlags(ballast=1, ballast_colour="red"),)), None))
+    refuse_flags_without_effect(Start(plain, None))
+    refuse_flags_without_effect(
+        Start(RaggedOptions(of_features=(BallastFlags(ballast=1, ballast_colour="red"),)), None)
+    )
     with pytest.raises(RaggedConfigError, match=r"^--ragged-ballast-colour paints ballast"):
-        refuse_in_vain(Launch(RaggedOptions(of_features=(BallastFlags(ballast_colour="red"),)), None))
+        refuse_flags_without_effect(Start(RaggedOptions(of_features=(BallastFlags(ballast_colour="red"),)), None))

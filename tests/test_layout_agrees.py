@@ -13,7 +13,7 @@ import pytest
 from benchmarks.character_model import make_character_model
 from sgl_ragged import cli
 from sgl_ragged.launch import calibration_process
-from sgl_ragged.launch.options import ATTRIBUTE
+from sgl_ragged.launch.plan import ATTRIBUTE
 from sgl_ragged.profiles.profile_cache import VARIABLE
 from tests.models import make_profile
 from tests.test_plugin import resolved

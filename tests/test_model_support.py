@@ -19,13 +19,12 @@ from sgl_ragged.launch.models import (
     expected_kv_dtype,
     load_model_config,
     model_geometry,
-    refuse_kv_dtype,
     refuse_kv_scheme,
     refuse_model,
 )
 from sgl_ragged.launch.multimodal import media_reason
-from sgl_ragged.launch.options import ATTRIBUTE
-from sgl_ragged.mem_pool.kv_dtype import KV_DTYPES
+from sgl_ragged.launch.plan import ATTRIBUTE
+from sgl_ragged.mem_pool.kv_dtype import KV_DTYPES, refuse_kv_dtype
 from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_llama
 from tests.test_plugin import refusal, resolved

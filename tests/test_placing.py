@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.fairkv.planner import describe_placement
 from sgl_ragged.launch import placing
-from sgl_ragged.launch.options import ATTRIBUTE
-from sgl_ragged.launch.placing import describe_placement
-from sgl_ragged.launch.plan import ServingPlan
+from sgl_ragged.launch.plan import ATTRIBUTE, ServingPlan
 from sgl_ragged.profiles.geometry import ModelGeometry
 from tests.models import make_llama, make_profile, make_qwen3
 from tests.test_plugin import refusal, resolved

@@ -19,14 +19,15 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sgl_ragged import register
-from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.features.host_tier.launch import HOST_TIER
-from sgl_ragged.launch import resolution
-from sgl_ragged.launch.feature import Seam
+from sgl_ragged.contract_checks import resolve
+from sgl_ragged.errors import TO_ENGINE, RaggedConfigError
+from sgl_ragged.features.host_tier import launch as host_tier
+from sgl_ragged.launch import checks, resolution
+from sgl_ragged.launch.command_line import FLAGS, make_options
 from sgl_ragged.launch.flags import dashed
-from sgl_ragged.launch.options import ATTRIBUTE, FLAGS, make_options
-from sgl_ragged.serve import hooks as seams
-from sgl_ragged.serve import refusal as refusal_module
+from sgl_ragged.launch.plan import ATTRIBUTE
+from sgl_ragged.serve.hooks import HOOKS
+from sgl_ragged.sglang_contract import SERVING
 from tests.models import make_llama, make_profile, make_qwen3
 
 load_plugins()
@@ -99,7 +100,7 @@ def test_without_the_flag_nothing_changes(llama):
     assert not hasattr(args, ATTRIBUTE)
     assert (view.page_size, view.attention_backend) == (1, "torch_native")
     publish(args, role="scheduler")
-    assert all(not hasattr(seams.resolve(seam.target), "__wrapped__") for seam in seams.RAGGED_SEAMS if seam.hook)
+    assert all(not hasattr(resolve(hook.target), "__wrapped__") for hook in HOOKS)
     assert KVCacheConfigurator._build_token_to_kv_pool.__module__ == KVCacheConfigurator.__module__
     pool_class = KVCacheConfigurator._resolve_kv_pool_class(None, kind="mha", default=MHATokenToKVPool)
     assert pool_class is MHATokenToKVPool
@@ -212,10 +213,9 @@ def test_bad_input_is_refused_in_one_line(llama, flags, words):
 
 
 def test_warns_of_a_pool_that_is_not_sized_after_captures(llama, monkeypatch):
-    from sgl_ragged.launch import resolution
 
     said: list[str] = []
-    monkeypatch.setattr(resolution.logger, "warning", said.append)
+    monkeypatch.setattr(checks.logger, "warning", said.append)
     resolved(llama, "--kv-pool", "ragged")
     assert said == []
     monkeypatch.setenv("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "1")
@@ -256,12 +256,12 @@ def test_graphs_are_off_before_memory_is_sized(llama, monkeypatch, flags):
 
 @pytest.mark.parametrize("segment", [48, 192, 272])
 def test_on_cuda_a_segment_is_a_power_of_two(segment):
-    resolution.refuse_segment(segment, "cpu")
-    resolution.refuse_segment(256, "cuda")
+    checks.refuse_segment(segment, "cpu")
+    checks.refuse_segment(256, "cuda")
     with pytest.raises(
         RaggedConfigError, match=f"--ragged-segment {segment} is no power of two.*use .* or (64|256|512)"
     ):
-        resolution.refuse_segment(segment, "cuda")
+        checks.refuse_segment(segment, "cuda")
 
 
 def test_files_are_read_once_by_the_launcher(llama, tmp_path):
@@ -286,16 +286,16 @@ def test_a_worker_refuses_the_dtype_that_sglang_resolved():
         size_pool(None, None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fnuz), 0)
 
 
-@pytest.mark.parametrize(("status", "kind"), [(refusal_module.TO_ENGINE, RaggedConfigError), (1, RuntimeError)])
+@pytest.mark.parametrize(("status", "kind"), [(TO_ENGINE, RaggedConfigError), (1, RuntimeError)])
 def test_a_worker_that_has_said_why_ends_an_engine_without_sglang_guessing(status, kind):
-    error = refusal_module.answer_dead_worker(lambda *_: RuntimeError("died"), 0, SimpleNamespace(exitcode=status))
+    error = resolution.answer_dead_worker(lambda *_: RuntimeError("died"), 0, SimpleNamespace(exitcode=status))
     assert type(error) is kind
 
 
 def test_forbidden_flags_exist():
     """A misspelt name would never be looked at; an ordinary start must pass all of them."""
     args = ServerArgs(model_path="m")
-    for name, fine, _ in resolution._FORBIDDEN_FLAGS:
+    for name, fine, _ in checks.REFUSED_VALUES:
         assert getattr(args, name) in fine
 
 
@@ -336,30 +336,30 @@ def test_mla_model_is_refused(tmp_path):
     assert "MLA attention" in refusal(tmp_path, "--kv-pool", "ragged")
 
 
-@pytest.mark.parametrize("seam", seams.RAGGED_SEAMS, ids=lambda seam: seam.hook)
-def test_renamed_seam_is_refused(llama, monkeypatch, seam):
+@pytest.mark.parametrize("target", SERVING)
+def test_renamed_function_is_refused(llama, monkeypatch, target):
     """A hook target that upstream has renamed, or whose parameters changed."""
-    owner, name = seam.target.rsplit(".", 1)
-    owner = seams.resolve(owner)
+    owner, name = target.rsplit(".", 1)
+    owner = resolve(owner)
     original = getattr(owner, name)
     if name in vars(owner):
         monkeypatch.delattr(owner, name)
     # A method may have another of that name behind it.
     if not hasattr(owner, name):
-        assert f"{seam.target} (missing)" in refusal(llama, "--kv-pool", "ragged")
+        assert f"{target} (missing)" in refusal(llama, "--kv-pool", "ragged")
     monkeypatch.setattr(owner, name, lambda self, something_else: original(self), raising=False)
-    assert f"{seam.target} (takes self, something_else)" in refusal(llama, "--kv-pool", "ragged")
+    assert f"{target} (takes self, something_else)" in refusal(llama, "--kv-pool", "ragged")
 
 
 def test_a_flag_hook_that_did_not_take_is_refused(llama, monkeypatch):
     """SGLang swallows the errors of hooks: flags that nothing would honour must not be accepted."""
     target = "sglang.srt.server_args.set_global_server_args_for_tokenizer"
-    monkeypatch.setattr(register, "_hooked", [*register._hooked, (target, seams.resolve(target))])
+    monkeypatch.setattr(register, "_hooked", [*register._hooked, (target, resolve(target))])
     assert f"could not hook {target}" in refusal(llama, "--kv-pool", "ragged")
 
 
 def test_kv_bytes_alone_is_checked_too(llama, monkeypatch):
-    owner = seams.resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
+    owner = resolve("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator")
     monkeypatch.delattr(owner, "_profile_available_bytes")
     assert "_profile_available_bytes (missing)" in refusal(llama, "--kv-bytes", "1GiB")
 
@@ -442,8 +442,8 @@ def test_a_tier_of_another_server_holds_something_else(llama, tmp_path):
 
 
 def test_a_release_without_the_seams_of_a_tier_serves_without_it(llama, monkeypatch):
-    lacking = (Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.no_such_strategy", ("strategy",)),)
-    monkeypatch.setattr(HOST_TIER, "seams", lacking)
+    lacking = {"sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.no_such_strategy": ("strategy",)}
+    monkeypatch.setattr(host_tier.FEATURE, "contract", lacking)
     message = refusal(llama, "--kv-pool", "ragged", "--enable-hierarchical-cache")
     assert "is not supported with --enable-hierarchical-cache" in message
     resolved(llama, "--kv-pool", "ragged")

@@ -23,7 +23,7 @@ from benchmarks.character_model import make_character_model
 from benchmarks.storm.material import scorer_statistics
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch import calibrating, calibration_process
-from sgl_ragged.launch.options import make_options
+from sgl_ragged.launch.command_line import make_options
 from sgl_ragged.profiles.bundled import FOLDER
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import load_profile

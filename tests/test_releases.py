@@ -14,10 +14,10 @@ from packaging.version import Version
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import prepare_server_args
 
-from sgl_ragged import cli
+from sgl_ragged import cli, contract_checks
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.options import ATTRIBUTE
-from sgl_ragged.serve import hooks as seams
+from sgl_ragged.launch.plan import ATTRIBUTE
+from sgl_ragged.sglang_contract import RELEASES
 from tests.models import make_llama
 
 ROOT = Path(__file__).parent.parent
@@ -33,22 +33,23 @@ def sglang_requirement() -> Requirement:
 
 
 def pretend(monkeypatch, release: str) -> None:
-    """Another SGLang, by its version alone: its seams match."""
-    monkeypatch.setattr(seams, "installed_release", lambda: release)
+    """Another SGLang, by its version alone: its functions match."""
+    for module in (contract_checks, cli):
+        monkeypatch.setattr(module, "installed_release", lambda: release)
 
 
 @pytest.mark.parametrize("release", [*SERVED, *NOT_SERVED])
 def test_the_package_asks_for_what_is_served(release):
-    assert seams.is_served(release) == (release in SERVED)
+    assert contract_checks.is_tested(release) == (release in SERVED)
     assert sglang_requirement().specifier.contains(release, prereleases=True) == (release in SERVED)
 
 
 def test_the_release_that_is_tested_is_the_last():
     """The README names it."""
-    assert Version(importlib.metadata.version("sglang")).base_version == seams.SERVED[-1]
+    assert Version(importlib.metadata.version("sglang")).base_version == RELEASES[-1]
     named = re.findall(r"`(sglang[<>=][^`]+)`", (ROOT / "README.md").read_text())
     assert [Requirement(one) for one in named] == [sglang_requirement()]
-    assert list(seams.SERVED) == sorted(seams.SERVED, key=Version)
+    assert list(RELEASES) == sorted(RELEASES, key=Version)
 
 
 @pytest.mark.parametrize("release", ["0.5.23", "0.5.23.post2"])
@@ -78,7 +79,7 @@ def test_without_sglang_there_is_one_line(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", nothing)
     with pytest.raises(RaggedConfigError, match="SGLang is not installed; install sglang=="):
-        seams.installed_release()
+        contract_checks.installed_release()
 
 
 def test_the_launcher_refuses_only_what_it_was_asked_for(monkeypatch, tmp_path):

@@ -23,7 +23,6 @@ from sgl_ragged.features.retrieval.roles import HeadRoles
 from sgl_ragged.features.retrieval.serve import name_requests
 from sgl_ragged.features.retrieval.settings import Retrieval
 from sgl_ragged.features.retrieval.watching import Watching
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
@@ -86,7 +85,7 @@ class Served:
     def run(self, work) -> torch.Tensor:
         """As SGLang's worker is called with a batch of both requests."""
         worker, batch = SimpleNamespace(model_runner=self.runner), SimpleNamespace(req_pool_indices_cpu=ROWS_ON_HOST)
-        return name_requests(RaggedOptions(), lambda *_: work(), worker, batch)
+        return name_requests(lambda *_: work(), worker, batch)
 
     def prefill(self, lengths: list[int]) -> torch.Tensor:
         for row, length in zip(ROWS, lengths, strict=True):

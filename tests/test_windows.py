@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sgl_ragged import cli
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.history.bound import HistoryBound
-from sgl_ragged.features.history.history_plan import with_lag
+from sgl_ragged.features.history.launch import with_lag
 from sgl_ragged.features.windows.sizes import TOKENS_PER_WINDOW, WindowNeeds
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages

@@ -121,3 +121,20 @@ def _even_out(placement: Placement) -> Placement:
         heads=np.take_along_axis(placement.heads, order[:, :, None], axis=1),
         kept=np.take_along_axis(placement.kept, order[:, :, None], axis=1),
     )
+
+
+def describe_placement(placement: Placement, kept: np.ndarray) -> str:
+    """Return one line for the log: how busy ranks are in attention, with the placement and without.
+
+    A layer takes as long as its fullest rank: busy is the mean load over the largest, summed over layers.
+
+    Args:
+        kept: int [layers, heads], what the placement was made from.
+    """
+    before = plan_placement(kept, placement.ranks, "none").load
+    busy = [load.mean(axis=1).sum() / load.max(axis=1).sum() for load in (before, placement.load)]
+    largest = [int(load.sum(axis=0).max()) for load in (before, placement.load)]
+    return (
+        f"heads placed on {placement.ranks} ranks ({placement.mode}): busy {busy[0]:.3f} -> {busy[1]:.3f}, "
+        f"largest slab {largest[0]} -> {largest[1]} tokens of all layers"
+    )

@@ -1,7 +1,8 @@
-"""Checks of the launcher before calibration and loading: port, memory, cores."""
+"""Checks of the launcher before calibration and loading: flags, environment, port, memory, cores."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Any
@@ -10,13 +11,123 @@ import psutil
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.feature import Prefill, Rank
-from sgl_ragged.launch.joining import feature_bytes, page_bytes, side_pages
-from sgl_ragged.launch.plan import ServingPlan
+from sgl_ragged.launch.cuda_graphs import captures_prefill, refuse_graphs
+from sgl_ragged.launch.flags import RefusedValues, refuse_values
+from sgl_ragged.launch.models import NAMED_KV_DTYPES
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.plan import Prefill, ServingPlan
+from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.mem_pool.kv_dtype import beside_cache
-from sgl_ragged.mem_pool.sizing import fit_pool
-from sgl_ragged.mem_pool.slab_store import open_pages, side_bytes
-from sgl_ragged.scorers import get_scorer
+from sgl_ragged.mem_pool.sizing import check_limits
+from sgl_ragged.rank_sizes import fit_all_ranks
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_segment(segment: int, device: str) -> None:
+    """Raise RaggedConfigError for a segment length that SGLang's allocator on this device cannot use as page size."""
+    if device == "cuda" and segment & (segment - 1):
+        raise RaggedConfigError(
+            f"--ragged-segment {segment} is no power of two, which SGLang's page allocator needs on CUDA; "
+            f"use {1 << segment.bit_length() - 1} or {1 << segment.bit_length()}"
+        )
+
+
+def refuse_environment(server_args: Any) -> None:
+    """Raise RaggedConfigError for environment variables of SGLang that do not go with --kv-pool ragged, and warn of one
+    that is in vain."""
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
+        raise RaggedConfigError(
+            "SGLANG_ENABLE_METADATA_GLUE_GRAPH captures what runs before a decode step, and --kv-pool ragged seals "
+            "segments there, on the host's word; unset it"
+        )
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get() and not captures_prefill(server_args):
+        logger.warning(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING does nothing with --kv-pool ragged: prefill is not captured, so "
+            "SGLang leaves room for it, and the pool is that much smaller than the token pool; say --kv-bytes or "
+            "--mem-fraction-static for another size"
+        )
+
+
+REFUSED_VALUES: RefusedValues = (
+    # field, values that are served, reason
+    ("attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop --attention-backend"),
+    ("prefill_attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop the flag"),
+    ("decode_attention_backend", (None,), "the attention backend follows from --kv-pool ragged; drop the flag"),
+    (
+        "hicache_host_memory_mode",
+        ("cache",),
+        "host memory as a mere buffer in front of storage is not supported with --kv-pool ragged; drop the flag",
+    ),
+    (
+        "enable_unified_cache_external_linker",
+        (False,),
+        "external linkers read single tokens, which --kv-pool ragged does not store; use --enable-hierarchical-cache",
+    ),
+    ("enable_lmcache", (False,), "LMCache is not supported with --kv-pool ragged"),
+    ("enable_flexkv", (False,), "FlexKV is not supported with --kv-pool ragged"),
+    ("enable_memory_saver", (False,), "releasing KV memory at run time is not supported with --kv-pool ragged"),
+    ("kv_canary", (None, "none"), "the KV canary reads single tokens, which --kv-pool ragged does not store"),
+    ("enable_unified_memory", (False,), "the unified memory pool is not supported with --kv-pool ragged"),
+    ("enable_page_major_kv_layout", (False,), "the page-major layout is not supported with --kv-pool ragged"),
+    ("enable_streaming_session", (False,), "streaming sessions are not supported with --kv-pool ragged"),
+    ("enable_hisparse", (False,), "HiSparse is not supported with --kv-pool ragged"),
+    ("enable_kv_cache_sharding", (False,), "KV cache sharding is not supported with --kv-pool ragged"),
+    ("enable_two_batch_overlap", (False,), "two-batch overlap is not supported with --kv-pool ragged"),
+    ("enable_pdmux", (False,), "PD multiplexing is not supported with --kv-pool ragged"),
+    ("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache leaves no KV cache to compress"),
+    ("dcp_size", (1,), "decode context parallelism is not supported with --kv-pool ragged; use --tp"),
+    ("attn_cp_size", (1,), "context parallelism is not supported with --kv-pool ragged; use --tp"),
+    ("attn_dp_size", (None, 1), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),
+    ("enable_dp_attention", (False,), "attention data parallelism is not supported with --kv-pool ragged; use --tp"),
+    ("enable_torch_compile", (False,), "torch.compile is not supported with --kv-pool ragged; drop it"),
+    (
+        "enable_deterministic_inference",
+        (False,),
+        "deterministic inference needs one of SGLang's own attention backends; drop it, or use --kv-pool token",
+    ),
+    (
+        "rl_on_policy_target",
+        (None,),
+        "deterministic inference needs one of SGLang's own attention backends; drop it, or use --kv-pool token",
+    ),
+    (
+        "enable_mis",
+        (False,),
+        "multi-item scoring needs attention masks of its own, which --kv-pool ragged does not have; drop it",
+    ),
+    ("dllm_algorithm", (None,), "diffusion language models are not supported with --kv-pool ragged"),
+    (
+        "kv_cache_dtype",
+        ("auto", *NAMED_KV_DTYPES),
+        "of quantised KV caches --kv-pool ragged supports FP8; use --kv-cache-dtype fp8_e4m3, fp8_e5m2 or auto",
+    ),
+)
+
+
+def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
+    """Raise RaggedConfigError for the first SGLang flag that does not go with --kv-pool ragged."""
+    if server_args.page_size not in (None, options.segment):
+        raise RaggedConfigError(
+            f"--page-size {server_args.page_size} differs from the segment length {options.segment}: a page is a "
+            f"segment; drop --page-size, or set --ragged-segment"
+        )
+    chunk = server_args.chunked_prefill_size
+    if chunk is not None and chunk > 0 and chunk % options.segment:
+        raise RaggedConfigError(
+            f"--chunked-prefill-size {chunk} is not a multiple of the segment length {options.segment}: "
+            f"set it to {max(chunk // options.segment, 1) * options.segment}, or drop it"
+        )
+    check_limits(options.segment, server_args.max_running_requests, server_args.max_total_tokens)
+    if server_args.nnodes > 1 and not server_args.dist_init_addr:
+        raise RaggedConfigError(
+            f"--nnodes {server_args.nnodes} needs an address of the first node: give all nodes the same "
+            f"--dist-init-addr HOST:PORT"
+        )
+    refuse_graphs(server_args, options)
+    refuse_values(server_args, REFUSED_VALUES)
 
 
 def refuse_port(view: Any) -> None:
@@ -88,32 +199,13 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f}"
 
 
-def refuse_small(kv_bytes: int, plan: ServingPlan, kv_dtype: torch.dtype, model_config: Any, view: Any) -> None:
+def refuse_small(kv_bytes: int, plan: ServingPlan, start: ModelStart) -> None:
     """Raise RaggedConfigError for a KV budget that holds less than one request, in the words of the workers.
 
     Args:
         kv_bytes: --kv-bytes, of each rank.
-        kv_dtype: of the cache, as far as the launcher knows it.
-        view: SGLang's resolved settings.
     """
-    queries, scorer = beside_cache(kv_dtype, model_config.dtype), get_scorer(plan.scorer)
-    chunk = view.chunked_prefill_size
-    prefill = Prefill(chunk if chunk is not None and chunk > 0 else model_config.context_len, view)
-    pages = open_pages(scorer, plan.slab_layouts, plan.q_per_kv, kv_dtype, queries)
-    for number in range(max(len(plan.stages), 1)):
-        stage = plan.stage(number)
-        for own in range(plan.ranks):
-            rank = Rank(stage, own, kv_dtype.itemsize, queries.itemsize)
-            layout = stage.layout(own)
-            side = side_bytes(scorer, layout, stage.q_per_kv, queries) + feature_bytes(rank)
-            fit_pool(
-                layout,
-                kv_dtype.itemsize,
-                pages,
-                kv_bytes,
-                view.max_running_requests,
-                side,
-                view.max_total_tokens,
-                side_pages(rank, prefill)[1],
-                page_bytes(rank),
-            )
+    chunk, limits = start.view.chunked_prefill_size, (start.view.max_running_requests, start.view.max_total_tokens)
+    prefill = Prefill(chunk if chunk is not None and chunk > 0 else start.model.context_len, start.view)
+    queries = beside_cache(start.kv_dtype, start.model.dtype)
+    fit_all_ranks(plan, prefill, start.kv_dtype, queries, kv_bytes, *limits)

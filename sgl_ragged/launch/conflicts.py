@@ -5,42 +5,37 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.feature import features
+from sgl_ragged.launch.feature import REFUSED, STAYS_UNFITTED, STAYS_WIDE, Conflict, launch_features
 from sgl_ragged.launch.multimodal import counts_pictures
-from sgl_ragged.launch.start import (
-    CODES,
-    FITTED,
-    FLASHINFER,
-    FP8,
-    M_ROPE,
-    MANY_RANKS,
-    MIXED,
-    NODES,
-    REFUSED,
-    SINKS,
-    SPLIT,
-    STAGES,
-    STAYS_UNFITTED,
-    STAYS_WIDE,
-    TREE,
-    Conflict,
-    Launch,
-)
+from sgl_ragged.launch.start import ModelStart, Start
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 
-OWN_CASES: dict[str, Callable[[Launch], bool]] = {
-    SPLIT: lambda launch: launch.options.fairkv == "split",
-    FLASHINFER: lambda launch: launch.options.kernel == "flashinfer",
-    TREE: lambda launch: launch.server_args.radix_cache_backend not in (None, "", *_own_trees()),
-    MIXED: lambda launch: launch.server_args.enable_mixed_chunk,
-    SINKS: lambda launch: launch.model is not None and launch.model.has_attention_sinks,
-    M_ROPE: lambda launch: launch.model is not None and counts_pictures(launch.model.hf_text_config),
-    MANY_RANKS: lambda launch: launch.geometry is not None and launch.server_args.tp_size > launch.geometry.num_heads,
-    NODES: lambda launch: launch.server_args.nnodes > 1,
-    STAGES: lambda launch: launch.server_args.pp_size > 1,
-    FP8: lambda launch: launch.kv_dtype is not None and is_fp8(launch.kv_dtype),
+CODES, FITTED = "slabs in 8, 6 and 4 bits", "fitted slabs"
+"""Defaults of a server where nothing conflicts with them; the first of two things in a conflict."""
+
+SPLIT, FLASHINFER = "--ragged-fairkv split", "--ragged-kernel flashinfer"
+TREE, MIXED = "--radix-cache-backend", "--enable-mixed-chunk"
+SINKS, M_ROPE = "learned sinks", "three positions per token (M-RoPE)"
+NODES, STAGES = "--nnodes", "--pp-size"
+MANY_RANKS, FP8 = "more ranks than heads", "an FP8 cache"
+
+OWN_CASES: dict[str, Callable[[Start], bool]] = {
+    SPLIT: lambda start: start.options.fairkv == "split",
+    FLASHINFER: lambda start: start.options.kernel == "flashinfer",
+    TREE: lambda start: start.server_args.radix_cache_backend not in (None, "", *_own_trees()),
+    MIXED: lambda start: start.server_args.enable_mixed_chunk,
+    NODES: lambda start: start.server_args.nnodes > 1,
+    STAGES: lambda start: start.server_args.pp_size > 1,
 }
-"""Options and properties of models, and how it is seen that a start has them."""
+"""Cases seen in flags."""
+
+OWN_MODEL_CASES: dict[str, Callable[[ModelStart], bool]] = {
+    SINKS: lambda start: start.model.has_attention_sinks,
+    M_ROPE: lambda start: counts_pictures(start.model.hf_text_config),
+    MANY_RANKS: lambda start: start.server_args.tp_size > start.geometry.num_heads,
+    FP8: lambda start: is_fp8(start.kv_dtype),
+}
+"""Cases seen in flags and model."""
 
 OWN_CONFLICTS = (
     Conflict(SPLIT, FLASHINFER, "flashinfer attends to whole heads", "use triton, or --ragged-fairkv permute"),
@@ -56,36 +51,44 @@ OWN_CONFLICTS = (
 
 
 def _own_trees() -> list[str]:
-    return [feature.radix_cache[0] for feature in features() if feature.radix_cache is not None]
+    return [feature.radix_cache for feature in launch_features() if feature.radix_cache is not None]
 
 
-def cases() -> dict[str, Callable[[Launch], bool]]:
-    """Things that a start can have, and how they are seen: features, what else they know of, and OWN_CASES.
+def cases() -> tuple[dict[str, Callable[[Start], bool]], dict[str, Callable[[ModelStart], bool]]]:
+    """Return all cases by name: those seen in flags, and those seen in flags and model.
 
-    Codes and fitting are what a server does by itself where nothing speaks against it: they are asked about by name.
+    CODES and FITTED are none: `against` looks them up by name.
     """
-    of_features = {feature.case: feature.asked for feature in features()}
-    return of_features | {name: seen for feature in features() for name, seen in feature.cases.items()} | OWN_CASES
+    of_flags, of_model = dict(OWN_CASES), dict(OWN_MODEL_CASES)
+    for feature in launch_features():
+        of_flags |= {feature.case: feature.asked, **feature.cases}
+        of_model |= {feature.case: feature.has, **feature.model_cases}
+    return of_flags, of_model
+
+
+def _has(start: Start, case: str) -> bool:
+    of_flags, of_model = cases()
+    if isinstance(start, ModelStart) and case in of_model:
+        return of_model[case](start)
+    return case in of_flags and of_flags[case](start)
 
 
 def conflicts() -> tuple[Conflict, ...]:
-    """All of them, those of features first. What a feature takes and decides per layer knows of no stages."""
-    own = tuple(found for feature in features() for found in feature.conflicts)
-    of_stages = (Conflict(STAGES, feature.case, "it knows of one stage alone", "use --tp") for feature in features())
-    return own + tuple(of_stages) + OWN_CONFLICTS
+    """Return all conflicts, those of features first. What features hold per layer is of one pipeline stage."""
+    own = tuple(found for feature in launch_features() for found in feature.conflicts)
+    stages = (Conflict(STAGES, one.case, "it knows of one stage alone", "use --tp") for one in launch_features())
+    return own + tuple(stages) + OWN_CONFLICTS
 
 
-def against(one: str, launch: Launch) -> Conflict | None:
-    """The first conflict of CODES or FITTED with what a start has."""
-    seen = cases()
-    return next((found for found in conflicts() if found.one == one and seen[found.other](launch)), None)
+def against(one: str, start: ModelStart) -> Conflict | None:
+    """Return the first conflict of CODES or FITTED with a start, or None."""
+    return next((found for found in conflicts() if found.one == one and _has(start, found.other)), None)
 
 
-def refuse_conflicts(launch: Launch) -> None:
-    """Raise RaggedConfigError for the first two things of a start that do not go together."""
-    seen = cases()
+def refuse_conflicts(start: Start) -> None:
+    """Raise RaggedConfigError for the first conflict of a start, as far as it is known."""
     for found in conflicts():
-        if found.effect == REFUSED and seen[found.one](launch) and seen[found.other](launch):
+        if found.effect == REFUSED and _has(start, found.one) and _has(start, found.other):
             raise RaggedConfigError(f"{found.one} is not supported with {found.other}: {found.why}; {found.advice}")
 
 

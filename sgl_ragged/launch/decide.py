@@ -1,29 +1,26 @@
-"""The plan of a start: made by its launcher; with several nodes, by the first one's for all."""
+"""The plan of a start: made by its launcher; with several nodes, by the first one's for all of them."""
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.calibrating import calibrate_if_missing, is_missing, settle_profile
-from sgl_ragged.launch.conflicts import against
-from sgl_ragged.launch.feature import Feature
+from sgl_ragged.launch.conflicts import CODES, against
+from sgl_ragged.launch.conflicts import FITTED as FITTED_SLABS
 from sgl_ragged.launch.joining import join_features
-from sgl_ragged.launch.models import model_geometry, pipeline_stages
+from sgl_ragged.launch.models import pipeline_stages
 from sgl_ragged.launch.multimodal import refuse_positions
-from sgl_ragged.launch.node_plan import OF_FIRST_NODE, Decided, introduce
+from sgl_ragged.launch.node_plan import OF_FIRST_NODE, Choices, Decided, introduce
 from sgl_ragged.launch.nodes import Nodes, NodesDiffer, meeting
 from sgl_ragged.launch.options import FITTED
 from sgl_ragged.launch.placing import place_heads, take_placement
-from sgl_ragged.launch.plan import ServingPlan, choose_budgets, kept_share, make_plan, refuse_ranks
-from sgl_ragged.launch.start import CODES, Launch
-from sgl_ragged.launch.start import FITTED as FITTED_SLABS
+from sgl_ragged.launch.plan import BudgetChoice, ServingPlan, choose_budgets, kept_share, make_plan, refuse_ranks
+from sgl_ragged.launch.start import BudgetedStart, ModelStart
 from sgl_ragged.mem_pool.slab_format import Share, settle_share
 from sgl_ragged.profiles.profile_choice import CachedProfile, ProfileFile, ReadableProfile, Uniform
 
@@ -33,27 +30,24 @@ _MEET_WITHIN_S = 1800
 """As long as torch waits for ranks; --dist-timeout where it is given."""
 
 
-def decide(launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]) -> ServingPlan:
-    """The plan that all ranks of all nodes follow; calibrates the model first where it has no profile yet.
+def decide(start: ModelStart, choices: Choices) -> ServingPlan:
+    """Return the plan that all ranks of all nodes follow; calibrate the model first where it has no profile yet.
 
-    With several nodes, their launchers meet here, and this process ends with any of them from then on.
-
-    Args:
-        launch: with the model. joining: features and their settings.
+    With several nodes, their launchers meet here, and from then on this process ends when any of them ends.
 
     Raises:
         RaggedConfigError: something cannot be honoured, here or on another node, or nodes differ.
     """
-    view = launch.view
+    view = start.view
     if view.nnodes == 1:
-        return _make_here(launch, kernel, share, joining, None)[0]
+        return _make_here(start, choices)[0]
     from sglang.srt.utils.network import NetworkAddress
 
     address = NetworkAddress.parse(view.dist_init_addr)
-    own = introduce(launch, kernel, share, joining)
+    own = introduce(start, choices)
     with meeting(own, (address.host, address.port), view.nnodes, view.dist_timeout or _MEET_WITHIN_S) as nodes:
         if own.number == 0:
-            plan, decided = _make_here(launch, kernel, share, joining, nodes)
+            plan, decided = _make_here(start, choices, nodes)
             nodes.tell(*decided.message())
             digests = {name: message["digest"] for name, (message, _) in nodes.hear().items()}
             for name, digest in digests.items():
@@ -65,27 +59,51 @@ def decide(launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, 
             nodes.tell({"agreed": True})
             return plan
         ((message, files),) = nodes.hear().values()
-        plan = _make_as_decided(launch, kernel, share, joining, Decided.from_message(message, files))
+        plan = _make_as_decided(start, choices, Decided.from_message(message, files))
         nodes.tell({"digest": plan.digest})
         nodes.hear()
         logger.info("the plan is the first node's; digest %s", plan.digest)
         return plan
 
 
-def _make_here(
-    launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any], nodes: Nodes | None
-) -> tuple[ServingPlan, Decided]:
-    """The plan, and what others make it from; `nodes`: those that wait for it, who are told if that takes long."""
-    options, view, geometry = launch.options, launch.view, model_geometry(launch.model)
-    tokens = _tokens(launch, share)
-    scorer, profile = settle_profile(options, view, geometry, tokens)
-    _check(launch, kernel, scorer)
+def decide_without_calibrating(start: ModelStart, choices: Choices) -> ServingPlan:
+    """Return the plan of a start on one node, as `decide` makes it where the model's profile is cached.
+
+    Where it is still to be calibrated, heads have equal budgets of the same ratio, without the scorer's tensors; the
+    plan's `source` says so.
+
+    Raises:
+        RaggedConfigError: as `decide`.
+    """
+    tokens = _tokens(start, choices.share)
+    scorer, profile = settle_profile(start.options, start.view, start.geometry, tokens)
+    _check(start, choices.kernel, scorer)
+    missing = is_missing(profile)
+    readable: ReadableProfile
+    if isinstance(profile, CachedProfile):
+        why = f"no profile of {start.view.model_path} is cached, so its first start calibrates {scorer}; assumed here"
+        readable = Uniform(why) if missing else profile.file
+    else:
+        readable = profile
+    budgeted = _with_budgets(start, readable, scorer, tokens)
+    return _make(budgeted, choices, scorer, str(profile), tokens, statistics=not missing)
+
+
+def _make_here(start: ModelStart, choices: Choices, nodes: Nodes | None = None) -> tuple[ServingPlan, Decided]:
+    """Return the plan, and what other nodes make it from.
+
+    Args:
+        nodes: those that wait for the plan; they are told if calibration delays it.
+    """
+    options, view = start.options, start.view
+    tokens = _tokens(start, choices.share)
+    scorer, profile = settle_profile(options, view, start.geometry, tokens)
+    _check(start, choices.kernel, scorer)
     if nodes is not None and is_missing(profile):
         nodes.tell({"waiting": f"{nodes.own.name} calibrates {view.model_path}, once; the other nodes wait for it"})
-    readable = calibrate_if_missing(scorer, profile, options, view, geometry)
-    chosen = choose_budgets(geometry, profile=readable, scorer=scorer, ratio=tokens, segment=options.segment)
-    plan = _make(replace(launch, chosen=chosen), kernel, share, scorer, str(profile), options.scorer_weights)
-    plan = _joined(plan, replace(launch, chosen=chosen), joining, tokens, view)
+    readable = calibrate_if_missing(scorer, profile, options, view, start.geometry)
+    budgeted = _with_budgets(start, readable, scorer, tokens)
+    plan, chosen = _make(budgeted, choices, scorer, str(profile), tokens), budgeted.chosen
     named = {
         "ragged_profile": readable.path if isinstance(readable, ProfileFile) else None,
         "ragged_scorer_weights": options.scorer_weights,
@@ -94,124 +112,93 @@ def _make_here(
     return plan, Decided(scorer, str(profile), chosen.source, chosen.kept, plan.placement, files, plan.digest)
 
 
-def decide_without_calibrating(
-    launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]
-) -> ServingPlan:
-    """The plan of a start on one node, as `decide` makes it where the model's profile is cached.
-
-    Where it is still to be calibrated, heads have equal budgets of the same ratio, without the scorer's tensors; the
-    plan's `source` says so.
-
-    Args:
-        launch: without `view`, by which features see that nothing is served; `server_args` holds the settings.
-
-    Raises:
-        RaggedConfigError: as `decide`.
-    """
-    options, view, geometry = launch.options, launch.server_args, model_geometry(launch.model)
-    tokens = _tokens(launch, share)
-    scorer, profile = settle_profile(options, view, geometry, tokens)
-    _check(replace(launch, view=view), kernel, scorer)
-    missing = is_missing(profile)
-    readable: ReadableProfile
-    if isinstance(profile, CachedProfile):
-        why = f"no profile of {view.model_path} is cached, so its first start calibrates {scorer}; assumed here"
-        readable = Uniform(why) if missing else profile.file
-    else:
-        readable = profile
-    chosen = choose_budgets(geometry, profile=readable, scorer=scorer, ratio=tokens, segment=options.segment)
-    launch = replace(launch, chosen=chosen)
-    resolved = replace(launch, view=view)
-    plan = _make(resolved, kernel, share, scorer, str(profile), options.scorer_weights, statistics=not missing)
-    return _joined(plan, launch, joining, tokens, view)
-
-
-def _joined(plan: ServingPlan, launch: Launch, joining: Mapping[Feature, Any], tokens: float, view: Any) -> ServingPlan:
-    """The plan with heads placed and features joined.
-
-    Args:
-        tokens: share of the tokens that heads keep on average.
-        view: SGLang's settings.
-    """
-    return join_features(
-        plan, launch, joining, tokens, lambda plan: place_heads(plan, launch.options, view, launch.model)
-    )
-
-
-def _make_as_decided(
-    launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any], decided: Decided
-) -> ServingPlan:
-    """The first node's plan, on another node."""
-    options, view, geometry = launch.options, launch.view, model_geometry(launch.model)
-    tokens = _tokens(launch, share)
-    _check(launch, kernel, decided.scorer)
+def _make_as_decided(start: ModelStart, choices: Choices, decided: Decided) -> ServingPlan:
+    """Return the first node's plan, on another node."""
+    tokens = _tokens(start, choices.share)
+    _check(start, choices.kernel, decided.scorer)
     with tempfile.TemporaryDirectory(prefix="sgl_ragged-") as folder:
         # Workers open no file: what is needed of these is in the plan.
         for name, content in decided.files.items():
             if name not in OF_FIRST_NODE:
-                raise RaggedConfigError(f"the first node has sent {name!r}, which nobody asked for")
+                raise RaggedConfigError(f"the first node has sent {name!r}, which is no file of a plan")
             Path(folder, name).write_bytes(content)
         paths = {name: str(Path(folder, name)) for name in decided.files}
         profile: ReadableProfile = Uniform()
         if "ragged_profile" in paths:
             profile = ProfileFile(Path(paths["ragged_profile"]))
-        chosen = choose_budgets(geometry, profile=profile, scorer=decided.scorer, ratio=tokens, segment=options.segment)
-        launch = replace(launch, chosen=replace(chosen, kept=decided.kept, source=decided.source))
-        plan = _make(launch, kernel, share, decided.scorer, decided.profile, paths.get("ragged_scorer_weights"))
-    return join_features(
-        plan, launch, joining, tokens, lambda plan: take_placement(plan, decided.placement, options, view, launch.model)
-    )
+        budgeted = _with_budgets(start, profile, decided.scorer, tokens, decided)
+        weights = paths.get("ragged_scorer_weights")
+        return _make(budgeted, choices, decided.scorer, decided.profile, tokens, weights=weights, decided=decided)
 
 
-def _tokens(launch: Launch, share: Share) -> float:
-    """Share of the tokens that heads keep on average."""
-    assert launch.kv_dtype is not None, "the model is known"
-    geometry = model_geometry(launch.model)
-    return kept_share(geometry, share.ratio, launch.options.segment, share.form, launch.kv_dtype.itemsize)
-
-
-def _check(launch: Launch, kernel: str, scorer: str) -> None:
-    """Raise RaggedConfigError for what the scorer or the kernels cannot serve of this model."""
-    geometry = model_geometry(launch.model)
-    refuse_ranks(geometry, launch.view.tp_size, scorer)
-    refuse_positions(launch.model.hf_text_config, scorer)
-    if kernel != "torch":
-        check_shape(geometry.head_dim, geometry.q_per_kv)
+def _with_budgets(
+    start: ModelStart, profile: ReadableProfile, scorer: str, tokens: float, decided: Decided | None = None
+) -> BudgetedStart:
+    """Return the start with budgets of a profile, or with those of the first node."""
+    chosen = choose_budgets(start.geometry, profile=profile, scorer=scorer, ratio=tokens, segment=start.options.segment)
+    if decided is not None:
+        chosen = BudgetChoice(decided.kept, chosen.profile, decided.source)
+    return BudgetedStart(**{one.name: getattr(start, one.name) for one in fields(start)}, chosen=chosen)
 
 
 def _make(
-    launch: Launch,
-    kernel: str,
-    share: Share,
+    start: BudgetedStart,
+    choices: Choices,
     scorer: str,
     profile: str,
-    weights: str | None,
+    tokens: float,
+    *,
+    weights: str | None = None,
     statistics: bool = True,
+    decided: Decided | None = None,
 ) -> ServingPlan:
-    """The plan without placement and features; weights: the scorer's file. statistics: as in `make_plan`."""
-    assert launch.chosen is not None, "budgets are chosen"
-    return make_plan(
-        model_geometry(launch.model),
-        launch.chosen,
-        ranks=launch.view.tp_size,
-        ratio=share.ratio,
-        segment=launch.options.segment,
+    """Return the plan with heads placed and features joined.
+
+    Args:
+        profile: its name for operators.
+        tokens: share of the tokens that heads keep on average.
+        weights: the scorer's file on another node than the first; there `decided` is the first node's decision.
+        statistics: as in `make_plan`.
+    """
+    plan = make_plan(
+        start.geometry,
+        start.chosen,
+        ranks=start.view.tp_size,
+        ratio=choices.share.ratio,
+        segment=start.options.segment,
         scorer=scorer,
-        scorer_weights=weights,
+        scorer_weights=start.options.scorer_weights if decided is None else weights,
         profile=profile,
-        kernel=kernel,
-        form=share.form,
-        unfitted=why_not_to_fit(launch),
-        stages=pipeline_stages(model_geometry(launch.model), launch.view.pp_size),
+        kernel=choices.kernel,
+        form=choices.share.form,
+        unfitted=why_not_to_fit(start),
+        stages=pipeline_stages(start.geometry, start.view.pp_size),
         with_statistics=statistics,
     )
 
+    def place(plan: ServingPlan) -> ServingPlan:
+        return place_heads(plan, start) if decided is None else take_placement(plan, decided.placement, start)
 
-def choose_share(launch: Launch, head_dim: int) -> Share:
-    """Share and format of slabs; raises RaggedConfigError for what does not go with the format that was asked for."""
-    options, reason = launch.options, against(CODES, launch)
-    assert launch.kv_dtype is not None, "the model is known"
-    itemsize = launch.kv_dtype.itemsize
+    return join_features(plan, start, choices.joining, tokens, place)
+
+
+def _tokens(start: ModelStart, share: Share) -> float:
+    """Share of the tokens that heads keep on average."""
+    return kept_share(start.geometry, share.ratio, start.options.segment, share.form, start.kv_dtype.itemsize)
+
+
+def _check(start: ModelStart, kernel: str, scorer: str) -> None:
+    """Raise RaggedConfigError for what the scorer or the kernels cannot serve of this model."""
+    refuse_ranks(start.geometry, start.view.tp_size, scorer)
+    refuse_positions(start.model.hf_text_config, scorer)
+    if kernel != "torch":
+        check_shape(start.geometry.head_dim, start.geometry.q_per_kv)
+
+
+def choose_share(start: ModelStart) -> Share:
+    """Return ratio and format of slabs. Raises RaggedConfigError for a format that cannot be served here."""
+    options, reason = start.options, against(CODES, start)
+    head_dim, itemsize = start.geometry.head_dim, start.kv_dtype.itemsize
     share = settle_share(options.slab_dtype, options.ratio, head_dim, itemsize, options.segment, reason is None)
     if share.form.quantised and reason is not None:
         raise RaggedConfigError(
@@ -220,9 +207,9 @@ def choose_share(launch: Launch, head_dim: int) -> Share:
     return share
 
 
-def why_not_to_fit(launch: Launch) -> str | None:
-    """Why what heads keep must stay as it is with these options and this model; None if they leave that open."""
-    if launch.options.fit != FITTED:
-        return f"--ragged-fit {launch.options.fit}"
-    reason = against(FITTED_SLABS, launch)
+def why_not_to_fit(start: ModelStart) -> str | None:
+    """Return why kept keys and values must stay as they are with these options and this model, or None."""
+    if start.options.fit != FITTED:
+        return f"--ragged-fit {start.options.fit}"
+    reason = against(FITTED_SLABS, start)
     return None if reason is None else reason.why

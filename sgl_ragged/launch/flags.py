@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import Field, field, fields
 from typing import Any
 
+from sgl_ragged.errors import RaggedConfigError
+
 
 def flag(
     default: Any, text: str, *, shown: str = "", check: Callable[[Any], None] = lambda _: None, **parser: Any
@@ -29,3 +31,15 @@ def _keyword(one: Field) -> str:
 
 def dashed(keyword: str) -> str:
     return "--" + keyword.replace("_", "-")
+
+
+RefusedValues = tuple[tuple[str, tuple[Any, ...], str], ...]
+"""Fields of SGLang's ServerArgs, values that are served, and reasons against all other values."""
+
+
+def refuse_values(server_args: Any, table: RefusedValues) -> None:
+    """Raise RaggedConfigError for the first field of a table that has a refused value."""
+    for name, served, reason in table:
+        value = getattr(server_args, name, served[0])
+        if value not in served:
+            raise RaggedConfigError(f"{reason} ({name} is {value!r})")

@@ -7,19 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.feature import Feature, Prefill, Rank, features, joined_features
+from sgl_ragged.launch.feature import LaunchFeature, launch_features
 from sgl_ragged.launch.flags import dashed, flags_of
-from sgl_ragged.launch.plan import ServingPlan
-from sgl_ragged.launch.start import Launch
-from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
+from sgl_ragged.launch.plan import Joined, ServingPlan
+from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
 
 
-def refuse_in_vain(launch: Launch) -> None:
+def refuse_flags_without_effect(start: Start) -> None:
     """Raise RaggedConfigError for flags of a feature that a start does not have."""
-    for feature in features():
-        if feature.flags is None or feature.asked(launch):
+    for feature in launch_features():
+        if feature.flags is None or _joins(feature, start):
             continue
-        flags: Any = launch.options.of(feature.flags)
+        flags: Any = start.options.of(feature.flags)
         given = [
             dashed(keyword)
             for keyword, one in flags_of(feature.flags).items()
@@ -29,13 +28,13 @@ def refuse_in_vain(launch: Launch) -> None:
             raise RaggedConfigError(feature.in_vain.format(flags=", ".join(given)))
 
 
-def settle_features(launch: Launch, known: Collection[Feature] = ()) -> dict[Feature, Any]:
-    """Settings of the features that a start has, beside those that are known; raises RaggedConfigError."""
+def settle_features(start: Start, known: Collection[LaunchFeature] = ()) -> dict[LaunchFeature, Any]:
+    """Return first settings of the features that a start has, except those in `known`; raises RaggedConfigError."""
     found = {}
-    for feature in features():
-        if feature not in known and feature.asked(launch):
+    for feature in launch_features():
+        if feature not in known and _joins(feature, start):
             feature.require()
-            found[feature] = feature.settle(launch)
+            found[feature] = feature.settle(start)
     trees = [feature for feature in (*known, *found) if feature.radix_cache is not None]
     if len(trees) > 1:
         raise RaggedConfigError(
@@ -44,58 +43,33 @@ def settle_features(launch: Launch, known: Collection[Feature] = ()) -> dict[Fea
     return found
 
 
+def _joins(feature: LaunchFeature, start: Start) -> bool:
+    return feature.has(start) if isinstance(start, ModelStart) else feature.asked(start)
+
+
 def join_features(
     plan: ServingPlan,
-    launch: Launch,
-    joining: Mapping[Feature, Any],
+    start: BudgetedStart,
+    joining: Mapping[LaunchFeature, Any],
     share: float,
     place: Callable[[ServingPlan], ServingPlan] = lambda plan: plan,
 ) -> ServingPlan:
-    """The plan with heads placed and features joined, in their order.
+    """Return the plan with heads placed and features joined, in their order.
 
     Args:
-        launch: with the budgets that were chosen. joining: features and their settings.
-        share: of the tokens that heads keep on average. place: places heads.
+        joining: features and their first settings.
+        share: of the tokens that heads keep on average.
+        place: places heads.
     """
     settings = dict(joining)
-    for feature in features():
+    for feature in launch_features():
         if feature in settings:
-            assert launch.chosen is not None, "budgets are chosen"
-            settings[feature], kept = feature.budgets(settings[feature], launch, share)
-            launch = replace(launch, chosen=replace(launch.chosen, kept=kept))
+            settings[feature], kept = feature.budgets(settings[feature], start, share)
+            start = replace(start, chosen=replace(start.chosen, kept=kept))
             plan = replace(plan, kept=kept)
     plan = place(plan)
-    for feature in features():
+    for feature in launch_features():
         if feature in settings:
-            plan = replace(
-                plan, features=(*plan.features, feature.joined(feature.join(settings[feature], plan, launch)))
-            )
+            joined = Joined(feature.name, feature.join(settings[feature], plan, start))
+            plan = replace(plan, features=(*plan.features, joined))
     return plan
-
-
-def side_pages(rank: Rank, prefill: Prefill) -> tuple[Feature | None, SidePages | None]:
-    """The feature of a plan that needs pages beside slabs, and these; None where none does."""
-    every = [(feature, feature.side_pages(settings, rank, prefill)) for feature, settings in joined_features(rank.plan)]
-    needed = [(feature, pages) for feature, pages in every if pages is not None]
-    if len(needed) > 1:
-        raise RaggedConfigError(
-            f"{needed[0][0].case} and {needed[1][0].case} both need pages beside slabs, and SGLang has one pool for "
-            f"such; drop one of the two"
-        )
-    return needed[0] if needed else (None, None)
-
-
-def describe_features(plan: ServingPlan, sizes: PoolSizes) -> list[str]:
-    """Parts of the start-up line by features."""
-    lines = [feature.describe(settings, sizes) for feature, settings in joined_features(plan)]
-    return [line for line in lines if line is not None]
-
-
-def page_bytes(rank: Rank) -> int:
-    """Device bytes per page of the pool that features take."""
-    return sum(feature.page_bytes(settings, rank) for feature, settings in joined_features(rank.plan))
-
-
-def feature_bytes(rank: Rank) -> int:
-    """Device bytes per request row that features take."""
-    return sum(feature.row_bytes(settings, rank) for feature, settings in joined_features(rank.plan))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.models import load_model_config, model_geometry, refuse_model
+from sgl_ragged.launch.multimodal import refuse_positions
 from sgl_ragged.launch.plan import BudgetChoice, choose_budgets, kept_share
 from sgl_ragged.mem_pool.slab_format import WIDE, WIDE_RATIO, Share
 from sgl_ragged.profiles.budgets import check_segment
@@ -35,9 +37,6 @@ def read_model(options: argparse.Namespace) -> Any:
     Raises:
         RaggedConfigError: no such model, or one that the server refuses.
     """
-    from sgl_ragged.launch.models import load_model_config, refuse_model
-    from sgl_ragged.launch.multimodal import refuse_positions
-
     check_segment(options.segment)
     model_config = load_model_config(options.model)
     refuse_model(model_config)
@@ -47,8 +46,6 @@ def read_model(options: argparse.Namespace) -> Any:
 
 def read_geometry(options: argparse.Namespace) -> ModelGeometry:
     """The model as the server reads it, by `read_model`, with what that raises."""
-    from sgl_ragged.launch.models import model_geometry
-
     return model_geometry(read_model(options))
 
 

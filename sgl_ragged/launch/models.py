@@ -17,7 +17,7 @@ import torch
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.known_models import has_class
 from sgl_ragged.launch.multimodal import media_reason
-from sgl_ragged.mem_pool.kv_dtype import FP8, KV_DTYPES
+from sgl_ragged.mem_pool.kv_dtype import FP8
 from sgl_ragged.profiles.fingerprint import config_fingerprint
 from sgl_ragged.profiles.geometry import ModelGeometry, windowed_layers
 
@@ -216,15 +216,6 @@ def _is_fp8_kv(section: dict[str, Any]) -> bool:
 def _is_static(scheme: dict[str, Any]) -> bool:
     symmetric = scheme.get("symmetric", True) and not scheme.get("dynamic", False)
     return symmetric and scheme.get("strategy", "tensor") == "tensor"
-
-
-def refuse_kv_dtype(dtype: torch.dtype) -> None:
-    """Raise RaggedConfigError unless the pool can store this dtype; for the one that SGLang has resolved."""
-    if dtype not in KV_DTYPES:
-        raise RaggedConfigError(
-            f"SGLang resolved the KV cache's dtype to {str(dtype).removeprefix('torch.')}, which --kv-pool ragged does "
-            f"not store; pass --kv-cache-dtype bfloat16"
-        )
 
 
 def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:

@@ -12,16 +12,17 @@ import numpy as np
 from safetensors.numpy import load, save
 
 import sgl_ragged
+from sgl_ragged.contract_checks import installed_release
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.launch.feature import Feature
+from sgl_ragged.launch.command_line import FLAGS
+from sgl_ragged.launch.feature import LaunchFeature
 from sgl_ragged.launch.flags import dashed
 from sgl_ragged.launch.model_source import weights_sample
-from sgl_ragged.launch.models import architecture, model_geometry
+from sgl_ragged.launch.models import architecture
 from sgl_ragged.launch.nodes import Introduction
-from sgl_ragged.launch.options import FLAGS, RaggedOptions
-from sgl_ragged.launch.start import Launch
+from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.mem_pool.slab_format import Share
-from sgl_ragged.serve.hooks import installed_release
 
 OF_FIRST_NODE = ("ragged_profile", "ragged_scorer_weights")
 """Flags that name files, which the first node reads for all."""
@@ -33,6 +34,18 @@ SETTINGS = (
     *("enable_hierarchical_cache", "speculative_algorithm", "disable_overlap_schedule"),
 )
 """SGLang's settings that all nodes need alike, resolved."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What each launcher settles before budgets are chosen.
+
+    kernel: as in ServingPlan. share: ratio and format of slabs. joining: features and their first settings.
+    """
+
+    kernel: str
+    share: Share
+    joining: Mapping[LaunchFeature, Any]
 
 
 @dataclass(frozen=True)
@@ -74,21 +87,21 @@ class Decided:
         return cls(kept=arrays["kept"], placement=placement, files=given, **told)
 
 
-def introduce(launch: Launch, kernel: str, share: Share, joining: Mapping[Feature, Any]) -> Introduction:
+def introduce(start: ModelStart, choices: Choices) -> Introduction:
     """What this node says of itself to others."""
-    options, view, geometry = launch.options, launch.view, model_geometry(launch.model)
+    options, view = start.options, start.view
     facts = {
         "sgl-ragged": sgl_ragged.__version__,
         "SGLang": installed_release(),
-        "model": f"{architecture(launch.model)} with fingerprint {geometry.fingerprint}",
+        "model": f"{architecture(start.model)} with fingerprint {start.geometry.fingerprint}",
         "weights": weights_sample(view),
         **_flags(options),
         **{dashed(name): getattr(view, name, None) for name in SETTINGS},
-        "kernels": kernel,
-        "slabs": share.form.name,
-        "ratio": share.ratio,
-        "cache dtype": str(launch.kv_dtype),
-        "features": sorted(feature.name for feature in joining),
+        "kernels": choices.kernel,
+        "slabs": choices.share.form.name,
+        "ratio": choices.share.ratio,
+        "cache dtype": str(start.kv_dtype),
+        "features": sorted(feature.name for feature in choices.joining),
     }
     # As the other end will read it.
     return Introduction(view.node_rank, socket.gethostname(), json.loads(json.dumps(facts, default=str)))

@@ -16,9 +16,8 @@ from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.fairkv.weights import require_projections
-from sgl_ragged.launch.models import expected_kv_dtype
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.plan import ServingPlan
+from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.profiles.geometry import ModelGeometry
 
 logger = logging.getLogger(__name__)
@@ -27,31 +26,26 @@ _LOAD_FORMATS = ("auto", "safetensors", "pt", "fastsafetensors")
 """What SGLang's default loader reads tensor by tensor, under the checkpoint's own names."""
 
 
-def place_heads(plan: ServingPlan, options: RaggedOptions, view: Any, model_config: Any) -> ServingPlan:
+def place_heads(plan: ServingPlan, start: ModelStart) -> ServingPlan:
     """The plan with the mode of `fairkv` and its placement.
 
     Not given means permute where that is possible, else none with a warning that says why.
 
-    Args:
-        view: SGLang's resolved settings.
-        model_config: SGLang's ModelConfig.
-
     Raises:
         RaggedConfigError: --ragged-fairkv names a mode that is not possible here.
     """
-    mode = options.fairkv
+    mode = start.options.fairkv
     if mode == "none" or (mode is None and plan.ranks == 1):
         return plan
     try:
-        _require_movable(plan, options, view, model_config)
+        _require_movable(plan, start)
     except RaggedConfigError as error:
         if mode is not None:
             raise
         logger.warning("--ragged-fairkv permute, the default, is not possible: %s", error)
         return plan
     mode = mode or "permute"
-    kv_itemsize = expected_kv_dtype(model_config, view.kv_cache_dtype).itemsize
-    placement = place_stages(plan, mode, _cost(plan, model_config, kv_itemsize))
+    placement = place_stages(plan, mode, _cost(plan, start.model, start.kv_dtype.itemsize))
     return dataclasses.replace(plan, fairkv=mode, placement=placement)
 
 
@@ -66,9 +60,7 @@ def place_stages(plan: ServingPlan, mode: str, cost: CostModel) -> Placement:
     return Placement(heads, kept, mode)
 
 
-def take_placement(
-    plan: ServingPlan, placement: Placement | None, options: RaggedOptions, view: Any, model_config: Any
-) -> ServingPlan:
+def take_placement(plan: ServingPlan, placement: Placement | None, start: ModelStart) -> ServingPlan:
     """The plan with a placement that another node has made; the rest as in `place_heads`.
 
     Raises:
@@ -76,25 +68,8 @@ def take_placement(
     """
     if placement is None:
         return plan
-    _require_movable(plan, options, view, model_config)
+    _require_movable(plan, start)
     return dataclasses.replace(plan, fairkv=placement.mode, placement=placement)
-
-
-def describe_placement(placement: Placement, kept: np.ndarray) -> str:
-    """One line for the log: how busy ranks are in attention, with the placement and without.
-
-    A layer takes as long as its fullest rank: busy is the mean over the largest load, summed over layers.
-
-    Args:
-        kept: int [layers, heads], what the placement was made from.
-    """
-    before = plan_placement(kept, placement.ranks, "none").load
-    busy = [load.mean(axis=1).sum() / load.max(axis=1).sum() for load in (before, placement.load)]
-    largest = [int(load.sum(axis=0).max()) for load in (before, placement.load)]
-    return (
-        f"heads placed on {placement.ranks} ranks ({placement.mode}): busy {busy[0]:.3f} -> {busy[1]:.3f}, "
-        f"largest slab {largest[0]} -> {largest[1]} tokens of all layers"
-    )
 
 
 def model_overrides(plan: ServingPlan, given: str) -> str | None:
@@ -136,12 +111,13 @@ def _cost(plan: ServingPlan, model_config: Any, kv_itemsize: int) -> CostModel:
     )
 
 
-def _require_movable(plan: ServingPlan, options: RaggedOptions, view: Any, model_config: Any) -> None:
+def _require_movable(plan: ServingPlan, start: ModelStart) -> None:
     """Raise RaggedConfigError where heads cannot be moved between ranks, as far as the launcher can see."""
-    ranks, geometry, quantization = plan.ranks, plan.geometry, model_config.quantization
+    ranks, geometry, view, model_config = plan.ranks, plan.geometry, start.view, start.model
+    quantization = model_config.quantization
     reasons = (
         (ranks == 1, "there is one rank; use --tp"),
-        (options.observer is not None, "the calibrator records heads in the model's order"),
+        (start.options.observer is not None, "the calibrator records heads in the model's order"),
         (model_config.is_multimodal, "other towers of a multimodal model have attention layers, too"),
         (geometry.num_heads % ranks != 0, f"{geometry.num_heads} KV heads cannot be divided among {ranks} ranks"),
         (view.load_format not in _LOAD_FORMATS, f"--load-format {view.load_format} bypasses the default loader"),

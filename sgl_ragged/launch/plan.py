@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,48 @@ import numpy as np
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.mem_pool.layout import SlabLayout
+from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import CODEBOOK_VERSION, Profile, load_profile
 from sgl_ragged.profiles.profile_choice import ReadableProfile, Uniform
+from sgl_ragged.scorers import get_scorer
+from sgl_ragged.scorers.statistics import scorer_statistics
+
+
+class FeatureSettings:
+    """What the launcher hands to a feature's half in the workers. Every method has a default that takes nothing."""
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """Numbers, names and arrays that decide what workers compute, for the plan's digest."""
+        return ()
+
+    def row_bytes(self, rank: Rank) -> int:
+        """Device bytes per request row."""
+        return 0
+
+    def page_bytes(self, rank: Rank) -> int:
+        """Device bytes per page of another cache, whose tokens have the same locations as those of slabs."""
+        return 0
+
+    def side_pages(self, rank: Rank, prefill: Prefill) -> SidePages | None:
+        """Pages of a second pool; at most one feature of a plan needs such."""
+        return None
+
+    def describe(self, sizes: PoolSizes) -> str | None:
+        """One start-up line, or None."""
+        return None
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A feature's entry in a plan (`launch.feature.Feature`).
-
-    name: the feature's. settings: what its workers follow. state: numbers, names and arrays that decide what workers
-    compute, for the digest.
-    """
+    """A feature's entry in a plan. name: the feature's. settings: what its workers follow."""
 
     name: str
-    settings: Any
-    state: tuple[Any, ...] = ()
+    settings: FeatureSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,8 +126,8 @@ class ServingPlan:
             arrays += [("heads", self.placement.heads), ("kept", self.placement.kept)]
         for one in self.features:
             settings.append(one.name)
-            settings += [part for part in one.state if not isinstance(part, np.ndarray)]
-            arrays += [(one.name, part) for part in one.state if isinstance(part, np.ndarray)]
+            settings += [part for part in one.settings.state if not isinstance(part, np.ndarray)]
+            arrays += [(one.name, part) for part in one.settings.state if isinstance(part, np.ndarray)]
         state = hashlib.sha256(json.dumps([*settings, self.kept.tolist()]).encode())
         for name, array in arrays:
             state.update(json.dumps([name, array.shape]).encode())
@@ -191,6 +214,56 @@ class ServingPlan:
 
 
 @dataclass(frozen=True)
+class Rank:
+    """One rank's share of a plan.
+
+    number: the rank. itemsize, query_itemsize: bytes per element of the cache, and of queries that are kept.
+    """
+
+    plan: ServingPlan
+    number: int
+    itemsize: int
+    query_itemsize: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """chunk: most tokens of a chunk. schedule: SGLang's settings of that name, or an object with their attributes."""
+
+    chunk: int
+    schedule: Any
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the launcher hands to its workers, pickled with SGLang's ServerArgs.
+
+    plan: None with SGLang's own pool. kv_bytes: bytes per rank, or None. from_command_line: False for `Engine`.
+    observer: what the attention backend calls (`serve.backend.Observer`), or None. scorer_weights: the flag's path.
+    """
+
+    plan: ServingPlan | None = field(compare=False)
+    kv_bytes: int | None = None
+    from_command_line: bool = False
+    observer: Any = None
+    scorer_weights: str | None = None
+
+    @property
+    def served_plan(self) -> ServingPlan:
+        """The plan of a server with --kv-pool ragged."""
+        assert self.plan is not None, "hooks that need a plan are installed with one"
+        return self.plan
+
+
+BACKEND = "ragged"
+"""Name of the attention backend in SGLang's registry."""
+
+ATTRIBUTE = "_sgl_ragged"
+"""Attribute of SGLang's ServerArgs: `launch.options.RaggedOptions` until the launcher has decided, then
+`WorkerSettings`."""
+
+
+@dataclass(frozen=True)
 class BudgetChoice:
     """Kept tokens per segment of the whole model, int64 [layers, heads], and where they come from.
 
@@ -264,9 +337,6 @@ def make_plan(
     Raises:
         RaggedConfigError: as `scorers.statistics.scorer_statistics` does.
     """
-    from sgl_ragged.scorers import get_scorer
-    from sgl_ragged.scorers.statistics import scorer_statistics
-
     statistics = []
     if with_statistics:
         statistics = scorer_statistics(
@@ -333,8 +403,6 @@ def why_unfitted(chosen: BudgetChoice, segment: int) -> str | None:
 
 def refuse_ranks(geometry: ModelGeometry, ranks: int, scorer: str) -> None:
     """Raise RaggedConfigError for a number of ranks that cannot share the model's heads evenly."""
-    from sgl_ragged.scorers import get_scorer
-
     heads, queries = geometry.num_heads, geometry.num_heads * geometry.q_per_kv
     if heads % ranks and (ranks % heads or queries % ranks):
         raise RaggedConfigError(

@@ -1,9 +1,11 @@
-"""What a start has, as features and the table of conflicts ask about it."""
+"""A start as the launcher knows it: by its flags, then with the model, then with the budgets of its heads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from sgl_ragged.launch.models import model_geometry
 
 if TYPE_CHECKING:
     import torch
@@ -12,53 +14,36 @@ if TYPE_CHECKING:
     from sgl_ragged.launch.plan import BudgetChoice
     from sgl_ragged.profiles.geometry import ModelGeometry
 
-REFUSED = "the server does not start"
-STAYS_WIDE = "`auto` stays `wide`; a format that was asked for is refused"
-STAYS_UNFITTED = "served unfitted, and the log says why"
-
-CODES, FITTED = "slabs in 8, 6 and 4 bits", "fitted slabs"
-"""What a server does by itself where nothing speaks against it; the first of two things in a conflict."""
-
-SPLIT, FLASHINFER = "--ragged-fairkv split", "--ragged-kernel flashinfer"
-TREE, MIXED = "--radix-cache-backend", "--enable-mixed-chunk"
-SINKS, M_ROPE = "learned sinks", "three positions per token (M-RoPE)"
-NODES, STAGES = "--nnodes", "--pp-size"
-MANY_RANKS, FP8 = "more ranks than heads", "an FP8 cache"
-
 
 @dataclass(frozen=True)
-class Launch:
-    """A start, as far as it is known; flags alone, before SGLang has read the model.
-
-    server_args: SGLang's settings, as they were asked for. view: as SGLang has resolved them.
-    model: its ModelConfig. kv_dtype: of the cache. chosen: the budgets of the model's heads.
-    """
+class Start:
+    """The flags of a start. server_args: SGLang's ServerArgs, as they were given."""
 
     options: RaggedOptions
     server_args: Any
-    model: Any = None
-    kv_dtype: torch.dtype | None = None
-    view: Any = None
-    chosen: BudgetChoice | None = None
-
-    @property
-    def geometry(self) -> ModelGeometry | None:
-        if self.model is None:
-            return None
-        from sgl_ragged.launch.models import model_geometry
-
-        return model_geometry(self.model)
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """one, other: names of what a start has (`conflicts.cases`), or CODES or FITTED first. why: one clause.
+class ModelStart(Start):
+    """Flags and model.
 
-    advice: what to do instead. effect: one of REFUSED, STAYS_WIDE, STAYS_UNFITTED.
+    view: SGLang's resolved settings. model: its ModelConfig. kv_dtype: the cache's dtype.
+    served: False for `sgl-ragged layout`, where SGLang has resolved nothing and `view` is `server_args`.
     """
 
-    one: str
-    other: str
-    why: str
-    advice: str = "drop one of the two"
-    effect: str = REFUSED
+    view: Any
+    model: Any
+    kv_dtype: torch.dtype
+    served: bool = True
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Geometry of the whole model."""
+        return model_geometry(self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedStart(ModelStart):
+    """Flags, model, and the budgets of the model's heads."""
+
+    chosen: BudgetChoice

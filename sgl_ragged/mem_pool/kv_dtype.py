@@ -63,3 +63,12 @@ def to_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
 def movable(x: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype for which torch has every operation that moves elements: FP8 as bytes."""
     return x.view(torch.uint8) if is_fp8(x.dtype) else x
+
+
+def refuse_kv_dtype(dtype: torch.dtype) -> None:
+    """Raise RaggedConfigError unless the pool can store this dtype; for the one that SGLang has resolved."""
+    if dtype not in KV_DTYPES:
+        raise RaggedConfigError(
+            f"SGLang resolved the KV cache's dtype to {str(dtype).removeprefix('torch.')}, which --kv-pool ragged does "
+            f"not store; pass --kv-cache-dtype bfloat16"
+        )

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from sgl_ragged.features.windows.pool import slab_allocator
-from sgl_ragged.launch.feature import joined_features
-from sgl_ragged.launch.options import RaggedOptions, serving_plan
+from sgl_ragged.launch.plan import WorkerSettings
 from sgl_ragged.mem_pool.open_segments import OpenSegments
+from sgl_ragged.serve.feature import joined_features
+from sgl_ragged.serve.pool import slab_allocator
 from sgl_ragged.serve.prefill_budget import SlabBudget
 
 if TYPE_CHECKING:
@@ -213,24 +213,25 @@ def release_row(table: Any, row: int) -> None:
 
 
 def build_allocator(
-    options: RaggedOptions, original: Callable, configurator: Any, *, token_to_kv_pool: Any, **more: Any
+    serving: WorkerSettings, original: Callable, configurator: Any, *, token_to_kv_pool: Any, **more: Any
 ) -> Any:
     """Builds SGLang's allocator, and puts the one in its place that knows of open segments."""
-    found, plan = original(configurator, token_to_kv_pool=token_to_kv_pool, **more), serving_plan(options)
+    found = original(configurator, token_to_kv_pool=token_to_kv_pool, **more)
     if more["token_to_kv_pool_allocator"] is not None:
         # A model that runs beside the served one shares its locations.
         return found
-    settings = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
-    of_features = [feature.allocator(found, token_to_kv_pool, settings) for feature, _ in joined_features(plan)]
+    common = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
+    joined = joined_features(serving.served_plan)
+    of_features = [feature.allocator(found, token_to_kv_pool, common) for feature, _ in joined]
     made = next((one for one in of_features if one is not None), None)
     if made is None:
         assert type(found) is PagedTokenToKVPoolAllocator, f"SGLang chose {type(found).__name__}"
-        made = SlabAllocator(found.size, kvcache=token_to_kv_pool, **settings)
+        made = SlabAllocator(found.size, kvcache=token_to_kv_pool, **common)
     setattr(more["req_to_token_pool"], _OPEN, slab_allocator(made))
     return made
 
 
-def alloc_for_extend(options: RaggedOptions, original: Callable, batch: Any) -> Any:
+def alloc_for_extend(original: Callable, batch: Any) -> Any:
     """Gives open segments their pages, once the requests of a prefill batch have rows."""
     from sgl_ragged.serve.radix_cache import open_cache_of
 
@@ -245,7 +246,7 @@ def alloc_for_extend(options: RaggedOptions, original: Callable, batch: Any) -> 
     return found
 
 
-def alloc_for_decode(options: RaggedOptions, original: Callable, batch: Any, token_per_req: int) -> Any:
+def alloc_for_decode(original: Callable, batch: Any, token_per_req: int) -> Any:
     """Gives open segments their pages for one token more."""
     allocator = slab_allocator(batch.token_to_kv_pool_allocator)
     lengths = (batch.seq_lens_cpu + token_per_req).tolist()
@@ -257,14 +258,14 @@ def alloc_for_decode(options: RaggedOptions, original: Callable, batch: Any, tok
     return found
 
 
-def free_rows(options: RaggedOptions, original: Callable, table: Any, indices: list[int]) -> None:
+def free_rows(original: Callable, table: Any, indices: list[int]) -> None:
     """Takes the pages of open segments back from requests that give up their rows."""
     for row in indices:
         release_row(table, row)
     original(table, indices)
 
 
-def uncached_tokens(options: RaggedOptions, original: Callable, checker: Any) -> tuple[int, int]:
+def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
     """Tokens that requests hold beside the tree, for SGLang's leak checks: open segments' pages among them."""
     full, windows = original(checker)
     allocator = slab_allocator(checker.token_to_kv_pool_allocator)

@@ -17,13 +17,12 @@ from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.features.windows.pool import slab_pool
 from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.serve.kv_scales import kv_scales
-from sgl_ragged.serve.pool import RaggedTokenToKVPool
+from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_pool
 
 TOKEN_INPUTS = "ragged_token_inputs"
 """Keyword of attention layers' calls: what operations make of what entered the layer, [tokens, ...], for scorers that

@@ -11,6 +11,9 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sgl_ragged.features.drafts import cpu_workers
+from sgl_ragged.features.drafts.torch_verify import extend_locations
+
 _BY_MODEL = ("STANDALONE", "EAGLE", "EAGLE3")
 """SGLang's names of drafts by a model; NEXTN has become EAGLE when it asks."""
 
@@ -56,13 +59,9 @@ class X86CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return algorithm in _BY_MODEL
 
     def get_speculative_worker_cls(self, algorithm: str) -> type | None:
-        from sgl_ragged.features.drafts import cpu_workers
-
         if algorithm == "NGRAM":
             return cpu_workers.worker_of_ngrams()
         return cpu_workers.draft_model_worker(algorithm) if algorithm in _BY_MODEL else None
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
-        from sgl_ragged.features.drafts.torch_verify import extend_locations
-
         return extend_locations

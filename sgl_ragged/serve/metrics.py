@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from sgl_ragged.features.windows.pool import slab_allocator, slab_pool
-from sgl_ragged.launch.feature import features
-from sgl_ragged.launch.joining import describe_features
-from sgl_ragged.launch.options import RaggedOptions, serving_plan
-from sgl_ragged.launch.plan import ServingPlan
+from sgl_ragged.launch.plan import WorkerSettings
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.serve.pool import RaggedTokenToKVPool
+from sgl_ragged.rank_sizes import summary
+from sgl_ragged.serve.feature import serve_features
+from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_allocator, slab_pool
 from sgl_ragged.serve.radix_cache import OpenRadixCache
-from sgl_ragged.serve.weight_updates import cache_flushed
 
 _METRICS = "_sgl_ragged_metrics"
 """Attribute of SGLang's collector that holds ours."""
@@ -115,31 +111,22 @@ class RaggedMetrics:
         return totals
 
 
-def summary(plan: ServingPlan, size: PoolSizes) -> list[str]:
-    """Return the start-up lines: bytes, tokens, requests, budgets; then pipeline stages and features, if any."""
-    *lines, budgets = size.describe()
-    fit = "not fitted" if plan.unfitted else "fitted"
-    stages = [plan.describe_stages(size.itemsize)] if plan.stages else []
-    chosen = f"{budgets}; ratio {plan.ratio:g}, scorer {plan.scorer}, {fit}, profile {plan.profile}"
-    return [*lines, chosen, *stages, *describe_features(plan, size)]
-
-
-def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any]:
+def settings(serving: WorkerSettings, pool: RaggedTokenToKVPool) -> dict[str, Any]:
     """`ragged` in /server_info: the flags, and the settings that result from them.
 
     Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
     """
-    plan, size = serving_plan(options), pool.sizes
+    plan, size = serving.served_plan, pool.sizes
     layouts = plan.layouts
     share = sum(layout.mean_kept_share for layout in layouts) / len(layouts)
     of_bytes = sum(layout.byte_share(size.itemsize) for layout in layouts) / len(layouts)
-    of_features = [feature.server_info(feature.of(plan), pool) for feature in features()]
+    of_features = [one.server_info(plan.settings_of(one.name), pool) for one in serve_features()]
     return {
         "summary": "; ".join(summary(plan, size)),
         "ratio": plan.ratio,
         "segment": plan.segment,
         "scorer": plan.scorer,
-        "scorer_weights": options.scorer_weights,
+        "scorer_weights": serving.scorer_weights,
         "profile": plan.profile,
         "profile_source": plan.source,
         "plan_digest": plan.digest,
@@ -165,33 +152,21 @@ def settings(options: RaggedOptions, pool: RaggedTokenToKVPool) -> dict[str, Any
     }
 
 
-def scheduler_ready(options: RaggedOptions, original: Callable, scheduler: Any) -> dict[str, Any]:
+def scheduler_ready(serving: WorkerSettings, original: Callable, scheduler: Any) -> dict[str, Any]:
     """Adds the ragged settings to what the scheduler reports when it is ready, and creates the metrics."""
     allocator = scheduler.token_to_kv_pool_allocator
-    pool, layouts = slab_pool(allocator.get_kvcache()), serving_plan(options).slab_layouts
+    pool, layouts = slab_pool(allocator.get_kvcache()), serving.served_plan.slab_layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, rank_imbalance(layouts))
         setattr(collector, _METRICS, metrics)
     kept = {"open_segments_kept": isinstance(scheduler.tree_cache, OpenRadixCache)}
-    return {**original(scheduler), "ragged": settings(options, pool) | kept}
+    return {**original(scheduler), "ragged": settings(serving, pool) | kept}
 
 
-def controller_ready(options: RaggedOptions, original: Callable, controller: Any) -> dict[str, Any]:
+def controller_ready(original: Callable, controller: Any) -> dict[str, Any]:
     """Hands on what the scheduler that was ready first said of its pool; SGLang's controller of replicas drops it."""
     return {**original(controller), "ragged": controller._scheduler_init_infos[0]["ragged"]}
-
-
-def flush_cache(options: RaggedOptions, original: Callable, scheduler: Any, *args: Any, **more: Any) -> bool:
-    """Uses FP8 scales that waited for an empty cache, and writes our metrics.
-
-    SGLang writes none until the next batch, or half a minute later.
-    """
-    flushed = original(scheduler, *args, **more)
-    if flushed:
-        cache_flushed(scheduler)
-    write_metrics(scheduler)
-    return flushed
 
 
 def write_metrics(scheduler: Any) -> None:
@@ -201,7 +176,7 @@ def write_metrics(scheduler: Any) -> None:
         metrics.update()
 
 
-def log_stats(options: RaggedOptions, original: Callable, collector: Any, stats: Any) -> None:
+def log_stats(original: Callable, collector: Any, stats: Any) -> None:
     """Writes our metrics where SGLang writes those of its scheduler."""
     original(collector, stats)
     metrics = getattr(collector, _METRICS, None)

@@ -162,3 +162,13 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     get_flashinfer_dequant_workspace_kv_buffer = _no_token_access
     get_flashinfer_decode_dequant_workspace_kv_buffer = _no_token_access
     finalize_backing = _no_token_access
+
+
+def slab_pool(pool: Any) -> Any:
+    """Return the pool of slabs: the part for full attention of SGLang's hybrid pool, or the pool itself."""
+    return getattr(pool, "full_kv_pool", pool)
+
+
+def slab_allocator(allocator: Any) -> Any:
+    """Return the allocator of slabs: what a hybrid allocator of SGLang holds, or the allocator itself."""
+    return getattr(allocator, "full_attn_allocator", allocator)

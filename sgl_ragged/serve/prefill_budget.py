@@ -12,11 +12,13 @@ the answer is thrown away. The budgets of this module therefore
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget, SWAPrefillBudget
 
-from sgl_ragged.features.windows.pool import slab_allocator
+from sgl_ragged.serve.pool import slab_allocator
 
 
 class _CutPromptFirst(PrefillBudget):
@@ -77,3 +79,13 @@ class SlabBudget(_CutPromptFirst, PrefillBudget):
 
 class HybridBudget(_CutPromptFirst, SWAPrefillBudget):
     """Budget of a pool of slabs and of pages of sliding-window layers."""
+
+
+def cut_one_request(original: Callable, adder: Any, req: Any) -> Any:
+    """Nobody is admitted behind a request that was cut, as SGLang does it wherever it counts in pages.
+
+    With --disable-radix-cache it admits requests that ignore EOS in another way, which counts in tokens. Decode within
+    prefill leaves less than a page of the batch, and the next prompt is cut to that. The scheduler goes on with the
+    request that was cut last; the one before would be decoded as if its first chunk were its whole prompt.
+    """
+    return AddReqResult.OTHER if adder.new_chunked_req is not None else original(adder, req)

@@ -19,10 +19,9 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sgl_ragged.features.windows.pool import slab_allocator
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS, Entry
 from sgl_ragged.serve.allocator import SlabAllocator
+from sgl_ragged.serve.pool import slab_allocator
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
@@ -279,7 +278,7 @@ class OpenRadixCache(UnifiedRadixCache):
         return super().full_evictable_size() + self.entries.num_pages * self.page_size
 
 
-def keep_open_segments(options: RaggedOptions, original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
+def keep_open_segments(original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
     """Has SGLang make this cache where it makes its own, with nothing beside slabs in its pages."""
     if cache_class is None and not ctx.disable_radix_cache and not ctx.is_hybrid_swa and not ctx.is_hybrid_ssm:
         return original(ctx, cache_class=OpenRadixCache)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.features.windows.pool import slab_allocator, slab_pool
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.plan import ServingPlan
 from sgl_ragged.mem_pool.kv_dtype import describe_scales
+from sgl_ragged.serve.metrics import write_metrics
+from sgl_ragged.serve.pool import slab_allocator, slab_pool
 
 if TYPE_CHECKING:
     from sgl_ragged.serve.backend import RaggedAttnBackend
@@ -126,12 +126,8 @@ def _found(scheduler: Any) -> tuple[ServedWeights, bool]:
     return slab_pool(allocator.get_kvcache()).attached[NAME], pages.available_size() == pages.size
 
 
-def weights_changed(
-    options: RaggedOptions, original: Callable, manager: Any, request: Any, success: bool, message: str
-) -> tuple[bool, str]:
+def weights_changed(original: Callable, manager: Any, request: Any, success: bool, message: str) -> tuple[bool, str]:
     """SGLang calls it after each update of the served weights, to flush the cache if the request asks for it."""
-    from sgl_ragged.serve.metrics import write_metrics
-
     _found(manager.scheduler)[0].count_update()
     success, message = original(manager, request, success, message)
     weights, empty = _found(manager.scheduler)
@@ -140,10 +136,8 @@ def weights_changed(
     return (success, message) if error is None else (False, error)
 
 
-def update_session_ended(options: RaggedOptions, original: Callable, manager: Any, request: Any) -> Any:
+def update_session_ended(original: Callable, manager: Any, request: Any) -> Any:
     """At the end of a session SGLang's layers have the scales that arrived in it, or were written without a call."""
-    from sgl_ragged.serve.metrics import write_metrics
-
     session = manager._session
     answer = original(manager, request)
     if session is None or not answer.success:
@@ -164,7 +158,7 @@ def cache_flushed(scheduler: Any) -> None:
         logger.error(error)
 
 
-def internal_state(options: RaggedOptions, original: Callable, scheduler: Any, request: Any) -> Any:
+def internal_state(original: Callable, scheduler: Any, request: Any) -> Any:
     """Adds `ragged` to the state of a scheduler in /server_info, which is asked for at each request."""
     answer = original(scheduler, request)
     weights, _ = _found(scheduler)
@@ -174,3 +168,15 @@ def internal_state(options: RaggedOptions, original: Callable, scheduler: Any, r
         "kv_scales_wait": weights.scales_wait,
     }
     return answer
+
+
+def flush_cache(original: Callable, scheduler: Any, *args: Any, **more: Any) -> bool:
+    """Uses FP8 scales that waited for an empty cache, and writes our metrics.
+
+    SGLang writes none until the next batch, or half a minute later.
+    """
+    flushed = original(scheduler, *args, **more)
+    if flushed:
+        cache_flushed(scheduler)
+    write_metrics(scheduler)
+    return flushed

@@ -30,7 +30,9 @@ def installed(tmp_path_factory) -> dict[str, str]:
     folder = site / "ballast-0.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ballast\nVersion: 0.1\n")
-    (folder / "entry_points.txt").write_text("[sgl_ragged.features]\nballast = ballast:BALLAST\n")
+    (folder / "entry_points.txt").write_text(
+        "[sgl_ragged.launch_features]\nballast = ballast:LAUNCH\n[sgl_ragged.serve_features]\nballast = ballast:SERVE\n"
+    )
     paths = [site, Path(__file__).parent.parent / "other_package", *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 

@@ -13,21 +13,19 @@ from sglang.srt.disaggregation.utils import prepare_abort
 
 from sgl_ragged.features.disaggregation.agreement import disagreement
 from sgl_ragged.features.disaggregation.prefill_server import exchange_of, settle
-from sgl_ragged.features.windows.pool import slab_allocator
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.serve.allocator import release_row
+from sgl_ragged.serve.pool import slab_allocator
 
 logger = logging.getLogger(__name__)
 
 
-def free_row(options: RaggedOptions, original: Callable, table: Any, req: Any) -> None:
+def free_row(original: Callable, table: Any, req: Any) -> None:
     """Takes the pages of an open segment back; SGLang's table of a decode server is a class of its own."""
     release_row(table, req.kv.req_pool_idx)
     original(table, req)
 
 
 def allocate(
-    options: RaggedOptions,
     original: Callable,
     queue: Any,
     req: Any,
@@ -43,14 +41,14 @@ def allocate(
     return found
 
 
-def needed_tokens(options: RaggedOptions, original: Callable, queue: Any, *, fill_len: int, prefix_len: int) -> int:
+def needed_tokens(original: Callable, queue: Any, *, fill_len: int, prefix_len: int) -> int:
     """Tokens that SGLang looks for before it allocates: those of the open segment's extra pages among them."""
     allocator = slab_allocator(queue.token_to_kv_pool_allocator)
     beside = allocator.open_segments.extend_demand([prefix_len], [fill_len])
     return original(queue, fill_len=fill_len, prefix_len=prefix_len) + beside * allocator.page_size
 
 
-def needed_again(options: RaggedOptions, original: Callable, queue: Any, req: Any) -> tuple[int, int]:
+def needed_again(original: Callable, queue: Any, req: Any) -> tuple[int, int]:
     """The same of a request that was retracted."""
     full, windows = original(queue, req)
     allocator = slab_allocator(queue.token_to_kv_pool_allocator)
@@ -58,7 +56,7 @@ def needed_again(options: RaggedOptions, original: Callable, queue: Any, req: An
     return full + beside * allocator.page_size, windows
 
 
-def refuse_what_never_fits(options: RaggedOptions, original: Callable, queue: Any, req: Any) -> bool:
+def refuse_what_never_fits(original: Callable, queue: Any, req: Any) -> bool:
     """Answers a request whose pages are more than all; SGLang compares its tokens, and would let it wait for ever."""
     if original(queue, req):
         return True
@@ -72,9 +70,7 @@ def refuse_what_never_fits(options: RaggedOptions, original: Callable, queue: An
     return True
 
 
-def destinations(
-    options: RaggedOptions, original: Callable, queue: Any, decode_req: Any, kv_indices: Any, page_size: int
-) -> np.ndarray:
+def destinations(original: Callable, queue: Any, decode_req: Any, kv_indices: Any, page_size: int) -> np.ndarray:
     """Pages that the prefill server is to write to: behind those of segments the extra ones of the open segment."""
     found, kv = original(queue, decode_req, kv_indices, page_size), decode_req.req.kv
     pages = exchange_of(queue.token_to_kv_pool).pages
@@ -85,7 +81,7 @@ def destinations(
 
 
 def agree_first(
-    options: RaggedOptions, original: Callable, queue: Any, requests: dict[str, list[Any]]
+    original: Callable, queue: Any, requests: dict[str, list[Any]]
 ) -> tuple[dict[str, list[Any]], list[Any]]:
     """Ends requests whose prefill server has another plan, with one line, and lets the others go on.
 

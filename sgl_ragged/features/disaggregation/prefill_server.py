@@ -13,8 +13,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender
 from sgl_ragged.features.disaggregation.meter import SendMeter
 from sgl_ragged.features.disaggregation.pages import RequestPages
 from sgl_ragged.features.disaggregation.roles import NAME, PREFILL
-from sgl_ragged.features.windows.pool import slab_pool
-from sgl_ragged.launch.options import RaggedOptions, serving_plan
+from sgl_ragged.launch.plan import WorkerSettings
+from sgl_ragged.serve.pool import slab_pool
 
 logger = logging.getLogger(__name__)
 
@@ -60,20 +60,20 @@ def exchange_of(kvcache: Any) -> Exchange:
 
 
 def describe_memory(
-    options: RaggedOptions, original: Callable, kv_args: Any, token_to_kv_pool: Any, *args: Any, **more: Any
+    serving: WorkerSettings, original: Callable, kv_args: Any, token_to_kv_pool: Any, *args: Any, **more: Any
 ) -> None:
     """Completes what either server tells its transfer engine of the memory."""
     original(kv_args, token_to_kv_pool, *args, **more)
     if token_to_kv_pool.store.slabs.device.type == "cpu":
         # SGLang takes every pool for GPU memory, which UCX refuses to register on a machine without one.
         kv_args.kv_data_mem_kinds = ["DRAM"] * len(kv_args.kv_data_ptrs)
-    if serving_plan(options).settings_of(NAME) == PREFILL:
+    if serving.served_plan.settings_of(NAME).mode == PREFILL:
         # SGLang hands it on to decode servers that ask. These compare it in `decode_server.agree_first`: SGLang's own
         # comparison, of two that both have one, ends the server, and speaks of another model.
         kv_args.kv_layout = exchange_of(token_to_kv_pool).agreement
 
 
-def send_open_pages(options: RaggedOptions, original: Callable, queue: Any, req: Any, *args: Any, **more: Any) -> bool:
+def send_open_pages(original: Callable, queue: Any, req: Any, *args: Any, **more: Any) -> bool:
     """Has a request's sender send the extra pages of its open segment, too, behind the page of its last token.
 
     SGLang sends a list of pages, and the decode server gives a list of as many where they go (`decode_server`).
@@ -86,7 +86,7 @@ def send_open_pages(options: RaggedOptions, original: Callable, queue: Any, req:
     return created
 
 
-def refuse_other_pools(options: RaggedOptions, original: Callable, manager: Any, peer: Any) -> None:
+def refuse_other_pools(original: Callable, manager: Any, peer: Any) -> None:
     """Does not take up a decode server whose buffers are not pages like these: requests from there fail, one by one.
 
     Decode servers with this pool compare agreements first. One with the token pool, and pages of as many tokens, would

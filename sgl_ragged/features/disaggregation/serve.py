@@ -1,47 +1,59 @@
-"""Where pages of two servers meet SGLang's PD disaggregation."""
+"""Prefill and decode in servers of their own: pages of one pool that are read or written by another."""
 
 from __future__ import annotations
 
-from sgl_ragged.launch.feature import Seam
+from dataclasses import replace
+from typing import Any
 
-_SGLANG = "sglang.srt.disaggregation"
-_QUEUE = f"{_SGLANG}.decode.DecodePreallocQueue"
-_SENDER = f"{_SGLANG}.common.conn.CommonKVSender"
-_PREFILL, _DECODE = (
-    "sgl_ragged.features.disaggregation.prefill_server",
-    "sgl_ragged.features.disaggregation.decode_server",
-)
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.features.disaggregation import decode_server, prefill_server
+from sgl_ragged.features.disaggregation.agreement import agreement
+from sgl_ragged.features.disaggregation.meter import sent_bytes
+from sgl_ragged.features.disaggregation.pages import RequestPages
+from sgl_ragged.features.disaggregation.prefill_server import Exchange
+from sgl_ragged.features.disaggregation.roles import NAME, ServerRole
+from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
-SEAMS = (
-    Seam(
-        f"{_SGLANG}.utils.setup_state_kv_args",
-        ("kv_args", "token_to_kv_pool", "draft_token_to_kv_pool", "total_kv_layers", "req_to_token_pool"),
-        f"{_PREFILL}.describe_memory",
-    ),
-    Seam(
-        f"{_SGLANG}.prefill.PrefillBootstrapQueue.create_sender",
-        ("self", "req", "num_kv_heads"),
-        f"{_PREFILL}.send_open_pages",
-    ),
-    Seam(
-        f"{_SGLANG}.nixl.conn.NixlKVManager._add_remote_peer",
-        ("self", "decode_kv_args"),
-        f"{_PREFILL}.refuse_other_pools",
-    ),
-    Seam(f"{_SENDER}.init", ("self", "num_kv_indices", "aux_index")),
-    Seam(f"{_SENDER}.send", ("self", "kv_indices", "state_indices", "num_kv_tokens", "indices_event")),
-    Seam(f"{_SGLANG}.decode.DecodeReqToTokenPool.free", ("self", "req"), f"{_DECODE}.free_row"),
-    Seam(
-        f"{_QUEUE}._pre_alloc",
-        ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
-        f"{_DECODE}.allocate",
-    ),
-    Seam(f"{_QUEUE}._required_alloc_tokens", ("self", "fill_len", "prefix_len"), f"{_DECODE}.needed_tokens"),
-    Seam(f"{_QUEUE}._prealloc_required_tokens", ("self", "req"), f"{_DECODE}.needed_again"),
-    Seam(f"{_QUEUE}._pre_alloc_fill_len", ("req",)),
-    Seam(f"{_QUEUE}._check_if_req_exceed_kv_capacity", ("self", "req"), f"{_DECODE}.refuse_what_never_fits"),
-    Seam(
-        f"{_QUEUE}._transfer_page_indices", ("self", "decode_req", "kv_indices", "page_size"), f"{_DECODE}.destinations"
-    ),
-    Seam(f"{_QUEUE}._ensure_prefill_info", ("self", "addr_to_reqs"), f"{_DECODE}.agree_first"),
-)
+OF_EACH_SERVER = (NAME, "tier")
+"""Features that the two servers may have each for itself: the role, and a tier under the prefill server."""
+
+
+class Disaggregation(ServeFeature):
+    """Settings: `roles.ServerRole`."""
+
+    name = NAME
+    hooks = (
+        Hook(sglang.PD_MEMORY, prefill_server.describe_memory, bound=True),
+        Hook(sglang.PD_SENDER, prefill_server.send_open_pages),
+        Hook(sglang.PD_PEER, prefill_server.refuse_other_pools),
+        Hook(sglang.PD_FREE_ROW, decode_server.free_row),
+        Hook(f"{sglang.PREALLOC_QUEUE}._pre_alloc", decode_server.allocate),
+        Hook(f"{sglang.PREALLOC_QUEUE}._required_alloc_tokens", decode_server.needed_tokens),
+        Hook(f"{sglang.PREALLOC_QUEUE}._prealloc_required_tokens", decode_server.needed_again),
+        Hook(f"{sglang.PREALLOC_QUEUE}._check_if_req_exceed_kv_capacity", decode_server.refuse_what_never_fits),
+        Hook(f"{sglang.PREALLOC_QUEUE}._transfer_page_indices", decode_server.destinations),
+        Hook(f"{sglang.PREALLOC_QUEUE}._ensure_prefill_info", decode_server.agree_first),
+    )
+
+    def attach(self, settings: ServerRole, worker: Worker) -> Any:
+        pool, plan = worker.pool, worker.rank.plan
+        shared = tuple(one for one in plan.features if one.name not in OF_EACH_SERVER)
+        digest = replace(plan, features=shared).digest
+        page_bytes = [layout.slab_bytes(worker.rank.itemsize) for layout in plan.layouts]
+
+        def agree() -> str:
+            return agreement(digest, pool.store.stored_as, page_bytes, pool.open_segments.pages.tokens)
+
+        pool.attached[NAME] = exchange = Exchange(RequestPages(pool.open_segments), agree)
+        for method in (exchange.get_contiguous_buf_infos, exchange.get_cpu_copy, exchange.load_cpu_copy):
+            setattr(pool, method.__name__, method)
+        return worker.outer
+
+    def server_info(self, settings: ServerRole | None, pool: Any) -> dict[str, Any]:
+        if settings is None:
+            return {NAME: None}
+        agreed = pool.attached[NAME].agreement
+        return {NAME: {"mode": settings.mode, "agreement": agreed, "sent_bytes": sent_bytes(pool.sizes)}}
+
+
+FEATURE = Disaggregation()

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from sgl_ragged.features.drafts.chains import as_chains, end_at_border
-from sgl_ragged.features.windows.pool import slab_allocator, slab_pool
-from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.serve.allocator import begin_batch
+from sgl_ragged.serve.pool import slab_allocator, slab_pool
 
 
 def draft_chains(
-    options: RaggedOptions,
     original: Callable,
     corpus: Any,
     req_ids: list[str],
@@ -26,9 +24,7 @@ def draft_chains(
     return as_chains(tokens, mask, corpus.draft_token_num)
 
 
-def alloc_for_chains(
-    options: RaggedOptions, original: Callable, tree_cache: Any, req_to_token_pool: Any, *, reqs: Any, **more: Any
-) -> None:
+def alloc_for_chains(original: Callable, tree_cache: Any, req_to_token_pool: Any, *, reqs: Any, **more: Any) -> None:
     """Puts pages aside for open segments behind the next chain; SGLang's own, for two chains ahead, are for slabs."""
     allocator = slab_allocator(tree_cache.token_to_kv_pool_allocator)
     rows, lengths = [req.kv.req_pool_idx for req in reqs], [req.kv.kv_committed_len for req in reqs]
@@ -43,9 +39,7 @@ def alloc_for_chains(
     chains.reserve(rows, lengths, pages)
 
 
-def begin_chains(
-    options: RaggedOptions, original: Callable, batch: Any, verify_input: Any, forward_stream: Any
-) -> None:
+def begin_chains(original: Callable, batch: Any, verify_input: Any, forward_stream: Any) -> None:
     """Says which tokens count, and gives open segments their pages: at the first thing that SGLang does in a step for
     verification, by when it knows what was accepted in the step before."""
     original(batch, verify_input, forward_stream)
@@ -54,9 +48,7 @@ def begin_chains(
         chains.begin(batch.req_pool_indices, batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist())
 
 
-def sample_to_border(
-    options: RaggedOptions, original: Callable, verify_input: Any, batch: Any, *args: Any, **more: Any
-) -> Any:
+def sample_to_border(original: Callable, verify_input: Any, batch: Any, *args: Any, **more: Any) -> Any:
     """Has chains end at borders. What is accepted of them is told to the next step."""
     if not batch.forward_mode.is_idle():
         segment = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).page_size

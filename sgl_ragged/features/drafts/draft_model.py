@@ -7,6 +7,10 @@ the draft model for each virtual token. So they live as long as the pages that t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from sgl_ragged.launch.plan import FeatureSettings, Rank
+from sgl_ragged.mem_pool.sizing import PoolSizes
 
 
 @dataclass(frozen=True)
@@ -23,3 +27,34 @@ class DraftModel:
     def token_bytes(self) -> int:
         """Keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_heads * self.head_dim * self.itemsize
+
+
+BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
+"""Attention of the draft model, by device."""
+
+
+@dataclass(frozen=True)
+class DraftSettings(FeatureSettings):
+    """Settings of drafts that workers follow.
+
+    width: tokens of a chain, the first of which is certain. model: the draft model, or None for n-grams.
+    overlapped: True where a step is prepared while the step before it is computed.
+    """
+
+    width: int
+    model: DraftModel | None = None
+    overlapped: bool = False
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        return (self.width, self.model.token_bytes if self.model else 0)
+
+    def page_bytes(self, rank: Rank) -> int:
+        return rank.plan.segment * self.model.token_bytes if self.model else 0
+
+    def describe(self, sizes: PoolSizes) -> str:
+        drafter = ""
+        if self.model is not None:
+            drafter = f" by {self.model.name}, {self.model.token_bytes} bytes for each virtual token"
+        without = "" if self.overlapped else ", without overlapped batches"
+        return f"chains of {self.width} drafts{drafter}{without}"

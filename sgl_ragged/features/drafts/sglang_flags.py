@@ -6,7 +6,9 @@ import os
 from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.start import Launch
+from sgl_ragged.features.drafts.draft_model import BACKENDS
+from sgl_ragged.launch.flags import RefusedValues, refuse_values
+from sgl_ragged.launch.start import ModelStart
 
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Whose drafts are verified: n-grams, a smaller model, and heads that read the served model's hidden states. NEXTN is
@@ -22,16 +24,10 @@ IN_LAYOUTS = ("speculative_algorithm", "speculative_draft_model_path")
 WIDTHS = {"NGRAM": 12, "STANDALONE": 4, "EAGLE": 4, "EAGLE3": 4, "NEXTN": 4}
 """Tokens of a chain where nobody says, in SGLang."""
 
-BACKENDS = {"cpu": "torch_native", "cuda": "triton"}
-"""Attention of the draft model, by device."""
-
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 """A variable of SGLang's environment."""
 
-Forbidden = tuple[tuple[str, tuple[Any, ...], str], ...]
-"""Fields, values that are fine, and reasons."""
-
-_OF_ALL: Forbidden = (
+_OF_ALL: RefusedValues = (
     (
         "speculative_adaptive",
         (False,),
@@ -49,7 +45,7 @@ _OF_ALL: Forbidden = (
     ),
 )
 
-_OF_NGRAMS: Forbidden = (
+_OF_NGRAMS: RefusedValues = (
     (
         "speculative_ngram_max_bfs_breadth",
         (1,),
@@ -67,7 +63,7 @@ _OF_NGRAMS: Forbidden = (
     ),
 )
 
-_OF_A_MODEL: Forbidden = (
+_OF_A_MODEL: RefusedValues = (
     (
         "speculative_eagle_topk",
         (None, 1),
@@ -124,10 +120,7 @@ def refuse(server_args: Any) -> None:
             f"--speculative-algorithm {algorithm} is not supported with --kv-pool ragged, where "
             f"{', '.join(ALGORITHMS)} are; {USE}"
         )
-    for name, fine, reason in _OF_ALL + (_OF_A_MODEL if by_model(server_args) else _OF_NGRAMS):
-        value = getattr(server_args, name)
-        if value not in fine:
-            raise RaggedConfigError(f"{reason} ({name} is {value!r})")
+    refuse_values(server_args, _OF_ALL + (_OF_A_MODEL if by_model(server_args) else _OF_NGRAMS))
     # Of EAGLE it may be the served model's own checkpoint.
     if algorithm.upper() in ("STANDALONE", "EAGLE3") and not server_args.speculative_draft_model_path:
         raise RaggedConfigError(
@@ -159,9 +152,9 @@ def refuse_resolved(view: Any) -> None:
         )
 
 
-def draft_backend(launch: Launch) -> str:
+def draft_backend(start: ModelStart) -> str:
     """The draft model's attention. Raises RaggedConfigError for another one that was asked for."""
-    asked, device = launch.server_args.speculative_draft_attention_backend, launch.view.device
+    asked, device = start.server_args.speculative_draft_attention_backend, start.view.device
     served = BACKENDS.get(device)
     if served is None:
         raise RaggedConfigError(f"a draft model has not been tested on {device} with --kv-pool ragged; use NGRAM")
@@ -172,8 +165,8 @@ def draft_backend(launch: Launch) -> str:
     return served
 
 
-def width(launch: Launch) -> int:
+def width(start: ModelStart) -> int:
     """Tokens of a chain: as SGLang has resolved them, or as it would."""
-    if launch.view is not None:
-        return launch.view.speculative_num_draft_tokens
-    return WIDTHS[launch.server_args.speculative_algorithm.upper()]
+    if start.served:
+        return start.view.speculative_num_draft_tokens
+    return WIDTHS[start.server_args.speculative_algorithm.upper()]

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.launch.options import RaggedOptions
-
 if TYPE_CHECKING:
     import torch
 
@@ -23,19 +21,19 @@ def growth(cache: BoundedRadixCache, req: Any, extend: int) -> int:
     return cache.histories.bound.growth(shared // size, cache.own_segments(req.kv), max(extend, 0), new, size)
 
 
-def make_room(options: RaggedOptions, original: Callable, batch: Any, selected_indices: list[int] | None = None) -> Any:
+def make_room(original: Callable, batch: Any, selected_indices: list[int] | None = None) -> Any:
     """Before SGLang counts whether a decode step fits: pages of segments that leave their views go back."""
     for req in batch.reqs:
         batch.tree_cache.open_segment(req)
     return original(batch, selected_indices)
 
 
-def reserve_running(options: RaggedOptions, original: Callable, adder: Any, req: Any) -> float:
+def reserve_running(original: Callable, adder: Any, req: Any) -> float:
     """Tokens that a running request may still need: SGLang's estimate, or what the bound leaves."""
     return min(original(adder, req), growth(adder.tree_cache, req, 0))
 
 
-def fits(options: RaggedOptions, original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
+def fits(original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
     """True if a request fits that is not running yet."""
     extend = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
     beside = adder.per_req_token_overhead + adder._request_slot_reserve_for_req(req)
@@ -44,7 +42,6 @@ def fits(options: RaggedOptions, original: Callable, adder: Any, req: Any, *, to
 
 
 def reserve_admitted(
-    options: RaggedOptions,
     original: Callable,
     adder: Any,
     prefix_len: int,
@@ -61,7 +58,7 @@ def reserve_admitted(
     original(adder, prefix_len, extend_input_len, beyond if rest else min(max_new_tokens, beyond), *args, **more)
 
 
-def uncached_tokens(options: RaggedOptions, original: Callable, checker: Any) -> tuple[int, int]:
+def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
     """Tokens that requests hold beside the tree, for SGLang's leak checks: less those that they have given back."""
     full, windows = original(checker)
     cache = checker.tree_cache
@@ -89,7 +86,7 @@ class _HeldPages:
         return found
 
 
-def check_held_pages(options: RaggedOptions, original: Callable, checker: Any) -> None:
+def check_held_pages(original: Callable, checker: Any) -> None:
     """SGLang's check that no request's page is free at the same time, of the pages that requests still hold."""
     table, cache = checker.req_to_token_pool, checker.tree_cache
     held = _HeldPages(table.req_to_token, cache.histories, cache.page_size)

@@ -30,6 +30,10 @@ SCORE_NAMES = (AUTO, NOVELTY, "value_key_norm", RECENCY)
 """Values of --ragged-history-score. The formulas are in `segment_scores`, which needs torch."""
 
 
+RADIX_CACHE = "ragged_bounded"
+"""Name of the radix cache in SGLang's registry."""
+
+
 @dataclass(frozen=True)
 class HistoryBound:
     """limit: sealed segments that a query sees at most. score: by which they leave (SCORE_NAMES).

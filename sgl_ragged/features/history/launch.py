@@ -1,17 +1,36 @@
-"""Bounded histories, as a feature of the server."""
+"""Bounded histories: the flags, the bound, the chunks of prefill, and what their scores need."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sgl_ragged.features.history.bound import check_score
-from sgl_ragged.launch.feature import Feature, Rank, Seam, Worker
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.features.history.bound import (
+    AUTO,
+    NOVELTY,
+    RADIX_CACHE,
+    RECENCY,
+    HistoryBound,
+    check_score,
+    history_bound,
+)
+from sgl_ragged.features.history.history_plan import HistoryPlan
+from sgl_ragged.features.windows.sizes import eviction_interval, window_pages
+from sgl_ragged.launch.conflicts import MIXED, TREE
+from sgl_ragged.launch.feature import Conflict, LaunchFeature
 from sgl_ragged.launch.flags import flag
-from sgl_ragged.launch.plan import ServingPlan
-from sgl_ragged.launch.start import MIXED, TREE, Conflict, Launch
+from sgl_ragged.launch.plan import Rank, ServingPlan
+from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.serve.hooks import ADDER, BATCH, CHECKER, REGISTRY, TREE_CLASS
+from sgl_ragged.profiles.geometry import ModelGeometry
+from sgl_ragged.profiles.profile import VALUE_MEAN
+
+logger = logging.getLogger(__name__)
+
+CASE = "--ragged-history"
 
 
 @dataclass(frozen=True)
@@ -36,92 +55,96 @@ class HistoryFlags:
     )
 
 
-ADMISSION = "sgl_ragged.features.history.admission"
-
-
-class History(Feature):
-    """Settings: `history_plan.HistoryPlan`."""
+class History(LaunchFeature):
+    """Settings: the `HistoryBound` that was asked for, then `HistoryPlan`."""
 
     name = "history"
-    case = "--ragged-history"
+    case = CASE
     flags = HistoryFlags
-    in_vain = "{flags} says what leaves a bounded history, and this one is not: add --ragged-history, or drop the flag"
+    in_vain = "{flags} has no effect without --ragged-history: add --ragged-history, or remove it"
+    contract = sglang.HISTORY
     needed_for = " with --ragged-history"
-    radix_cache = ("ragged_bounded", "sgl_ragged.features.history.radix_cache.bounded_cache")
+    radix_cache = RADIX_CACHE
     conflicts = (
-        Conflict(case, TREE, "histories have a radix cache of their own", "drop --radix-cache-backend"),
-        Conflict(case, MIXED, "it decodes within prefill, where histories do not look"),
-    )
-    seams = (
-        Seam(f"{BATCH}.check_decode_mem", ("self", "selected_indices"), f"{ADMISSION}.make_room"),
-        Seam(
-            f"{ADDER}._get_running_request_total_token_offset",
-            ("self", "req"),
-            f"{ADMISSION}.reserve_running",
-        ),
-        Seam(
-            f"{ADDER}._check_prefill_budget",
-            ("self", "req", "extend_input_len", "total_tokens", "swa_host_hit_length", "chunk_limit"),
-            f"{ADMISSION}.fits",
-        ),
-        Seam(
-            f"{ADDER}._update_prefill_budget",
-            (
-                *("self", "prefix_len", "extend_input_len", "max_new_tokens", "retracted_stain", "mamba_gap_reserve"),
-                *("request_slot_reserve", "is_chunked_continuation", "replay_len"),
-            ),
-            f"{ADMISSION}.reserve_admitted",
-        ),
-        Seam(f"{CHECKER}._get_total_uncached_sizes", ("self",), f"{ADMISSION}.uncached_tokens"),
-        Seam(f"{CHECKER}._check_kv_page_invariants", ("self",), f"{ADMISSION}.check_held_pages"),
-        Seam(f"{REGISTRY}.register_radix_cache_backend", ("name", "factory")),
-        Seam(f"{REGISTRY}.create_unified_radix_cache", ("ctx", "cache_class")),
-        Seam(f"{TREE_CLASS}.checkpoint", ("self", "req", "up_to", "kwargs")),
-        Seam(f"{TREE_CLASS}.free_kv_row", ("self", "kv", "ranges")),
-        Seam(f"{TREE_CLASS}.on_release", ("self", "req", "checkpointed")),
-        Seam(f"{TREE_CLASS}.evict_sliding_windows", ("self", "req", "pre_len", "eviction_interval")),
-        Seam(f"{TREE_CLASS}.release_swa_prefix_lock", ("self", "req")),
+        Conflict(CASE, TREE, "histories have a radix cache of their own", "drop --radix-cache-backend"),
+        Conflict(CASE, MIXED, "it decodes within prefill, where histories do not look"),
     )
 
-    def asked(self, launch: Launch) -> bool:
-        return launch.options.of(HistoryFlags).history is not None
+    def asked(self, start: Start) -> bool:
+        return start.options.of(HistoryFlags).history is not None
 
-    def settle(self, launch: Launch) -> Any:
-        from sgl_ragged.features.history.history_plan import asked_bound
+    def settle(self, start: Start) -> HistoryBound:
+        return asked_bound(start)
 
-        return asked_bound(launch)
+    def sglang_settings(self, settings: HistoryBound, start: ModelStart) -> dict[str, Any]:
+        return {"chunked_prefill_size": chunk_size(start.view.chunked_prefill_size, settings, start.options.segment)}
 
-    def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
-        from sgl_ragged.features.history.history_plan import chunk_size
-
-        return {"chunked_prefill_size": chunk_size(launch.view.chunked_prefill_size, settings, launch.options.segment)}
-
-    def join(self, settings: Any, plan: ServingPlan, launch: Launch) -> Any:
-        from sgl_ragged.features.history.history_plan import settled
-
-        return settled(settings, plan, launch)
-
-    def state(self, settings: Any) -> tuple[Any, ...]:
-        return settings.state
-
-    def attach(self, settings: Any, worker: Worker) -> Any:
-        from sgl_ragged.features.history.serve import make_histories
-
-        histories = make_histories(settings, worker)
-        worker.pool.attached[self.name] = worker.pool.views = histories
-        return worker.given
-
-    def describe(self, settings: Any, sizes: PoolSizes) -> str:
-        return f"{settings.bound.describe(sizes)}; segments leave by {settings.bound.score}"
-
-    def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
-        return {
-            "history": settings and settings.bound.limit * pool.page_size,
-            "history_score": settings and settings.bound.score,
-        }
+    def join(self, settings: HistoryBound, plan: ServingPlan, start: BudgetedStart) -> HistoryPlan:
+        return settled(settings, plan, start)
 
     def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
         return {} if settings is None else {"most_request_bytes": settings.bound.request_bytes(sizes)}
 
 
-HISTORY = History()
+def asked_bound(start: Start) -> HistoryBound:
+    """The bound that was asked for. Raises RaggedConfigError for numbers that do not go with it."""
+    flags, segment = start.options.of(HistoryFlags), start.options.segment
+    bound = history_bound(flags.history, flags.history_score or AUTO, segment)
+    assert bound is not None, "it was asked for"
+    chunk = start.server_args.chunked_prefill_size
+    most = bound.latest * segment
+    if chunk is not None and not 0 < chunk <= most:
+        raise RaggedConfigError(
+            f"--chunked-prefill-size {chunk} does not go with --ragged-history {flags.history}: which segments "
+            f"leave is known {most} tokens ahead, so chunks have at most as many; use {most}, or drop the flag"
+        )
+    return bound
+
+
+def chunk_size(chunk: int, bound: HistoryBound, segment: int) -> int:
+    """Tokens of a chunk of prefill: no more than it is known ahead what leaves.
+
+    chunk: SGLang's default, whole segments, -1 for no chunks; or what the user gave, which is checked before.
+    """
+    most = bound.latest * segment
+    return most if chunk <= 0 else min(chunk, most)
+
+
+def with_lag(bound: HistoryBound, geometry: ModelGeometry, segment: int) -> HistoryBound:
+    """The bound for a model that may have sliding-window layers: a page goes back once these have left it, too.
+
+    Raises RaggedConfigError where SGLang is told to keep windows through prefill.
+    """
+    if geometry.windowed is None:
+        return bound
+    from sglang.srt.environ import envs
+
+    if not envs.SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS.get():
+        raise RaggedConfigError(
+            "SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS=0 keeps the windows of a whole prompt, and pages of "
+            "--ragged-history go back when windows have left them; unset it, or drop --ragged-history"
+        )
+    return replace(bound, lag=window_pages(geometry.windowed.window, eviction_interval(), segment) - 1)
+
+
+def settled(bound: HistoryBound, plan: ServingPlan, start: BudgetedStart) -> HistoryPlan:
+    """The bound with its score and lag. Raises RaggedConfigError for what it does not go with."""
+    profile = start.chosen.profile
+    value_mean = None if profile is None else profile.statistics.get(VALUE_MEAN)
+    bound = with_lag(bound, plan.geometry, plan.segment)
+    if bound.score == AUTO:
+        bound = replace(bound, score=RECENCY if value_mean is None else NOVELTY)
+        if bound.by_age:
+            logger.warning(
+                "--ragged-history: the oldest segment leaves, since there are no calibrated means of values to choose "
+                "by; a profile that calib run makes has them"
+            )
+    if bound.score == NOVELTY and value_mean is None:
+        raise RaggedConfigError(
+            f"--ragged-history-score {NOVELTY} needs the means of values that calibration records, and the profile has "
+            f"none: calibrate again (python -m calib run), or use --ragged-history-score {RECENCY}"
+        )
+    return HistoryPlan(bound, value_mean)
+
+
+FEATURE = History()

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_ragged.features.history.histories import Histories
-from sgl_ragged.features.windows.pool import slab_pool
+from sgl_ragged.serve.pool import slab_pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo

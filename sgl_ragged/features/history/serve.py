@@ -1,14 +1,20 @@
-"""The histories of a worker's pool."""
+"""Bounded histories in a worker: which segments requests see, what the scheduler reserves for them, the radix cache."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from sglang.srt.runtime_context import get_parallel
 
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.features.history import admission
+from sgl_ragged.features.history.bound import RADIX_CACHE
 from sgl_ragged.features.history.histories import Histories
 from sgl_ragged.features.history.history_plan import HistoryPlan, head_weights
+from sgl_ragged.features.history.radix_cache import bounded_cache
 from sgl_ragged.features.history.segment_scores import SegmentScores
-from sgl_ragged.launch.feature import Worker
+from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
 
 def make_histories(settings: HistoryPlan, worker: Worker) -> Histories:
@@ -29,3 +35,31 @@ def make_histories(settings: HistoryPlan, worker: Worker) -> Histories:
         return group.all_gather(own, dim=0).view(ranks, -1).sum(dim=0)
 
     return Histories(bound, worker.req_to_token, plan.segment, scores, over_ranks)
+
+
+class History(ServeFeature):
+    """Settings: `history_plan.HistoryPlan`."""
+
+    name = "history"
+    radix_cache = (RADIX_CACHE, bounded_cache)
+    hooks = (
+        Hook(f"{sglang.BATCH}.check_decode_mem", admission.make_room),
+        Hook(f"{sglang.ADDER}._get_running_request_total_token_offset", admission.reserve_running),
+        Hook(f"{sglang.ADDER}._check_prefill_budget", admission.fits),
+        Hook(f"{sglang.ADDER}._update_prefill_budget", admission.reserve_admitted),
+        Hook(f"{sglang.CHECKER}._get_total_uncached_sizes", admission.uncached_tokens),
+        Hook(f"{sglang.CHECKER}._check_kv_page_invariants", admission.check_held_pages),
+    )
+
+    def attach(self, settings: HistoryPlan, worker: Worker) -> Any:
+        worker.pool.attached[self.name] = worker.pool.views = make_histories(settings, worker)
+        return worker.outer
+
+    def server_info(self, settings: HistoryPlan | None, pool: Any) -> dict[str, Any]:
+        return {
+            "history": settings and settings.bound.limit * pool.page_size,
+            "history_score": settings and settings.bound.score,
+        }
+
+
+FEATURE = History()

@@ -27,8 +27,7 @@ from sgl_ragged.features.host_tier.restore_schedule import LOAD, Rate, StoragePa
 from sgl_ragged.features.host_tier.restoring import Restorer
 from sgl_ragged.features.host_tier.stopwatch import Stopwatch
 from sgl_ragged.features.host_tier.tier_meter import HOST, STORAGE, TierMeter
-from sgl_ragged.features.host_tier.tier_plan import TierPlan
-from sgl_ragged.features.host_tier.tier_state import refuse_storage
+from sgl_ragged.features.host_tier.tier_plan import TierPlan, refuse_storage
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from sgl_ragged.serve.radix_cache import OpenRadixCache
 from sgl_ragged.serve.ranks import least_over_ranks

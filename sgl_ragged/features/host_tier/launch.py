@@ -1,30 +1,52 @@
-"""The host tier, as a feature of the server."""
+"""The host tier: its flags, and what names the contents of a tier under the device."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.contract_checks import installed_release, wrap
+from sgl_ragged.features.host_tier.adapters import adapter_id
+from sgl_ragged.features.host_tier.codecs import make_codec
 from sgl_ragged.features.host_tier.restore_schedule import AUTO, MODES
-from sgl_ragged.features.host_tier.tier_plan import CODEC_NAMES
-from sgl_ragged.features.windows.launch import WINDOWS
-from sgl_ragged.launch.feature import Feature, Seam, Worker
+from sgl_ragged.features.host_tier.tier_plan import CODEC_NAMES, TierPlan, refuse_storage
+from sgl_ragged.launch.conflicts import CODES, NODES
+from sgl_ragged.launch.feature import STAYS_WIDE, Conflict, LaunchFeature
 from sgl_ragged.launch.flags import flag
+from sgl_ragged.launch.model_source import model_folder
 from sgl_ragged.launch.plan import ServingPlan
-from sgl_ragged.launch.start import CODES, NODES, STAYS_WIDE, Conflict, Launch
-from sgl_ragged.serve.hooks import ADAPTER_ID, RUN_BATCH
+from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
+from sgl_ragged.profiles.profile_cache import weights_identity
 
-CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
-HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+CASE = "--enable-hierarchical-cache"
 
 CODEC = "--ragged-host-codec fp8 or shared"
 
-HOLDS_WEIGHTS = (
-    "weights cannot be updated at run time while a tier below the device holds slabs of the ones before; restart "
-    "without --enable-hierarchical-cache"
+NAMED = (
+    *("dtype", "quantization", "quantization_param_path", "torchao_config", "modelopt_quant", "rl_quant_profile"),
+    *("modelopt_checkpoint_restore_path", "load_format", "model_loader_extra_config", "custom_weight_loader"),
+    *("decrypted_config_file", "json_model_override_args", "model_impl", "enable_tf32_matmul"),
+    *("enable_quant_communications", "forward_hooks", "lora_target_modules", "experts_shared_outer_loras"),
+    *("mm_process_config", "image_processor_backend", "disable_fast_image_processor"),
+    "enable_precise_embedding_interpolation",
 )
-"""What SGLang answers to requests that would write any weights."""
+"""Settings of the server that change what a model computes for given tokens and pictures, beside its files.
+
+Not the tokenizer's: tokens are what slabs are named by. Adapters of LoRA are in the ids that requests carry
+(`adapters`).
+"""
+
+READ_AS_TEXT = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
+"""How files of a model begin that change which tokens a text becomes, or which are chosen, and nothing behind that."""
+
+CODE = ("*.json", "*.py")
+"""Files beside the weights that say what is computed: configurations, and the code of --trust-remote-code."""
 
 
 @dataclass(frozen=True)
@@ -47,73 +69,80 @@ class TierFlags:
     )
 
 
-class HostTier(Feature):
-    """Settings: `tier_plan.TierPlan`."""
+class HostTier(LaunchFeature):
+    """Settings: True where the user said how large the host's part is; then `TierPlan`."""
 
     name = "tier"
-    case = "--enable-hierarchical-cache"
+    case = CASE
     flags = TierFlags
-    in_vain = "{flags} is about the host tier, and there is none: add --enable-hierarchical-cache, or drop the flag"
+    in_vain = "{flags} has no effect without --enable-hierarchical-cache: add --enable-hierarchical-cache, or remove it"
+    contract = sglang.HOST_TIER
     needed_for = " with --enable-hierarchical-cache"
     cases: ClassVar[Mapping] = {
-        CODEC: lambda launch: launch.options.of(TierFlags).host_codec not in (None, CODEC_NAMES[0])
+        CODEC: lambda start: start.options.of(TierFlags).host_codec not in (None, CODEC_NAMES[0])
     }
     conflicts = (
-        Conflict(case, WINDOWS.case, "pages of windows are not copied to the host", "drop it"),
-        Conflict(case, NODES, "the host memory of several machines has not been shared out yet", "drop one of the two"),
+        Conflict(CASE, "sliding-window layers", "pages of windows are not copied to the host", "drop it"),
+        Conflict(CASE, NODES, "the host memory of several machines has not been shared out yet", "drop one of the two"),
         Conflict(CODES, CODEC, "the host's codec would round it again", "use exact", STAYS_WIDE),
     )
-    seams = (
-        ADAPTER_ID,
-        Seam("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.register_stack_strategy", ("strategy",)),
-        Seam(f"{CONTROLLER}.start_writing", ("self",)),
-        Seam(f"{CONTROLLER}.start_loading", ("self",)),
-        Seam(f"{CONTROLLER}._generic_page_get", ("self", "operation", "hash_values", "host_indices", "extra_info")),
-        Seam(
-            f"{HOST_POOL}.__init__",
-            (
-                *("self", "dtype", "device_capacity_tokens", "size_per_token", "start_layer", "end_layer"),
-                *("host_to_device_ratio", "host_size", "page_size", "layout", "pin_memory", "device", "allocator_type"),
-                *("dcp_size", "dcp_rank", "pool_label", "is_dummy", "host_token_capacity"),
-            ),
-        ),
-        Seam(f"{HOST_POOL}._allocate_host_buffer", ("self",)),
-        Seam(*RUN_BATCH, "sgl_ragged.features.host_tier.serve.recompute_segments"),
+
+    def asked(self, start: Start) -> bool:
+        return start.server_args.enable_hierarchical_cache
+
+    def settle(self, start: Start) -> bool:
+        refuse_storage(start.server_args.hicache_storage_backend)
+        name_adapters_by_content(start.options.from_command_line)
+        return bool(start.server_args.hicache_ratio or start.server_args.hicache_size)
+
+    def sglang_settings(self, settings: bool, start: ModelStart) -> dict[str, Any]:
+        # SGLang would leave 10 GiB free for a host beside the device; `host_pages` sizes the host's part.
+        return {"hicache_host_memory_fraction": None} if start.view.device == "cpu" else {}
+
+    def join(self, settings: bool, plan: ServingPlan, start: BudgetedStart) -> TierPlan:
+        return plan_tier(plan, start, sized=settings)
+
+
+def plan_tier(plan: ServingPlan, start: BudgetedStart, *, sized: bool) -> TierPlan:
+    """Plan the tiers.
+
+    Args:
+        plan: all that decides what slabs hold has joined it.
+        sized: whether the user said how large the host's part is.
+
+    Raises:
+        RaggedConfigError: the codec cannot serve these budgets or this cache.
+    """
+    flags, view = start.options.of(TierFlags), start.view
+    codec = flags.host_codec or CODEC_NAMES[0]
+    for layout in plan.layouts:
+        # A codec refuses what it cannot serve; here rather than in a worker.
+        make_codec(codec, layout, start.kv_dtype)
+    settings = {name: str(getattr(view, name, None)) for name in NAMED}
+    # The path is not named: the same weights in another folder give the same slabs.
+    folder = model_folder(view)
+    model = [weights_identity(folder), _code(folder), settings, installed_release()]
+    state = json.dumps([plan.digest, *model], sort_keys=True)
+    return TierPlan(
+        codec=codec,
+        served=hashlib.sha256(state.encode()).hexdigest()[:16],
+        sized=sized,
+        restore=flags.restore or AUTO,
     )
 
-    def asked(self, launch: Launch) -> bool:
-        return launch.server_args.enable_hierarchical_cache
 
-    def settle(self, launch: Launch) -> Any:
-        from sgl_ragged.features.host_tier.tier_state import name_adapters_by_content, refuse_storage
-
-        refuse_storage(launch.server_args.hicache_storage_backend)
-        name_adapters_by_content(launch.options.from_command_line)
-        return bool(launch.server_args.hicache_ratio or launch.server_args.hicache_size)
-
-    def declare(self, settings: Any, launch: Launch) -> dict[str, Any]:
-        # SGLang would leave 10 GiB free for a host beside the device; `host_pages` sizes the host's part.
-        return {"hicache_host_memory_fraction": None} if launch.view.device == "cpu" else {}
-
-    def join(self, settings: Any, plan: ServingPlan, launch: Launch) -> Any:
-        from sgl_ragged.features.host_tier.tier_state import plan_tier
-
-        return plan_tier(plan, launch, sized=settings)
-
-    def attach(self, settings: Any, worker: Worker) -> Any:
-        from sgl_ragged.features.host_tier.serve import register_stack
-
-        register_stack(settings, worker.options)
-        return worker.given
-
-    def why_weights_stay(self) -> str:
-        return HOLDS_WEIGHTS
-
-    def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
-        restorer = pool.attached.get(self.name)
-        if settings is None or restorer is None:
-            return {"tier": None}
-        return {"tier": {"restore": settings.restore} | restorer.settings()}
+def _code(folder: Path) -> list[tuple[str, str]]:
+    """Names and contents of a model's files that say what is computed from its weights; none beside a GGUF file."""
+    files = sorted({file for pattern in CODE for file in folder.glob(pattern)})
+    # An index lists what is in the files of weights.
+    read = [file for file in files if not file.name.startswith(READ_AS_TEXT) and not file.name.endswith(".index.json")]
+    return [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in read]
 
 
-HOST_TIER = HostTier()
+@functools.cache
+def name_adapters_by_content(from_command_line: bool) -> None:
+    """Let what is in an adapter be part of its id; SGLang asks for it behind the resolution. Once per process."""
+    wrap([(sglang.ADAPTER_ID, functools.partial(adapter_id, from_command_line))])
+
+
+FEATURE = HostTier()

@@ -6,15 +6,21 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.plan import FeatureSettings
+
 TIER_FORMAT = 1
 """Version of what rows of the host tier hold."""
 
 CODEC_NAMES = ("exact", "fp8", "shared")
 """Values of --ragged-host-codec. The classes are in `host_tier.codecs`, which needs torch."""
 
+STORAGE_BACKENDS = ("file",)
+"""Where pages may go beside the host: SGLang's backends whose keys name the model, as far as they were tried."""
+
 
 @dataclass(frozen=True)
-class TierPlan:
+class TierPlan(FeatureSettings):
     """Contents of a tier below the device.
 
     codec: how slabs lie there, one of CODEC_NAMES.
@@ -37,3 +43,12 @@ class TierPlan:
         """
         state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, stored_as])
         return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def refuse_storage(backend: str | None) -> None:
+    """Raise RaggedConfigError for a storage backend that pages of slabs are not given to."""
+    if backend is not None and backend not in STORAGE_BACKENDS:
+        raise RaggedConfigError(
+            f"--hicache-storage-backend {backend} was not tried with --kv-pool ragged, or its keys do not name the "
+            f"model, so that it could give slabs of another ratio or profile; use {' or '.join(STORAGE_BACKENDS)}"
+        )

@@ -1,38 +1,30 @@
-"""Retrieval, as a feature of the server."""
+"""Retrieval: the flags, and which heads watch for which in a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sgl_ragged.features.history.launch import HISTORY
-from sgl_ragged.features.host_tier.launch import HOST_TIER
-from sgl_ragged.features.windows.launch import WINDOWS
-from sgl_ragged.launch.feature import Feature, Rank, Seam, Worker
+import numpy as np
+
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.features.retrieval.retrieval_plan import RetrievalPlan
+from sgl_ragged.features.retrieval.roles import HeadRoles, head_roles, with_pivots
+from sgl_ragged.features.retrieval.settings import RADIX_CACHE, Retrieval
+from sgl_ragged.launch.conflicts import CODES, FITTED, FLASHINFER, MANY_RANKS, MIXED, NODES, SPLIT, TREE
+from sgl_ragged.launch.feature import STAYS_UNFITTED, STAYS_WIDE, Conflict, LaunchFeature
 from sgl_ragged.launch.flags import flag
-from sgl_ragged.launch.plan import ServingPlan
-from sgl_ragged.launch.start import (
-    CODES,
-    FITTED,
-    FLASHINFER,
-    MANY_RANKS,
-    MIXED,
-    NODES,
-    SPLIT,
-    STAYS_UNFITTED,
-    STAYS_WIDE,
-    TREE,
-    Conflict,
-    Launch,
-)
+from sgl_ragged.launch.plan import BudgetChoice, Rank, ServingPlan
+from sgl_ragged.launch.start import BudgetedStart, Start
 from sgl_ragged.mem_pool.sizing import PoolSizes, parse_bytes
-from sgl_ragged.serve.hooks import BATCH, REGISTRY, RUN_BATCH, TREE_CLASS
+from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import Profile
 
-if TYPE_CHECKING:
-    import numpy as np
+CASE = "--ragged-reservoir"
 
-PAGED = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
-HOOKS = "sgl_ragged.features.retrieval.serve"
+DEFAULTS: dict[str, Any] = {"overlay": 128, "pivots": 2, "watch_interval": 8, "drift": 0.5}
+"""By field of `RetrievalFlags`."""
 
 
 @dataclass(frozen=True)
@@ -67,101 +59,88 @@ class RetrievalFlags:
     )
 
 
-class Retrieving(Feature):
-    """Settings: `retrieval_plan.RetrievalPlan`."""
+class Retrieving(LaunchFeature):
+    """Settings: the `Retrieval` that was asked for; `RetrievalPlan` once budgets are chosen."""
 
     name = "retrieval"
-    case = "--ragged-reservoir"
+    case = CASE
     flags = RetrievalFlags
-    in_vain = (
-        "{flags}: these are about fetching what heads dropped, which needs host memory; add --ragged-reservoir, or "
-        "drop them"
-    )
+    in_vain = "{flags} has no effect without --ragged-reservoir: add --ragged-reservoir, or remove it"
+    contract = sglang.RETRIEVAL
     needed_for = " with --ragged-reservoir"
-    radix_cache = ("ragged_retrieval", "sgl_ragged.features.retrieval.radix_cache.retrieval_cache")
+    radix_cache = RADIX_CACHE
     conflicts = (
-        Conflict(case, HISTORY.case, "it frees segments that would have to be watched"),
-        Conflict(case, HOST_TIER.case, "it brings segments back without what heads dropped of them"),
-        Conflict(case, NODES, "it has not been run over nodes"),
-        Conflict(case, TREE, "it takes the place of a radix cache that is needed"),
-        Conflict(case, MIXED, "it decodes within prefill, where pivots do not look"),
-        Conflict(case, SPLIT, "it stores heads in parts, and pivots watch as a whole"),
-        Conflict(case, FLASHINFER, "flashinfer plans without overlays", "use triton"),
-        Conflict(case, WINDOWS.case, "their radix cache shares pages by windows, too", "drop it"),
-        Conflict(case, MANY_RANKS, "a rank would have only some of the queries of a pivot", "use as many as heads"),
-        Conflict(CODES, case, "pivots of --ragged-reservoir read keys as numbers", "use wide", STAYS_WIDE),
-        Conflict(FITTED, case, "what --ragged-reservoir gives back would count twice", "", STAYS_UNFITTED),
-    )
-    seams = (
-        Seam(f"{BATCH}.prepare_for_extend", ("self",), f"{HOOKS}.begin_prefill"),
-        Seam(*RUN_BATCH, f"{HOOKS}.name_requests"),
-        Seam(f"{PAGED}._release_page_ids", ("self", "page_ids"), f"{HOOKS}.forget_pages"),
-        Seam(f"{PAGED}.clear", ("self",), f"{HOOKS}.forget_all_pages"),
-        Seam(f"{REGISTRY}.register_radix_cache_backend", ("name", "factory")),
-        Seam(f"{REGISTRY}.create_unified_radix_cache", ("ctx", "cache_class")),
-        Seam(f"{TREE_CLASS}.swa_reprefill_tail_tokens", ("self", "req")),
-        Seam(f"{TREE_CLASS}.checkpoint", ("self", "req", "up_to", "kwargs")),
-        Seam(f"{TREE_CLASS}.on_release", ("self", "req", "checkpointed")),
+        Conflict(CASE, "--ragged-history", "it frees segments that would have to be watched"),
+        Conflict(CASE, "--enable-hierarchical-cache", "it brings segments back without what heads dropped of them"),
+        Conflict(CASE, NODES, "it has not been run over nodes"),
+        Conflict(CASE, TREE, "it takes the place of a radix cache that is needed"),
+        Conflict(CASE, MIXED, "it decodes within prefill, where pivots do not look"),
+        Conflict(CASE, SPLIT, "it stores heads in parts, and pivots watch as a whole"),
+        Conflict(CASE, FLASHINFER, "flashinfer plans without overlays", "use triton"),
+        Conflict(CASE, "sliding-window layers", "their radix cache shares pages by windows, too", "drop it"),
+        Conflict(CASE, MANY_RANKS, "a rank would have only some of the queries of a pivot", "use as many as heads"),
+        Conflict(CODES, CASE, "pivots of --ragged-reservoir read keys as numbers", "use wide", STAYS_WIDE),
+        Conflict(FITTED, CASE, "what --ragged-reservoir gives back would count twice", "", STAYS_UNFITTED),
     )
 
-    def asked(self, launch: Launch) -> bool:
-        return launch.options.of(RetrievalFlags).reservoir is not None
+    def asked(self, start: Start) -> bool:
+        return start.options.of(RetrievalFlags).reservoir is not None
 
-    def settle(self, launch: Launch) -> Any:
-        from sgl_ragged.features.retrieval.retrieval_plan import asked_retrieval
+    def settle(self, start: Start) -> Retrieval:
+        return asked_retrieval(start.options.of(RetrievalFlags))
 
-        return asked_retrieval(launch.options.of(RetrievalFlags))
-
-    def budgets(self, settings: Any, launch: Launch, share: float) -> tuple[Any, np.ndarray]:
-        from sgl_ragged.features.retrieval.retrieval_plan import RetrievalPlan, choose_pivots
-
-        assert launch.chosen is not None, "budgets are chosen"
-        roles, kept = choose_pivots(launch.chosen, settings.pivots, share, launch.options.segment)
+    def budgets(self, settings: Retrieval, start: BudgetedStart, share: float) -> tuple[RetrievalPlan, np.ndarray]:
+        roles, kept = choose_pivots(start.chosen, settings.pivots, share, start.options.segment)
         return RetrievalPlan(settings, roles), kept
 
-    def join(self, settings: Any, plan: ServingPlan, launch: Launch) -> Any:
-        assert launch.kv_dtype is not None, "the model is known"
-        settings.entries(plan, launch.kv_dtype.itemsize)
+    def join(self, settings: RetrievalPlan, plan: ServingPlan, start: BudgetedStart) -> RetrievalPlan:
+        settings.entries(plan, start.kv_dtype.itemsize)
         return settings
 
-    def state(self, settings: Any) -> tuple[Any, ...]:
-        return settings.state
-
-    def row_bytes(self, settings: Any, rank: Rank) -> int:
-        return settings.overlay_bytes(rank.plan, rank.number, rank.itemsize, rank.query_itemsize)
-
-    def attach(self, settings: Any, worker: Worker) -> Any:
-        from sgl_ragged.features.retrieval.serve import make_retriever
-        from sgl_ragged.features.retrieval.watching import Watching
-
-        worker.pool.attached[self.name] = retriever = make_retriever(settings, worker)
-        worker.pool.epilogues.append(Watching(retriever))
-        return worker.given
-
-    def describe(self, settings: Any, sizes: PoolSizes) -> str:
-        return settings.asked.describe(settings.roles)
-
-    def server_info(self, settings: Any, pool: Any) -> dict[str, Any]:
-        if settings is None:
-            return {"retrieval": None}
-        retriever = pool.attached[self.name]
-        said = {
-            "overlay": settings.asked.overlay,
-            "pivots": [list(pivot) for pivot in settings.roles.pivots],
-            "segments": retriever.reservoir.capacity,
-            "reservoir_bytes": retriever.reservoir.nbytes,
-            "overlay_bytes": retriever.device_bytes,
-        }
-        return {"retrieval": said}
-
-    def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
+    def layout_info(self, settings: RetrievalPlan | None, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
         if settings is None:
             return {}
         return {
-            "overlay_bytes": self.row_bytes(settings, rank),
+            "overlay_bytes": settings.row_bytes(rank),
             "reservoir_bytes": settings.asked.reservoir_bytes,
             "pivots": [list(pivot) for pivot in settings.roles.pivots],
         }
 
 
-RETRIEVAL = Retrieving()
+def asked_retrieval(flags: RetrievalFlags) -> Retrieval:
+    """The settings that were asked for. Raises RaggedConfigError for numbers that are not possible."""
+    assert flags.reservoir is not None, "it was asked for"
+    chosen = DEFAULTS | {name: getattr(flags, name) for name in DEFAULTS if getattr(flags, name) is not None}
+    return Retrieval(
+        reservoir_bytes=flags.reservoir,
+        overlay=chosen["overlay"],
+        pivots=chosen["pivots"],
+        interval=chosen["watch_interval"],
+        drift=chosen["drift"],
+    )
+
+
+def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:
+    """The first `count` pivots, and kept tokens like `BudgetChoice.kept` with room for them.
+
+    Raises RaggedConfigError: there is no profile, nobody to watch for, or as `head_roles` and `with_pivots` do.
+    """
+    found = _profile_with_roles(chosen)
+    roles = head_roles(found, count)
+    if not any(roles.satellites):
+        raise RaggedConfigError(
+            f"the {count} pivots of {found.model_id!r} foresee nothing that other heads drop: ask for more of them"
+        )
+    return roles, with_pivots(lambda share: profile_kept(found, share, segment), roles, ratio, segment)
+
+
+def _profile_with_roles(chosen: BudgetChoice) -> Profile:
+    if chosen.profile is None:
+        raise RaggedConfigError(
+            "--ragged-reservoir needs to know which heads watch for which, and equal budgets come without: calibrate "
+            "(python -m calib run), or let --ragged-profile auto do it"
+        )
+    return chosen.profile
+
+
+FEATURE = Retrieving()

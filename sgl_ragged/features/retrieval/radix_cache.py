@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_ragged.features.retrieval.settings import ASKING_TOKENS
-from sgl_ragged.features.windows.pool import slab_pool
+from sgl_ragged.serve.pool import slab_pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -1,24 +1,25 @@
-"""The hooks of retrieval in a worker, and its retriever."""
+"""Retrieval in a worker: the retriever, what it is told of requests and pages, and its radix cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sgl_ragged.launch.options import RaggedOptions
+import torch
+from sglang.srt.runtime_context import get_parallel
 
-if TYPE_CHECKING:
-    import torch
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.features.retrieval.radix_cache import retrieval_cache
+from sgl_ragged.features.retrieval.retrieval_plan import RetrievalPlan
+from sgl_ragged.features.retrieval.retriever import Retriever
+from sgl_ragged.features.retrieval.settings import RADIX_CACHE
+from sgl_ragged.features.retrieval.watching import Watching
+from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
+from sgl_ragged.serve.pool import slab_pool
 
-    from sgl_ragged.features.retrieval.retrieval_plan import RetrievalPlan
-    from sgl_ragged.features.retrieval.retriever import Retriever
-    from sgl_ragged.launch.feature import Worker
 
-
-def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any:
+def begin_prefill(original: Callable, batch: Any) -> Any:
     """Tells the retriever how long the prompts are whose chunks are about to be prefilled."""
-    from sgl_ragged.features.windows.pool import slab_pool
-
     prepared = original(batch)
     retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).attached["retrieval"]
     for req in batch.reqs:
@@ -26,10 +27,8 @@ def begin_prefill(options: RaggedOptions, original: Callable, batch: Any) -> Any
     return prepared
 
 
-def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch: Any, *args: Any, **more: Any) -> Any:
+def name_requests(original: Callable, worker: Any, batch: Any, *args: Any, **more: Any) -> Any:
     """Tells the retriever whose batch runs: what the attention backend is given in place of it may not say."""
-    from sgl_ragged.features.windows.pool import slab_pool
-
     retriever = slab_pool(worker.model_runner.token_to_kv_pool).attached["retrieval"]
     retriever.running = tuple(batch.req_pool_indices_cpu.tolist())
     try:
@@ -38,14 +37,14 @@ def name_requests(options: RaggedOptions, original: Callable, worker: Any, batch
         retriever.running = ()
 
 
-def forget_pages(options: RaggedOptions, original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
+def forget_pages(original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
     """Forget what the segments of freed pages dropped."""
     for pages in page_ids:
         allocator.get_kvcache().attached["retrieval"].reservoir.forget(pages)
     return original(allocator, *page_ids)
 
 
-def forget_all_pages(options: RaggedOptions, original: Callable, allocator: Any) -> Any:
+def forget_all_pages(original: Callable, allocator: Any) -> Any:
     """The same, where all pages are freed at once."""
     allocator.get_kvcache().attached["retrieval"].reservoir.clear()
     return original(allocator)
@@ -53,10 +52,6 @@ def forget_all_pages(options: RaggedOptions, original: Callable, allocator: Any)
 
 def make_retriever(settings: RetrievalPlan, worker: Worker) -> Retriever:
     """The retriever of a worker; each pivot's rank tells the others what it names."""
-    from sglang.srt.runtime_context import get_parallel
-
-    from sgl_ragged.features.retrieval.retriever import Retriever
-
     plan, store = worker.rank.plan, worker.pool.store
     owners, entries = settings.pivot_ranks(plan), settings.entries(plan, store.dtype.itemsize)
     roles = settings.rank_roles(plan, worker.rank.number)
@@ -68,3 +63,37 @@ def make_retriever(settings: RetrievalPlan, worker: Worker) -> Retriever:
         group.broadcast(tokens, src=owners[pivot])
 
     return Retriever(store, settings.asked, roles, entries, worker.req_to_token, share)
+
+
+class Retrieving(ServeFeature):
+    """Settings: `retrieval_plan.RetrievalPlan`."""
+
+    name = "retrieval"
+    radix_cache = (RADIX_CACHE, retrieval_cache)
+    hooks = (
+        Hook(f"{sglang.BATCH}.prepare_for_extend", begin_prefill),
+        Hook(sglang.RUN_BATCH, name_requests),
+        Hook(f"{sglang.PAGED_ALLOCATOR}._release_page_ids", forget_pages),
+        Hook(f"{sglang.PAGED_ALLOCATOR}.clear", forget_all_pages),
+    )
+
+    def attach(self, settings: RetrievalPlan, worker: Worker) -> Any:
+        worker.pool.attached[self.name] = retriever = make_retriever(settings, worker)
+        worker.pool.epilogues.append(Watching(retriever))
+        return worker.outer
+
+    def server_info(self, settings: RetrievalPlan | None, pool: Any) -> dict[str, Any]:
+        if settings is None:
+            return {"retrieval": None}
+        retriever = pool.attached[self.name]
+        shown = {
+            "overlay": settings.asked.overlay,
+            "pivots": [list(pivot) for pivot in settings.roles.pivots],
+            "segments": retriever.reservoir.capacity,
+            "reservoir_bytes": retriever.reservoir.nbytes,
+            "overlay_bytes": retriever.device_bytes,
+        }
+        return {"retrieval": shown}
+
+
+FEATURE = Retrieving()

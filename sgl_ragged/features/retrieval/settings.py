@@ -9,6 +9,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.retrieval.roles import HeadRoles
 from sgl_ragged.mem_pool.layout import SlabLayout
 
+RADIX_CACHE = "ragged_retrieval"
+"""Name of the radix cache in SGLang's registry."""
+
 ASKING_TOKENS = 32
 """The last tokens of a prompt, which see an overlay that their own attention asks for."""
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
-from sgl_ragged.features.windows.pool import slab_pool
 from sgl_ragged.serve.allocator import (
     SlabAllocator,
     begin_batch,
@@ -16,6 +15,7 @@ from sgl_ragged.serve.allocator import (
     extend_tokens,
     lists,
 )
+from sgl_ragged.serve.pool import slab_pool
 from sgl_ragged.serve.prefill_budget import HybridBudget
 
 

@@ -1,68 +1,33 @@
-"""Models with sliding windows, as a feature of the server."""
+"""Sliding windows: a pool of SGLang's own for the layers that have them, and its pages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sgl_ragged.launch.feature import Feature, Prefill, Rank, Seam, Worker
-from sgl_ragged.launch.start import NODES, SPLIT, Conflict, Launch
-from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
-from sgl_ragged.serve.hooks import budget_seams
-
-POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.features.windows.sizes import WindowNeeds, eviction_interval, window_needs
+from sgl_ragged.launch.conflicts import NODES, SPLIT
+from sgl_ragged.launch.feature import Conflict, LaunchFeature
+from sgl_ragged.launch.models import architecture, hybrid_overrides
+from sgl_ragged.launch.plan import FeatureSettings, Prefill, Rank, ServingPlan
+from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
+from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.profiles.geometry import WindowedLayers
 
 ONE_POOL = "--disable-hybrid-swa-memory"
+CASE = "sliding-window layers"
 
 
-class Windows(Feature):
-    """Settings: `profiles.geometry.WindowedLayers`."""
+@dataclass(frozen=True)
+class WindowSettings(FeatureSettings):
+    """windowed: the layers with windows."""
 
-    name = "windows"
-    case = "sliding-window layers"
-    # What their layers run on, or torch with the same masks.
-    known_backend = "triton"
-    needed_for = " for models with sliding windows"
-    cases: ClassVar[Mapping] = {ONE_POOL: lambda launch: launch.server_args.disable_hybrid_swa_memory}
-    conflicts = (
-        Conflict(ONE_POOL, case, "it keeps everything of them, and slabs are for other layers", "drop it"),
-        Conflict(NODES, case, "they have not been run over nodes", "use one"),
-        Conflict(SPLIT, case, "it changes the number of heads of all layers, and these keep theirs", "use permute"),
-    )
-    seams = (
-        Seam(
-            f"{POOL}.__init__",
-            (
-                *("self", "size", "size_swa", "page_size", "dtype", "head_num", "head_dim", "swa_attention_layer_ids"),
-                *("full_attention_layer_ids", "device", "token_to_kv_pool_class", "full_kv_pool_class"),
-                *("swa_kv_pool_class", "full_kv_pool_kwargs", "swa_kv_pool_kwargs", "enable_memory_saver", "kwargs"),
-            ),
-        ),
-        *budget_seams("SWAPrefillBudget"),
-        Seam(f"{POOL}.translate_loc_from_full_to_swa", ("self", "kv_indices")),
-        Seam(f"{POOL}.set_kv_buffer", ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale")),
-        Seam(
-            "sglang.srt.layers.attention.triton_backend.update_sliding_window_buffer",
-            (
-                *("window_kv_indptr", "translator", "plan", "req_pool_indices", "sliding_window_size", "seq_lens"),
-                *("bs", "device", "token_to_kv_pool", "window_kv_indices"),
-            ),
-            "sgl_ragged.features.windows.serve.make_room",
-        ),
-    )
+    windowed: WindowedLayers
 
-    def asked(self, launch: Launch) -> bool:
-        return launch.geometry is not None and launch.geometry.windowed is not None
-
-    def settle(self, launch: Launch) -> Any:
-        from sgl_ragged.features.windows.window_needs import keep_apart
-
-        return keep_apart(launch)
-
-    def side_pages(self, settings: Any, rank: Rank, prefill: Prefill) -> SidePages:
-        from sgl_ragged.features.history.launch import HISTORY
-        from sgl_ragged.features.windows.window_needs import asked_share, window_needs
-
+    def side_pages(self, rank: Rank, prefill: Prefill) -> WindowNeeds:
         return window_needs(
             rank.plan.geometry,
             ranks=rank.plan.ranks,
@@ -70,41 +35,74 @@ class Windows(Feature):
             segment=rank.plan.segment,
             chunk=prefill.chunk,
             share=asked_share(prefill.schedule),
-            bounded=HISTORY.of(rank.plan) is not None,
+            interval=eviction_interval(),
+            bounded=rank.plan.settings_of("history") is not None,
         )
 
-    def pool_config(self, tokens: int, page_tokens: int) -> dict[str, int]:
-        return {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": page_tokens}
 
-    def page_tokens(self, sizes: Any) -> int:
-        return sizes.swa_max_total_num_tokens
+class Windows(LaunchFeature):
+    """Settings: `WindowSettings`."""
 
-    def allocator(self, found: Any, kvcache: Any, settings: dict[str, Any]) -> Any:
-        from sgl_ragged.features.windows.allocator import HybridAllocator
+    name = "windows"
+    case = CASE
+    # What their layers run on, or torch with the same masks.
+    known_backend = "triton"
+    contract = sglang.WINDOWS
+    needed_for = " for models with sliding windows"
+    cases: ClassVar[Mapping] = {ONE_POOL: lambda start: start.server_args.disable_hybrid_swa_memory}
+    conflicts = (
+        Conflict(ONE_POOL, CASE, "it keeps everything of them, and slabs are for other layers", "drop it"),
+        Conflict(NODES, CASE, "they have not been run over nodes", "use one"),
+        Conflict(SPLIT, CASE, "it changes the number of heads of all layers, and these keep theirs", "use permute"),
+    )
 
-        return HybridAllocator(found.size_full, found.size_swa, kvcache=kvcache, **settings)
+    def has(self, start: ModelStart) -> bool:
+        return start.geometry.windowed is not None
 
-    def attach(self, settings: Any, worker: Worker) -> Any:
-        from sgl_ragged.features.windows.pool import RaggedHybridPool
+    def settle(self, start: Start) -> WindowSettings:
+        assert isinstance(start, ModelStart), "windows are seen in the model"
+        return WindowSettings(keep_apart(start))
 
-        pool = worker.pool
-        return RaggedHybridPool(
-            pool,
-            settings,
-            pool.layer_numbers,
-            window_tokens=worker.sizes.swa_max_total_num_tokens,
-            num_heads=pool.sizes.layout.num_heads,
-            dtype=pool.dtype,
-            device=pool.device,
-        )
-
-    def layer_backend(self, model_runner: Any, kernel: str) -> Any:
-        from sgl_ragged.features.windows.attention import window_backend
-
-        return window_backend(model_runner, kernel)
+    def join(self, settings: WindowSettings, plan: ServingPlan, start: BudgetedStart) -> WindowSettings:
+        return settings
 
     def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
         return {"window_pages": sizes.side_pages, "windows_bytes": sizes.side_pages_bytes}
 
 
-WINDOWS = Windows()
+def keep_apart(start: ModelStart) -> WindowedLayers:
+    """Have SGLang keep a model's sliding-window layers in a pool of their own; changes nothing for `layout`.
+
+    Raises:
+        RaggedConfigError: SGLang does not.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of
+
+    server_args, geometry = start.server_args, start.geometry
+    assert geometry.windowed is not None, "the feature has joined"
+    if start.served and not start.model.is_hybrid_swa:
+        overrides = hybrid_overrides(geometry, start.view.json_model_override_args)
+        declare_resolution(
+            server_args, "sgl_ragged", disable_hybrid_swa_memory=False, json_model_override_args=overrides
+        )
+        # SGLang has cached the config without the overrides; the next access builds it with them.
+        server_args._model_config = None
+        if not model_config_of(server_args).is_hybrid_swa:
+            raise RaggedConfigError(
+                f"SGLang does not keep the sliding-window layers of {architecture(start.model)} apart; use "
+                f"--kv-pool token"
+            )
+    return geometry.windowed
+
+
+def asked_share(schedule: Any) -> float | None:
+    """Return --swa-full-tokens-ratio if it was given. Raises RaggedConfigError for one outside (0, 1]."""
+    if not schedule._swa_full_tokens_ratio_explicitly_set:
+        return None
+    share = schedule.swa_full_tokens_ratio
+    if not 0 < share <= 1:
+        raise RaggedConfigError(f"--swa-full-tokens-ratio {share} is outside (0, 1]")
+    return share
+
+
+FEATURE = Windows()

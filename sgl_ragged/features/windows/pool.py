@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
@@ -46,13 +44,3 @@ class RaggedHybridPool(SWAKVPool):
         )
         # SGLang's backends look at the buffer of this layer for its shape, and slabs have no such buffer.
         self.start_layer = windowed.layers[0]
-
-
-def slab_pool(pool: Any) -> Any:
-    """The pool of slabs: what a hybrid pool holds as its part for full attention, or the pool itself."""
-    return pool.full_kv_pool if isinstance(pool, RaggedHybridPool) else pool
-
-
-def slab_allocator(allocator: Any) -> Any:
-    """The allocator of slabs: what a hybrid allocator holds, or the allocator itself."""
-    return getattr(allocator, "full_attn_allocator", allocator)

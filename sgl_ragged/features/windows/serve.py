@@ -1,4 +1,4 @@
-"""The hook of sliding windows in a worker."""
+"""Sliding windows in a worker: the hybrid pool, its allocator, and attention of the layers with windows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
-from sgl_ragged.launch.options import RaggedOptions
+from sgl_ragged import sglang_contract as sglang
+from sgl_ragged.features.windows.allocator import HybridAllocator
+from sgl_ragged.features.windows.attention import window_backend
+from sgl_ragged.features.windows.pool import RaggedHybridPool
+from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
 
 def make_room(
-    options: RaggedOptions,
     original: Callable,
     window_kv_indptr: torch.Tensor,
     translator: Any,
@@ -32,3 +35,37 @@ def make_room(
         window_kv_indices = torch.empty(bs * sliding_window_size, dtype=torch.int64, device=device)
     about = req_pool_indices, sliding_window_size, seq_lens, bs, device, token_to_kv_pool, window_kv_indices
     return original(window_kv_indptr, translator, plan, *about)
+
+
+class Windows(ServeFeature):
+    """Settings: `launch.WindowSettings`."""
+
+    name = "windows"
+    hooks = (Hook(sglang.WINDOW_BUFFER, make_room),)
+
+    def pool_config(self, tokens: int, page_tokens: int) -> dict[str, int]:
+        return {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": page_tokens}
+
+    def page_tokens(self, sizes: Any) -> int:
+        return sizes.swa_max_total_num_tokens
+
+    def allocator(self, found: Any, kvcache: Any, common: dict[str, Any]) -> Any:
+        return HybridAllocator(found.size_full, found.size_swa, kvcache=kvcache, **common)
+
+    def attach(self, settings: Any, worker: Worker) -> Any:
+        pool = worker.pool
+        return RaggedHybridPool(
+            pool,
+            settings.windowed,
+            pool.layer_numbers,
+            window_tokens=worker.sizes.swa_max_total_num_tokens,
+            num_heads=pool.sizes.layout.num_heads,
+            dtype=pool.dtype,
+            device=pool.device,
+        )
+
+    def layer_backend(self, model_runner: Any, kernel: str) -> Any:
+        return window_backend(model_runner, kernel)
+
+
+FEATURE = Windows()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profiles.geometry import ModelGeometry
 
 TOKENS_PER_WINDOW = 16384
 """One window is kept for so many tokens of cached history. A pool of conversations of this length finds the windows of
@@ -84,3 +85,46 @@ class WindowNeeds:
                 f"{self.in_flight} for a chunk of prefill and {self.per_request} for its window; give more memory, a "
                 f"higher --swa-full-tokens-ratio or a lower --chunked-prefill-size"
             )
+
+
+def eviction_interval() -> int:
+    """Return the tokens that leave the windows of a request before SGLang frees pages of them."""
+    from sglang.srt.environ import envs
+
+    return max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+
+
+def window_needs(
+    geometry: ModelGeometry,
+    *,
+    ranks: int,
+    itemsize: int,
+    segment: int,
+    chunk: int,
+    share: float | None,
+    interval: int,
+    bounded: bool,
+) -> WindowNeeds:
+    """Return the needs of the model's sliding-window layers on one rank.
+
+    Args:
+        itemsize: bytes per element of the KV dtype.
+        chunk: tokens of a chunk of prefill, at most.
+        share: --swa-full-tokens-ratio, if it was given.
+        interval: tokens that leave a request's windows before SGLang frees pages of them.
+        bounded: True where histories are bounded.
+    """
+    windowed = geometry.windowed
+    assert windowed is not None, "the feature has joined"
+    # With more ranks than heads, every rank has a head of its own.
+    elements = windowed.elements_per_token // min(ranks, geometry.num_heads)
+    per_prefix = -(-windowed.window // segment)
+    # After its bound a prompt waits for its next chunk with its window outside the tree, where it cannot be evicted.
+    waiting = per_prefix if bounded else 0
+    return WindowNeeds(
+        page_bytes=elements * itemsize * segment,
+        per_prefix=per_prefix,
+        per_request=window_pages(windowed.window, interval, segment),
+        in_flight=-(-chunk // segment) + 1 + waiting,
+        share=share,
+    )
