@@ -28,7 +28,6 @@ from sgl_ragged.profiles.bundled import FOLDER
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.profiles.profile_cache import (
-    EARLIER_VARIABLE,
     VARIABLE,
     ProfileKey,
     cache_folder,
@@ -64,20 +63,11 @@ def test_the_folder_is_in_the_home_folder_unless_named(monkeypatch):
     assert cache_folder() == Path("/somewhere/.cache/sgl_ragged")
 
 
-def test_the_earlier_name_of_the_variable_is_read_after_the_present_one(monkeypatch, cache):
-    monkeypatch.setenv(EARLIER_VARIABLE, "/earlier")
-    assert cache_folder() == cache
-    monkeypatch.delenv(VARIABLE)
-    assert cache_folder() == Path("/earlier")
-
-
 def test_sglang_has_nothing_to_say_about_the_variable():
     """It renames variables that begin with SGL_, and warns of each."""
     code = "import sglang.srt.environ"
-    environment = {name: value for name, value in os.environ.items() if name != EARLIER_VARIABLE}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment | {VARIABLE: "/x"}, capture_output=True, text=True
-    )
+    environment = os.environ | {VARIABLE: "/x"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0
     assert "RAGGED_CACHE" not in done.stderr
 

@@ -18,9 +18,6 @@ from sgl_ragged.profiles.profile import FORMAT_VERSION
 VARIABLE = "SGLANG_RAGGED_CACHE"
 """Environment variable that names the folder to use instead of ~/.cache/sgl_ragged."""
 
-EARLIER_VARIABLE = "SGL_RAGGED_CACHE"
-"""Its name before, read for one release more. SGLang copies it to the present name when it is imported, and warns."""
-
 _ELSEWHERE = f"set {VARIABLE} to another folder, or serve with --ragged-profile uniform or a profile of your own"
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
@@ -57,7 +54,7 @@ def cache_folder() -> Path:
     Raises:
         RaggedConfigError: it is to be in a home folder, and there is none.
     """
-    given = os.environ.get(VARIABLE) or os.environ.get(EARLIER_VARIABLE)
+    given = os.environ.get(VARIABLE)
     try:
         return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "sgl_ragged"
     except RuntimeError as error:
