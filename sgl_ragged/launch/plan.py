@@ -20,7 +20,7 @@ from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.profiles.profile import CODEBOOK_VERSION, Profile, load_profile
+from sgl_ragged.profiles.profile import Profile, load_profile
 from sgl_ragged.profiles.profile_choice import ReadableProfile, Uniform
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
@@ -394,10 +394,10 @@ def why_unfitted(chosen: BudgetChoice, segment: int) -> str | None:
     if chosen.profile is None:
         return "fitting needs a calibrated profile"
     if not set(CODEBOOK) <= set(chosen.profile.statistics):
-        more = "calibrating again (python -m calib run) brings one, with which the same bytes lose less than half"
-        if chosen.profile.version >= CODEBOOK_VERSION:
-            more = "it was converted, or no rotary embedding is common to all of the model's layers"
-        return f"the profile has no codebook; {more} (docs/fitting.md)"
+        return (
+            "the profile has no codebook; python -m calib run makes one where all layers share a rotary embedding, and "
+            "with it the same bytes lose less than half (docs/fitting.md)"
+        )
     return None
 
 

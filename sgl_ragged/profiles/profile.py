@@ -30,12 +30,6 @@ from sgl_ragged.profiles.profile_checks import check_profile
 FORMAT = "sgl_ragged.profile"
 FORMAT_VERSION = 3
 
-CODEBOOK_VERSION = 3
-"""The first whose profiles have a codebook where the model allows one."""
-
-READ_VERSIONS = (2, FORMAT_VERSION)
-"""Those that this release serves."""
-
 STATISTIC = "statistic."
 """Prefix of the scorer's own tensors in the file."""
 
@@ -51,8 +45,6 @@ class Profile:
     `shares` [N, L, H]: the share of each sample, with its task in `tasks`. `held_out` [L, 5]: how well a scorer that
     was trained does on samples that it was not trained on, HELD_OUT. `statistics`: tensors [L, H, ...] that the scorer
     needs at run time, [L, 1, ...] where heads share them, and those that every profile has; float16 ones stay so.
-
-    `version`: of the file's format.
 
     `ratio` is the kept share that mu was measured at; `scope` says whether it holds in each layer or over the model.
     `fit` and `alpha` say how mu and sigma become budgets (see `budgets.profile_kept`).
@@ -82,7 +74,6 @@ class Profile:
     shares: np.ndarray | None = None
     held_out: np.ndarray | None = None
     statistics: MappingProxyType[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
-    version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
         check_profile(self)
@@ -115,7 +106,7 @@ class Profile:
     def _metadata(self) -> dict[str, str]:
         values = {name: getattr(self, name) for name in _METADATA}
         texts = {name: json.dumps(value) if name == "tasks" else str(value) for name, value in values.items()}
-        return {"format": FORMAT, "format_version": str(self.version)} | texts
+        return {"format": FORMAT, "format_version": str(FORMAT_VERSION)} | texts
 
     def save(self, path: str | Path) -> None:
         """Write the profile to `path` (replaces it)."""
@@ -137,7 +128,7 @@ class Profile:
             )
 
 
-_TENSOR_FIELDS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics", "version")
+_TENSOR_FIELDS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics")
 _METADATA = {f.name: str(f.type) for f in fields(Profile) if f.name not in _TENSOR_FIELDS}
 _READERS: dict[str, Any] = {"str": str, "int": int, "float": float, "tuple[str, ...]": lambda t: tuple(json.loads(t))}
 
@@ -166,11 +157,10 @@ def load_profile(path: str | Path) -> Profile:
         raise RaggedConfigError(f"profile {path} cannot be read, it is damaged or no profile: {error}") from None
     if metadata.get("format") != FORMAT:
         raise RaggedConfigError(f"profile {path} is a safetensors file but not an sgl_ragged profile")
-    versions = {str(version): version for version in READ_VERSIONS}
-    if metadata.get("format_version") not in versions:
+    if metadata.get("format_version") != str(FORMAT_VERSION):
         raise RaggedConfigError(
             f"profile {path} has format version {metadata.get('format_version')}, this release reads "
-            f"{' and '.join(versions)}: calibrate again"
+            f"{FORMAT_VERSION}: calibrate again"
         )
     statistics = {n.removeprefix(STATISTIC): a for n, a in tensors.items() if n.startswith(STATISTIC)}
     try:
@@ -181,7 +171,6 @@ def load_profile(path: str | Path) -> Profile:
             shares=tensors.get("shares"),
             held_out=tensors.get("held_out"),
             statistics=MappingProxyType(statistics),
-            version=versions[metadata["format_version"]],
             **{name: _READERS[kind](metadata[name]) for name, kind in _METADATA.items()},
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
