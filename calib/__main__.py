@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from safetensors import SafetensorError
 
 from calib import convert, inspect, run
-from calib.measure import KEPT
+from calib.engine import RESUME_ADVICE
 from sgl_ragged.errors import RaggedConfigError
 
 COMMANDS = (run, inspect, convert)
-"""One module a command; each has `add_parser(commands)`, which sets `run` to a function of the parsed options."""
+"""Modules of the commands. Each has `add_parser(commands)`, which sets the default `run`, a function of the options."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point; ends with status 1 and one line on bad input."""
+    """Run a command; bad input ends the process with status 1 and one line."""
     parser = argparse.ArgumentParser(prog="python -m calib", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -28,18 +28,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.run(options)
     except RaggedConfigError as error:
-        # Messages of libraries that ours quote may run over several lines.
+        # Errors may quote messages of libraries with several lines.
         sys.exit(f"calib: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        sys.exit("calib: interrupted; what was recorded is kept, and the same command goes on from there")
+        sys.exit("calib: interrupted; recordings are kept, and the same command resumes from them")
     except (OSError, SafetensorError) as error:
         if not is_full(error):
             raise
-        sys.exit(f"calib: {' '.join(str(error).split())}: {KEPT}")
+        sys.exit(f"calib: {' '.join(str(error).split())}: {RESUME_ADVICE}")
 
 
 def is_full(error: Exception) -> bool:
-    """True if a disk or a quota is full; safetensors hands the system's error on as text."""
+    """Return whether the error is about a full disk or quota. Errors of safetensors hold the system's error as text."""
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "errno", None) in full or any(
         os.strerror(number) in str(error) or f"os error {number})" in str(error) for number in full

@@ -1,8 +1,8 @@
-"""Built-in samples: real prose, documentation and code, with facts hidden in them and asked for later.
+"""Built-in samples: real prose, documentation and code, with hidden facts and later questions about them.
 
-Texts are those in `calib/texts`, written for this, and what Python itself ships (PSF licence): the documentation behind
-its `help()` and the sources of its library. So no download is needed. A seed gives the same samples twice on the same
-release of Python. Samples of the real workload are better; `--data` takes them.
+Texts come from `calib/texts`, written for this purpose, and from Python itself (PSF licence): the documentation of its
+`help()` and the sources of its library. So no download is needed. A seed gives the same samples on the same release of
+Python. Samples of the real workload are better (`--data`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GIVE = (
 
 
 def built_in_samples(count: int, seed: int) -> Iterator[tuple[str, str | tuple[Message, ...]]]:
-    """`count` pairs of a task's name and a text, or the messages of a conversation."""
+    """Yield `count` pairs of a task's name and its sample, a text or the messages of a conversation."""
     for number in range(count):
         task, write = WRITERS[number % len(WRITERS)]
         sample = write(np.random.default_rng([seed, number]))
@@ -56,78 +56,79 @@ def _sources() -> tuple[str, ...]:
 
 
 def _excerpt(rng: np.random.Generator, texts: tuple[str, ...], length: int) -> str:
-    """About `length` characters of paragraphs that follow one another; further texts are added as needed."""
+    """Join consecutive paragraphs to about `length` characters; further texts are added as needed."""
     paragraphs: list[str] = []
     for number in rng.permutation(len(texts)):
-        found = [part for part in texts[int(number)].split("\n\n") if part.strip()]
-        for part in found[int(rng.integers(max(len(found) // 2, 1))) :]:
+        candidates = [paragraph for paragraph in texts[int(number)].split("\n\n") if paragraph.strip()]
+        for paragraph in candidates[int(rng.integers(max(len(candidates) // 2, 1))) :]:
             if sum(map(len, paragraphs)) < length:
-                paragraphs.append(part[:1500])
+                paragraphs.append(paragraph[:1500])
     return "\n\n".join(paragraphs)
 
 
-def _some(rng: np.random.Generator) -> tuple[str, ...]:
+def _draw_texts(rng: np.random.Generator) -> tuple[str, ...]:
     return (_prose, _prose, _documentation, _sources)[int(rng.integers(4))]()
 
 
-def _plain(rng: np.random.Generator) -> str:
-    return _excerpt(rng, _some(rng), LENGTH)
+def _write_text(rng: np.random.Generator) -> str:
+    return _excerpt(rng, _draw_texts(rng), LENGTH)
 
 
-def _facts(rng: np.random.Generator) -> Iterator[Message]:
-    """Two to four parts of text with facts among their sentences, questions behind each part about all before it."""
-    parts = int(rng.integers(2, 5))
-    asked: list = []
-    for _ in range(parts):
+def _write_facts(rng: np.random.Generator) -> Iterator[Message]:
+    """Write two to four texts with facts between their sentences; questions after each ask for any earlier fact."""
+    num_texts = int(rng.integers(2, 5))
+    stated: list = []
+    for _ in range(num_texts):
         facts = draw_facts(rng, int(rng.integers(3, 8)))
-        text = _hide(rng, _excerpt(rng, _some(rng), LENGTH // parts - 500), [fact.statement for fact in facts])
+        excerpt = _excerpt(rng, _draw_texts(rng), LENGTH // num_texts - 500)
+        text = _hide(rng, excerpt, [fact.statement for fact in facts])
         yield from say(pick(rng, _GIVE).format(text), pick(rng, _READ))
-        asked += facts
-        order = rng.permutation(len(asked))[: 2 + int(rng.integers(3))]
+        stated += facts
+        order = rng.permutation(len(stated))[: 2 + int(rng.integers(3))]
         for number in order:
-            yield from say(asked[int(number)].question, asked[int(number)].answer)
-    for number in rng.permutation(len(asked))[:8]:
-        yield from say(asked[int(number)].question, asked[int(number)].answer)
+            yield from say(stated[int(number)].question, stated[int(number)].answer)
+    for number in rng.permutation(len(stated))[:8]:
+        yield from say(stated[int(number)].question, stated[int(number)].answer)
 
 
 def _hide(rng: np.random.Generator, text: str, statements: list[str]) -> str:
-    """The text with statements between its sentences, or its lines where it has few sentences."""
+    """Insert statements between the sentences of a text, or between its lines if it has few sentences."""
     parts = text.split(". ")
     joint = ". "
     if len(parts) < 2 * len(statements):
         parts, joint = text.split("\n"), "\n"
-    places = np.sort(rng.choice(np.arange(1, len(parts) + 1), len(statements), replace=len(parts) < len(statements)))
-    for place, statement in zip(places[::-1], reversed(statements), strict=True):
-        parts.insert(int(place), statement.removesuffix(".") if joint == ". " else statement)
+    indices = np.sort(rng.choice(np.arange(1, len(parts) + 1), len(statements), replace=len(parts) < len(statements)))
+    for index, statement in zip(indices[::-1], reversed(statements), strict=True):
+        parts.insert(int(index), statement.removesuffix(".") if joint == ". " else statement)
     return joint.join(parts)
 
 
 @functools.cache
-def _functions_of(source: str) -> tuple[str, ...]:
-    """Functions of 150 to 900 characters in the source of a module, in the order of `ast.walk`."""
+def _source_functions(source: str) -> tuple[str, ...]:
+    """List the functions of 150 to 900 characters in a module's source, in the order of `ast.walk`."""
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
-    found = (ast.get_source_segment(source, node) or "" for node in nodes)
-    return tuple(function for function in found if 150 < len(function) < 900)
+    functions = (ast.get_source_segment(source, node) or "" for node in nodes)
+    return tuple(function for function in functions if 150 < len(function) < 900)
 
 
-def _repeat(rng: np.random.Generator) -> Iterator[Message]:
-    """A text, then passages of it word for word."""
+def _write_repeat(rng: np.random.Generator) -> Iterator[Message]:
+    """Write a text, then passages of it word for word."""
     text = _excerpt(rng, _prose() if rng.integers(2) else _documentation(), LENGTH * 2 // 3)
     yield from say(pick(rng, _GIVE).format(text), pick(rng, _READ))
-    passages = [part for part in text.split("\n\n") if len(part) > 120]
+    passages = [paragraph for paragraph in text.split("\n\n") if len(paragraph) > 120]
     for number in rng.permutation(len(passages))[:4]:
         passage = passages[int(number)][:700]
         start = " ".join(passage.split()[:5])
         yield from say(f'Repeat the passage that begins with "{start}".', passage)
 
 
-def _functions(rng: np.random.Generator) -> Iterator[Message]:
-    """A part of a module of Python's library, then some of its functions again."""
-    found = _functions_of(pick(rng, _sources()))
+def _write_functions(rng: np.random.Generator) -> Iterator[Message]:
+    """Write functions of a module of Python's library, then a few of them again."""
+    functions = _source_functions(pick(rng, _sources()))
     shown: list[str] = []
-    for number in rng.permutation(len(found)):
+    for number in rng.permutation(len(functions)):
         if sum(map(len, shown)) < LENGTH * 3 // 5:
-            shown.append(found[int(number)])
+            shown.append(functions[int(number)])
     yield from say("This is my module:\n\n" + "\n\n".join(shown), "I have read the module.")
     for number in rng.permutation(len(shown))[:4]:
         function = shown[int(number)]
@@ -135,17 +136,17 @@ def _functions(rng: np.random.Generator) -> Iterator[Message]:
 
 
 WRITERS: tuple[tuple[str, Callable[[np.random.Generator], str | Iterator[Message]]], ...] = (
-    ("facts", _facts),
-    ("text", _plain),
-    ("facts", _facts),
-    ("repeat", _repeat),
-    ("facts", _facts),
-    ("functions", _functions),
-    ("facts", _facts),
+    ("facts", _write_facts),
+    ("text", _write_text),
+    ("facts", _write_facts),
+    ("repeat", _write_repeat),
+    ("facts", _write_facts),
+    ("functions", _write_functions),
+    ("facts", _write_facts),
     ("recall", recall),
-    ("text", _plain),
-    ("facts", _facts),
+    ("text", _write_text),
+    ("facts", _write_facts),
     ("records", records),
     ("code", code),
 )
-"""Tasks in the order in which samples take turns; half of them hide facts of all kinds in real text."""
+"""Tasks in the order in which samples alternate; half of them hide facts of all kinds in real text."""

@@ -1,6 +1,6 @@
-"""Built-in sample conversations: synthetic English chats of three tasks that make a model look far back.
+"""Built-in sample conversations: synthetic English chats for three tasks that make a model look far back.
 
-They are composed from word lists by a seed.
+Chats are composed from word lists with a seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FUNCTIONS = ["parse", "merge", "rotate", "filter", "encode", "count", "split", 
 
 
 def say(user: str, assistant: str) -> list[Message]:
-    """A question and its answer."""
+    """Make the messages of a question and its answer."""
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
@@ -38,7 +38,7 @@ def _small_talk(rng: np.random.Generator, sentences: int) -> str:
 
 
 def recall(rng: np.random.Generator) -> Iterator[Message]:
-    """Personal facts in early turns among small talk; later turns ask for them."""
+    """Write personal facts and small talk in early turns; later turns ask for the facts."""
     facts = []
     for name in rng.permutation(NAMES)[:14]:
         thing, place, colour, day = (pick(rng, words) for words in (THINGS, PLACES, COLOURS, _DAYS))
@@ -51,7 +51,7 @@ def recall(rng: np.random.Generator) -> Iterator[Message]:
 
 
 def records(rng: np.random.Generator) -> Iterator[Message]:
-    """A long table of records, then look-ups and a summary of parts of it."""
+    """Write a long table of records, then look-ups and a summary of a part of it."""
     codes = rng.permutation(9000)[:90] + 1000
     rows = [(f"item-{c}", pick(rng, COLOURS), pick(rng, PLACES), int(rng.integers(10, 990))) for c in codes]
     lines = [f"{item}: colour {colour}, store {place}, stock {stock}" for item, colour, place, stock in rows]
@@ -65,7 +65,7 @@ def records(rng: np.random.Generator) -> Iterator[Message]:
 
 
 def code(rng: np.random.Generator) -> Iterator[Message]:
-    """Small functions in a file, then requests to show some of them again word for word."""
+    """Write small functions in a file, then requests to show a few of them again word for word."""
     functions = []
     for number, name in enumerate(rng.permutation(_FUNCTIONS)):
         for variant in range(2):

@@ -1,4 +1,4 @@
-"""Command `convert`: make a profile of a measured npz file that TANGRAM's reference implementation published."""
+"""Command `convert`: make a profile from a measured npz file that TANGRAM's reference implementation published."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import Profile
 
 SEGMENT = 256
-"""Tokens per segment that converted profiles name. The files were measured over whole contexts, not over segments."""
+"""Tokens per segment in converted profiles. The files were measured over whole contexts, not over segments."""
 
 PROVENANCE = (
     "published with TANGRAM's reference implementation, github aiha-lab/TANGRAM, "
@@ -34,7 +34,7 @@ SHARES = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """A profile, and what its user should know about it: one sentence a note."""
+    """A converted profile, and notes for its user, one sentence each."""
 
     profile: Profile
     notes: tuple[str, ...]
@@ -42,7 +42,7 @@ class Conversion:
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of `python -m calib`."""
-    parser = commands.add_parser("convert", help="make a profile of a measured npz file", description=__doc__)
+    parser = commands.add_parser("convert", help="make a profile from a measured npz file", description=__doc__)
     parser.add_argument("measured", type=Path, metavar="PROFILE.npz")
     parser.add_argument(
         "--config", type=Path, help="the model's folder or config.json; without it, no server accepts the profile"
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--share", choices=SHARES, default="evictable", help="; ".join(f"{k}: {v}" for k, v in SHARES.items())
     )
-    parser.add_argument("--means-only", action="store_true", help="leave out deviations and single samples")
+    parser.add_argument("--means-only", action="store_true", help="leave out deviations and shares of single samples")
     parser.set_defaults(run=convert)
 
 
@@ -75,10 +75,10 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The text model's configuration, from a model folder or a config.json.
+    """Read the text model's configuration from a model folder or a config.json.
 
     Raises:
-        RaggedConfigError: there is no such file, or it is no model configuration.
+        RaggedConfigError: the file does not exist or is no model configuration.
     """
     path = path / "config.json" if path.is_dir() else path
     try:
@@ -101,19 +101,18 @@ def to_profile(
     means_only: bool = False,
     source: str = "",
 ) -> Conversion:
-    """Turn measured retention into a profile of method `implied` (TANGRAM Eq. 5 with alpha 0).
+    """Convert measured retention to a profile of method `implied` (TANGRAM Eq. 5 with alpha 0).
 
-    alpha is 0 because the recent window of fixed length mixes the deviation between samples with their lengths.
+    alpha is 0 because the recent window of fixed length makes deviations between samples depend on their lengths.
 
     Args:
-        measured: what was measured.
         config: the model's configuration; None leaves fingerprint and head_dim empty, which the server refuses.
-        share: a key of `SHARES`. "evictable" is scaled to the ratio, "whole" is taken as it is.
-        means_only: zero deviations, and no shares of single samples.
-        source: what identifies the file, for the profile's provenance.
+        share: a key of SHARES. "evictable" is scaled to the ratio, "whole" is not.
+        means_only: set deviations to zero and leave out shares of single samples.
+        source: identity of the file, for the profile's provenance.
 
     Raises:
-        RaggedConfigError: measured layers or heads are not those of the configuration.
+        RaggedConfigError: measured layers or heads differ from those of the configuration.
     """
     notes: list[str] = []
     fingerprint, head_dim = "", 0
@@ -132,10 +131,11 @@ def to_profile(
             factors[scope], reached = scale_to_ratio(mu[scope], measured.ratio)
             if not reached:
                 where = f"layer {measured.layers[scope.start]}" if measured.scope == "layer" else "the model"
-                some, heads = int((mu[scope] > 0).sum()), mu[scope].size
+                num_keeping, num_heads = int((mu[scope] > 0).sum()), mu[scope].size
                 notes.append(
-                    f"{where}: {some} of {heads} heads keep anything, so its mean share is {some / heads:.4f} "
-                    f"and not {measured.ratio:g}; a server spreads the rest evenly over the other heads"
+                    f"{where}: {num_keeping} of {num_heads} heads keep tokens, so its mean share is "
+                    f"{num_keeping / num_heads:.4f} and not {measured.ratio:g}; a server spreads the rest evenly over "
+                    f"the other heads"
                 )
         mu, sigma, shares = (np.minimum(factors * array, 1.0) for array in (mu, sigma, shares))
     origin = [PROVENANCE, SHARES[share]] + (["means only"] if means_only else []) + ([source] if source else [])
@@ -154,7 +154,6 @@ def to_profile(
         segment=SEGMENT,
         samples=len(measured.tasks),
         alpha=0.0,
-        fit="exact",
         provenance="; ".join(origin),
         license=LICENSE,
     )
@@ -162,15 +161,15 @@ def to_profile(
 
 
 def scale_to_ratio(mu: np.ndarray, ratio: float) -> tuple[float, bool]:
-    """The factor c with mean(min(1, c * mu)) = ratio, by water-filling.
+    """Find the factor c with mean(min(1, c * mu)) = ratio, by water-filling.
 
     Args:
         mu: float array of any shape, non-negative.
-        ratio: the mean to reach, in (0, 1].
+        ratio: mean to reach, in (0, 1].
 
     Returns:
-        c, and whether the mean is reached. It is not where fewer than ratio * size entries are positive; then c takes
-        all of those to 1, or is 1 if there are none.
+        c, and whether the mean is reached. It cannot be reached if fewer than ratio * size entries are positive; then c
+        raises all positive entries to 1, or is 1 if there are none.
     """
     positive = np.sort(mu[mu > 0])[::-1].astype(np.float64)
     target = ratio * mu.size

@@ -1,4 +1,4 @@
-"""Synthetic facts of many kinds, with the questions that ask for them: what the built-in samples hide in real text."""
+"""Synthetic facts of many kinds and questions about them, which the built-in samples hide in real text."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ROOMS = (
 
 @dataclass(frozen=True)
 class Fact:
-    """A sentence that states something, a question for it and the answer."""
+    """A sentence that states a fact, a question about it, and the answer."""
 
     statement: str
     question: str
@@ -69,7 +69,7 @@ class Fact:
 
 
 def pick(rng: np.random.Generator, words: Sequence[str]) -> str:
-    """One of the words."""
+    """Draw one of the words."""
     return words[int(rng.integers(len(words)))]
 
 
@@ -195,11 +195,11 @@ KINDS: tuple[Callable[[np.random.Generator], Fact], ...] = (
     *(_code, _word, _number, _nickname, _count, _favourite, _price, _home, _date, _keeper, _time, _mail, _serial),
     _setting,
 )
-"""Numbers and words in turns."""
+"""Kinds of facts, with numbers and words as answers in alternation."""
 
 
 def draw_facts(rng: np.random.Generator, count: int) -> list[Fact]:
-    """`count` facts of different kinds, in random order; no two have the same question."""
+    """Draw `count` facts of different kinds, in random order, with different questions."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
         for number in rng.permutation(len(KINDS)):

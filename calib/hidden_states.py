@@ -1,4 +1,4 @@
-"""Hidden states of all samples, as many layers at a time as the disk is to hold."""
+"""Hidden states of all samples, a group of layers at a time, so that they fit on the disk."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from calib.samples import TokenizedSample
 
 
 class RecordsHiddenStates(Protocol):
-    """An engine that sends a sample through the model; `calib.measure.Engine`."""
+    """An engine that sends a sample through the model; `calib.engine.Engine`."""
 
     def record(self, sample: TokenizedSample, layers: range, *, alone: bool) -> dict[str, torch.Tensor]: ...
 
 
 class HiddenStates:
-    """Inputs of the attention layers of each sample, read layer by layer, in ascending order.
+    """Inputs of the attention layers in each sample, read layer by layer, in ascending order.
 
-    The samples go through the model once more for every `at_once` layers, and what was there before is deleted: so
-    training sees every token, whatever the model's size.
+    The samples go through the model once for every `at_once` layers, and the files of the last group are deleted first.
+    So training sees every token, whatever the model's size.
 
     Args:
-        folder: where files of the layers may be from before.
-        layers: how many the model has.
+        folder: folder of the files; files that it already holds are read.
+        at_once: layers whose hidden states are on disk at a time.
+        layers: layers of the model.
     """
 
     def __init__(
@@ -42,37 +43,37 @@ class HiddenStates:
         self.at_once, self.layers = at_once, layers
 
     def layer(self, number: int) -> list[torch.Tensor]:
-        """float16 [tokens, hidden size] per sample, of one layer; tokens are those of its recording."""
-        missing = [sample for sample in range(len(self.samples)) if self._file(sample, number) is None]
+        """Read one layer: float16 [tokens, hidden size] per sample, for the tokens of its recording."""
+        missing = [sample for sample in range(len(self.samples)) if self._find_file(sample, number) is None]
         for sample in missing:
-            for path in _files(self.folder, sample):
+            for path in _layer_files(self.folder, sample):
                 path.unlink()
         span = range(number, min(number + self.at_once, self.layers))
         for sample in missing:
             self.engine.record(self.samples[sample], span, alone=True)
             keep_hidden_states(self.folder, sample, span)
-        found = []
+        states = []
         for sample in range(len(self.samples)):
-            source = self._file(sample, number)
-            assert source is not None, "it was there, or has been recorded"
+            source = self._find_file(sample, number)
+            assert source is not None, "the file existed, or has been recorded"
             with safe_open(str(source), framework="pt") as file:
-                found.append(file.get_slice(HIDDEN_STATES)[number - _layers(source).start])
-        return found
+                states.append(file.get_slice(HIDDEN_STATES)[number - _file_layers(source).start])
+        return states
 
-    def _file(self, sample: int, layer: int) -> Path | None:
-        return next((path for path in _files(self.folder, sample) if layer in _layers(path)), None)
+    def _find_file(self, sample: int, layer: int) -> Path | None:
+        return next((path for path in _layer_files(self.folder, sample) if layer in _file_layers(path)), None)
 
 
 def keep_hidden_states(folder: Path, sample: int, layers: range) -> None:
-    """Move what the recorder wrote about these layers to where it stays; its name says which they are."""
+    """Move the recorder's hidden states of these layers to a file that is named after the sample and the layers."""
     name = f"sample-{sample:05d}.hidden-states-{layers.start}-{layers.stop}.safetensors"
     hidden_states_recording(folder).replace(folder / name)
 
 
-def _files(folder: Path, sample: int) -> list[Path]:
+def _layer_files(folder: Path, sample: int) -> list[Path]:
     return sorted(folder.glob(f"sample-{sample:05d}.hidden-states-*.safetensors"))
 
 
-def _layers(path: Path) -> range:
+def _file_layers(path: Path) -> range:
     start, stop = path.name.removesuffix(".safetensors").split("-")[-2:]
     return range(int(start), int(stop))

@@ -1,7 +1,7 @@
-"""Measured head retention: the npz files that TANGRAM's reference implementation publishes and builds.
+"""Measured head retention: npz files that TANGRAM's reference implementation publishes and builds.
 
-Each file holds what one scorer kept of some sample contexts of one model, after the non-uniform top-k of TANGRAM
-Eq. 3 at one ratio.
+Each file holds the number of tokens that heads kept in sample contexts of one model, with one scorer, after the
+non-uniform top-k of TANGRAM Eq. 3 at one ratio.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from sgl_ragged.errors import RaggedConfigError
 
 SCORERS = ("expected_attention", "fastkvzip", "keydiff", "snapkv")
-"""Scorers of these files; all of them have the same name here and there."""
+"""Scorers of these files; their names are the same as here."""
 
 _SCOPES = {"non_uniform": "model", "non_uniform_per_layer": "layer"}
 _ARRAYS = ("raw_kept", "raw_ratio", "sample_meta", "base_ratios", "static_layer_ids", "meta")
@@ -26,13 +26,15 @@ _ARRAYS = ("raw_kept", "raw_ratio", "sample_meta", "base_ratios", "static_layer_
 
 @dataclass(frozen=True)
 class Measured:
-    """Tokens that one scorer kept of N contexts; L measured layers, H heads.
+    """Shares of tokens that heads kept in N contexts with one scorer; L measured layers, H heads.
 
-    `evictable` float64 [N, L, H]: tokens kept between the sinks and the recent window, as a share of all tokens but the
-    sinks. `whole` float64 [N, L, H]: all tokens kept, sinks and recent window among them, as a share of the context.
-    `tasks`: the task of each context, "unknown" where the file does not say. `layers`: numbers of the measured layers
-    in a model of `model_layers` layers. `ratio`: the share of the whole context that was asked for, per layer or over
-    the model as `scope` says.
+    Args:
+        evictable: float64 [N, L, H], tokens kept between the sinks and the recent window / all tokens but the sinks.
+        whole: float64 [N, L, H], all kept tokens, including sinks and recent window / tokens of the context.
+        tasks: the task of each context, "unknown" if the file does not name it.
+        layers: numbers of the measured layers in a model of `model_layers` layers.
+        scope: where heads competed for the ratio, "layer" or "model".
+        ratio: share of the whole context that heads could keep.
     """
 
     evictable: np.ndarray
@@ -75,7 +77,7 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
     with loaded:
         missing = [name for name in _ARRAYS if name not in loaded.files]
         if missing:
-            raise ValueError(f"without {', '.join(missing)}")
+            raise ValueError(f"it lacks {', '.join(missing)}")
         return {name: loaded[name] for name in _ARRAYS}
 
 
@@ -112,19 +114,19 @@ def _measured(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> Measured:
         model_id=str(meta["model_name"]),
         scorer=meta["scorer"],
         scope=_SCOPES[meta["level"]],
-        # The file has 0.3 in float32; the seventh digit is rounding.
+        # The file stores 0.3 in float32; the seventh digit is rounding.
         ratio=round(ratio, 6),
     )
 
 
 def _tasks(meta: dict[str, Any], samples: int) -> tuple[str, ...]:
-    """Tasks of the samples, which stand in the order of `dataset_mix` ("name:count,name:count")."""
-    named: list[str] = []
-    for part in str(meta.get("dataset_mix", "")).split(","):
-        name, _, count = part.strip().rpartition(":")
+    """Name the tasks of the samples, which are in the order of `dataset_mix` ("name:count,name:count")."""
+    names: list[str] = []
+    for entry in str(meta.get("dataset_mix", "")).split(","):
+        name, _, count = entry.strip().rpartition(":")
         if name and count.isdigit():
-            named += [name] * int(count)
-    if len(named) == samples:
-        return tuple(named)
+            names += [name] * int(count)
+    if len(names) == samples:
+        return tuple(names)
     sources = meta.get("sample_sources") or []
     return (str(sources[0]) if len(sources) == 1 else "unknown",) * samples

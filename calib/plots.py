@@ -15,14 +15,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from calib.reclaimed import Reclaimed
+from calib.grouping import Reclaimed
 from calib.role_report import RoleReport
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profiles.head_statistics import ROLES
 from sgl_ragged.profiles.profile import Profile
 
 PANELS = 3
-"""Layers that the retention plot shows: those whose budgets lie widest apart."""
+"""Number of layers in the retention plot: those whose budgets differ most."""
 
 
 def write_plots(
@@ -34,19 +34,17 @@ def write_plots(
     folder: Path,
     suffix: str,
 ) -> tuple[Path, ...]:
-    """Write heatmap, grouping, and, where the profile has what they need, retention, coverage and roles.
+    """Write the plots heatmap and grouping, and retention, coverage and roles if the profile has data for them.
 
     Args:
-        profile: the profile.
         kept: int64 [layers, heads], tokens per segment as served.
         segment: tokens per segment.
-        reclaimed: effect of heads per group.
         roles: roles of heads, or None.
         folder: made if it does not exist.
         suffix: "png" or "svg".
 
     Returns:
-        The files written.
+        Paths of the plots.
 
     Raises:
         RaggedConfigError: the folder or a file in it cannot be written.
@@ -70,7 +68,11 @@ def write_plots(
 
 
 def plot_heatmap(budgets: np.ndarray) -> Figure:
-    """Budgets [layers, heads] as served, as colours."""
+    """Plot budgets as colours.
+
+    Args:
+        budgets: float [layers, heads], kept share of a segment as served.
+    """
     layers, heads = budgets.shape
     figure = Figure(figsize=(max(4.0, 0.4 * heads + 2), max(3.0, 0.18 * layers + 1)))
     axes = figure.subplots()
@@ -83,7 +85,7 @@ def plot_heatmap(budgets: np.ndarray) -> Figure:
 
 
 def plot_retention(shares: np.ndarray, tasks: Sequence[str], budgets: np.ndarray) -> Figure:
-    """Shares over samples against the reserved budget, heads sorted by budget (TANGRAM Fig. 5).
+    """Plot shares over samples against the reserved budget, heads sorted by budget (TANGRAM Fig. 5).
 
     Args:
         shares: float [samples, layers, heads].
@@ -114,7 +116,7 @@ def _draw_layer(axes: Axes, shares: np.ndarray, tasks: Sequence[str], budgets: n
 
 
 def plot_grouping(reclaimed: Sequence[Reclaimed]) -> Figure:
-    """Reclaimed share by heads per group, adjacent against clustered (TANGRAM Fig. 15)."""
+    """Plot the reclaimed share by heads per group, adjacent against clustered (TANGRAM Fig. 15)."""
     figure = Figure(figsize=(5.0, 3.6))
     axes = figure.subplots()
     for order, colour in (("clustered", "tab:blue"), ("adjacent", "tab:orange")):
@@ -129,7 +131,7 @@ def plot_grouping(reclaimed: Sequence[Reclaimed]) -> Figure:
 
 
 def plot_coverage(coverage: np.ndarray) -> Figure:
-    """Coverage curves [layers, heads, units] of all heads, coloured by layer."""
+    """Plot the coverage curves [layers, heads, units] of all heads, coloured by layer."""
     layers, _, units = coverage.shape
     figure = Figure(figsize=(5.5, 3.6))
     axes = figure.subplots()
@@ -144,9 +146,9 @@ def plot_coverage(coverage: np.ndarray) -> Figure:
 
 
 def plot_roles(roles: RoleReport) -> Figure:
-    """Plot how much of each head's dropped attention its best watcher foresees, and roles by their measures.
+    """Plot the share of each head's dropped attention that its best watcher foresees, and roles by their measures.
 
-    The second panel has HeteroCache's stability and similarity (Fig. 1 c and d) as its axes.
+    The axes of the second panel are HeteroCache's stability and similarity (Fig. 1 c and d).
     """
     layers, heads = roles.heads[-1].layer + 1, roles.heads[-1].head + 1
     figure = Figure(figsize=(max(4.0, 0.4 * heads + 2) + 4.5, max(3.6, 0.18 * layers + 1)))

@@ -19,7 +19,11 @@ EVERY_S = 30.0
 
 @dataclass
 class Step:
-    """A step with a known number of parts, such as samples or layers. began: seconds of the clock at its start."""
+    """A step with a known number of items, such as samples or layers.
+
+    Args:
+        began: time of the clock at its start, in seconds.
+    """
 
     name: str
     total: int
@@ -27,14 +31,14 @@ class Step:
     done: int = 0
 
     def line(self, now: float) -> str:
-        """Line for a log file at a time of the clock, in seconds."""
+        """Format the line for a log file at time `now` of the clock, in seconds."""
         passed = now - self.began
         rest = f"about {_duration(passed / self.done * (self.total - self.done))} left" if self.done else "rest unknown"
         return f"calib: {self.name}: {self.done} of {self.total}, {_duration(passed)} elapsed, {rest}"
 
 
 class PlainLines:
-    """Progress as a line every `every_s` seconds, also while a step does not advance. Context manager."""
+    """Writes progress as a line every `every_s` seconds, also while a step does not advance. Context manager."""
 
     def __init__(self, out: TextIO, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._out, self._every_s, self._clock = out, every_s, clock
@@ -43,7 +47,7 @@ class PlainLines:
         self._thread = threading.Thread(target=self._write_lines, daemon=True)
 
     def start(self, name: str, total: int) -> Callable[[], None]:
-        """Begin a step. Returns what is to be called after each of its parts."""
+        """Begin a step of `total` items. Return a function to call after each item."""
         step = self._step = Step(name, total, self._clock())
 
         def advance() -> None:
@@ -52,7 +56,7 @@ class PlainLines:
         return advance
 
     def write_line(self) -> None:
-        """Write the line of the current step, if one has begun and is not done."""
+        """Write the line of the current step, if a step has begun and is not done."""
         step = self._step
         if step is not None and step.done < step.total:
             print(step.line(self._clock()), file=self._out, flush=True)
@@ -73,14 +77,14 @@ class PlainLines:
 
 
 class Bars:
-    """Progress as bars in a terminal. Context manager."""
+    """Shows progress as bars in a terminal. Context manager."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console)
 
     def start(self, name: str, total: int) -> Callable[[], None]:
-        """Begin a step. Returns what is to be called after each of its parts."""
+        """Begin a step of `total` items. Return a function to call after each item."""
         task = self._progress.add_task(name, total=total)
         return lambda: self._progress.advance(task)
 
@@ -95,7 +99,7 @@ class Bars:
 
 
 def show_progress() -> Bars | PlainLines:
-    """Progress on standard error: bars if it is a terminal."""
+    """Make the progress display on standard error: bars if it is a terminal, else plain lines."""
     console = Console(stderr=True)
     return Bars(console) if console.is_terminal else PlainLines(sys.stderr)
 

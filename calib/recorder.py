@@ -114,7 +114,7 @@ class Recorder:
         def positions(length: int) -> torch.Tensor | None:
             return query_positions(length, store.layout.segment) if asked.is_file() else None
 
-        self._state.stream = ResidualStream.of(model, positions)
+        self._state.stream = ResidualStream.hook_into(model, positions)
 
     def extend(
         self,
@@ -273,7 +273,7 @@ class _Sequence:
                 positions.to(device),
                 rank_positions(scores, torch.arange(len(scores), device=device) == 0),
                 References.of(book, scale) if book else None,
-                self.stream.behind,
+                self.stream.after_attention,
             )
         )
 

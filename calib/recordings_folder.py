@@ -1,4 +1,4 @@
-"""The folder of a calibration's recordings: files that exist as a whole or not at all, and one owner."""
+"""Folder of a calibration's recordings: it belongs to one calibration, and files exist as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from sgl_ragged.errors import RaggedConfigError
 
 RECORDINGS = 6
-"""Version of what the folder holds: recordings, and the gates that were trained on them."""
+"""Version of the folder's contents: recordings, and the gates that were trained on them."""
 
 _SETTINGS_FILE = "settings.json"
 
-_PLACE = ("base_gpu_id",)
-"""Arguments of the engine that change where it runs, and nothing that is recorded."""
+_PLACEMENT_ARGS = ("base_gpu_id",)
+"""Arguments of the engine that change where it runs, but not what is recorded."""
 
 
 @dataclass(frozen=True)
@@ -40,35 +40,34 @@ class Settings:
     recordings: int = RECORDINGS
 
     def text(self) -> str:
-        """Settings by which folders are told apart."""
-        engine = {name: value for name, value in self.engine_args.items() if name not in _PLACE}
+        """Return the text by which folders are compared."""
+        engine = {name: value for name, value in self.engine_args.items() if name not in _PLACEMENT_ARGS}
         return json.dumps(asdict(self) | {"engine_args": engine}, indent=2)
 
 
 def claim(folder: Path, settings: Settings, abandoned: Sequence[Path] = ()) -> None:
-    """Mark the folder as that of this calibration.
+    """Mark the folder as belonging to this calibration.
 
     Args:
-        abandoned: folders of runs that have ended. What they recorded with these settings moves here; then they are
-            deleted.
+        abandoned: folders of ended runs. Recordings with these settings move here, then the folders are deleted.
 
     Raises:
         RaggedConfigError: the folder belongs to another calibration.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path, wanted = folder / _SETTINGS_FILE, settings.text()
-    if path.is_file() and path.read_text() != wanted:
+    path, text = folder / _SETTINGS_FILE, settings.text()
+    if path.is_file() and path.read_text() != text:
         raise RaggedConfigError(
             f"{folder} holds recordings made with other settings or data: delete it, or choose another --work folder"
         )
-    path.write_text(wanted)
-    for other in abandoned:
-        of_other = other / _SETTINGS_FILE
-        if of_other.is_file() and of_other.read_text() == wanted:
-            for file in sorted(other.glob("*.safetensors")):
+    path.write_text(text)
+    for source in abandoned:
+        source_settings = source / _SETTINGS_FILE
+        if source_settings.is_file() and source_settings.read_text() == text:
+            for file in sorted(source.glob("*.safetensors")):
                 if not (folder / file.name).exists():
                     file.replace(folder / file.name)
-        shutil.rmtree(other, ignore_errors=True)
+        shutil.rmtree(source, ignore_errors=True)
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -83,7 +82,7 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, st
 
 
 def readable(path: Path) -> bool:
-    """True if a file is there and whole."""
+    """Return whether a file exists and is whole."""
     try:
         load_file(path)
     except (OSError, SafetensorError):

@@ -1,4 +1,4 @@
-"""What a profile says about the roles of heads: a row per head, the best pivots, and other thresholds."""
+"""Report on the roles of heads in a profile: a row per head, the best pivots, and role counts at other thresholds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 
 from calib.roles import assign_roles
 from sgl_ragged.features.retrieval.roles import HeadRoles, head_roles
-from sgl_ragged.profiles.budgets import least_ratio
 from sgl_ragged.profiles.head_statistics import (
     DROPPED,
     HEAD_STATISTICS,
@@ -23,14 +22,19 @@ from sgl_ragged.profiles.head_statistics import (
 from sgl_ragged.profiles.profile import Profile
 
 TAUS = (0.3, 0.4, 0.5, 0.6)
-"""Thresholds that are compared, of stability and of similarity alike."""
+"""Thresholds of stability and similarity that are compared."""
 
 
 @dataclass(frozen=True)
 class HeadRow:
-    """One head. `role`: HeteroCache's, as calibrated. `watched_by`: layer and head of the pivot that watches for it, of
-    all that the profile names, and `coverage` the share of its attention to dropped tokens that this one foresees; None
-    for pivots and for heads that nobody watches for."""
+    """One head.
+
+    Args:
+        role: HeteroCache's role, as calibrated.
+        watched_by: layer and head of the pivot that watches for it, among all pivots of the profile; None for pivots
+            and for heads without a watcher.
+        coverage: share of the head's attention to dropped tokens that this pivot foresees; None without a watcher.
+    """
 
     layer: int
     head: int
@@ -43,8 +47,12 @@ class HeadRow:
 
 @dataclass(frozen=True)
 class PivotRow:
-    """A head that watches. `coverage`: share of all heads' attention to dropped tokens that it and those before it
-    foresee, each head through the best of them."""
+    """One pivot.
+
+    Args:
+        coverage: share of all heads' attention to dropped tokens that this pivot and those before it foresee, each head
+            through its best watcher.
+    """
 
     layer: int
     head: int
@@ -53,62 +61,56 @@ class PivotRow:
 
 @dataclass(frozen=True)
 class RoleCounts:
-    """Heads of each role, in the order of `head_statistics.ROLES`, at a threshold of stability and similarity (None: as
-    calibrated), and the smallest ratio that method `roles` can serve then."""
+    """Number of heads in each role, in the order of `head_statistics.ROLES`.
+
+    Args:
+        tau: threshold of stability and similarity; None for the roles as calibrated.
+    """
 
     tau: float | None
     heads: tuple[int, ...]
-    least_ratio: float
 
 
 @dataclass(frozen=True)
 class RoleReport:
-    """Roles in a profile: all heads, layer by layer, pivots in their order, counts of roles by threshold."""
+    """Roles in a profile: all heads layer by layer, pivots in their order, and role counts by threshold."""
 
     heads: tuple[HeadRow, ...]
     pivots: tuple[PivotRow, ...]
     counts: tuple[RoleCounts, ...]
 
 
-def measure_roles(profile: Profile, segment: int) -> RoleReport | None:
-    """Roles of a profile's heads; None if it has no such statistics.
-
-    Args:
-        segment: tokens per segment, for the smallest ratios.
-    """
-    found = profile.statistics
-    if not set(HEAD_STATISTICS) <= set(found):
+def measure_roles(profile: Profile) -> RoleReport | None:
+    """Report the roles of a profile's heads; None if the profile has no statistics of roles."""
+    statistics = profile.statistics
+    if not set(HEAD_STATISTICS) <= set(statistics):
         return None
-    role, stability, similarity, watched = (found[name] for name in (ROLE, STABILITY, SIMILARITY, WATCHED))
-    known = int((found[PIVOT_ORDER] >= 0).sum())
-    watching = head_roles(profile, known) if known else HeadRoles((), np.full(role.shape, -1))
-    heads = []
+    role, stability, similarity, watched = (statistics[name] for name in (ROLE, STABILITY, SIMILARITY, WATCHED))
+    num_pivots = int((statistics[PIVOT_ORDER] >= 0).sum())
+    watchers = head_roles(profile, num_pivots) if num_pivots else HeadRoles((), np.full(role.shape, -1))
+    rows = []
     for layer, head in np.ndindex(role.shape):
-        by = int(watching.watched_by[layer, head])
-        heads.append(
+        pivot = int(watchers.watched_by[layer, head])
+        rows.append(
             HeadRow(
                 layer=layer,
                 head=head,
                 role=ROLES[int(role[layer, head])],
                 stability=float(stability[layer, head]),
                 similarity=float(similarity[layer, head]),
-                watched_by=None if by < 0 else watching.pivots[by],
-                coverage=None if by < 0 else float(watched[layer, head, by]),
+                watched_by=None if pivot < 0 else watchers.pivots[pivot],
+                coverage=None if pivot < 0 else float(watched[layer, head, pivot]),
             )
         )
-    dropped = found[DROPPED].astype(np.float64)
+    dropped = statistics[DROPPED].astype(np.float64)
     pivots = []
-    for number, (layer, head) in enumerate(watching.pivots):
+    for number, (layer, head) in enumerate(watchers.pivots):
         foreseen = float((watched[..., : number + 1].max(axis=2) * dropped).sum())
         pivots.append(PivotRow(layer, head, foreseen / float(dropped.sum())))
-    swept = [(tau, assign_roles(stability, found[OVERLAP], tau, tau)) for tau in TAUS]
-    return RoleReport(
-        tuple(heads),
-        tuple(pivots),
-        (_count(None, role, segment), *(_count(tau, roles, segment) for tau, roles in swept)),
-    )
+    swept = [(tau, assign_roles(stability, statistics[OVERLAP], tau, tau)) for tau in TAUS]
+    counts = [_count_roles(tau, roles) for tau, roles in [(None, role), *swept]]
+    return RoleReport(tuple(rows), tuple(pivots), tuple(counts))
 
 
-def _count(tau: float | None, role: np.ndarray, segment: int) -> RoleCounts:
-    counts = tuple(int((role == number).sum()) for number in range(len(ROLES)))
-    return RoleCounts(tau, counts, least_ratio(role, segment))
+def _count_roles(tau: float | None, role: np.ndarray) -> RoleCounts:
+    return RoleCounts(tau, tuple(int((role == number).sum()) for number in range(len(ROLES))))

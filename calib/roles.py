@@ -1,8 +1,8 @@
-"""Roles of heads: which are stable, which resemble each other, and which foresee what others will attend to.
+"""Roles of heads: stability, similarity, and foresight of the attention of later heads.
 
-The first two are HeteroCache's (Eq. 1 to 6, appendix C): sets of the COMPARED tokens that a head attends to most, here
-in windows of a few queries, by the largest attention that one of them pays. The third is our own, for heads that watch
-for others: pivots in serving (`sgl_ragged.features.retrieval.roles`).
+Stability and similarity are HeteroCache's (Eq. 1 to 6, appendix C). They compare sets of the COMPARED tokens that a
+head attends to most, here in windows of a few queries, by the largest attention of a single query. Foresight is our own
+measure, for pivots in serving (`sgl_ragged.features.retrieval.roles`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from sgl_ragged.profiles.head_statistics import (
 from sgl_ragged.scorers import rank_positions
 
 COMPARED = 64
-"""Tokens in the sets that are compared, k of Eq. 1: what a head attends to most in a window."""
+"""Number of tokens in the compared sets, k of Eq. 1."""
 
 DROPPED_AT = 0.1
-"""Ratio at which heads drop what others are to foresee."""
+"""Ratio at which foresight is measured: heads keep this share of the tokens and drop the rest."""
 
 TAU_STABLE, TAU_SIM = 0.5, 0.5
 """The paper's thresholds."""
@@ -43,10 +43,12 @@ VOLATILE, ANCHOR, PIVOT, SATELLITE = range(len(ROLES))
 
 @dataclass(frozen=True)
 class Kinship:
-    """How heads compare in one sample. float32.
+    """Comparison of heads in one sample. Arrays are float32.
 
-    stability [layers, heads] (Eq. 2), similarity [layers, heads] (Eq. 3), overlap [layers, heads, heads]: median over
-    windows of Eq. 1 between heads of a layer, 1 with themselves.
+    Args:
+        stability: [layers, heads], Eq. 2.
+        similarity: [layers, heads], Eq. 3.
+        overlap: [layers, heads, heads], median over windows of Eq. 1 between heads of a layer; 1 on the diagonal.
     """
 
     stability: np.ndarray
@@ -56,13 +58,14 @@ class Kinship:
 
 @dataclass(frozen=True)
 class Foresight:
-    """Foresight of heads, summed over windows and samples. float64; n heads of all layers in a row.
+    """Foresight of heads, summed over windows and samples. Arrays are float64, over the n heads of all layers in a row.
 
-    foreseen [n, n]: U[p, s], attention of s in a window to tokens that s drops and that are among the COMPARED that p
-        attends to most in the same window, and once more, of those that it attended to in the window before: a prompt's
-        last tokens see what they ask for themselves, later ones what was asked for before.
-    dropped [n]: attention of s to all the tokens that it drops, of those that were recorded, counted as often.
-    windows: over how many windows, counted as often.
+    Args:
+        foreseen: [n, n], U[p, s]: attention of s in a window to tokens that s drops and that are among the COMPARED
+            tokens that p attends to most, in the same window and again in the window before. A prompt's last tokens
+            see the tokens that they look for themselves, later ones see those that earlier tokens looked for.
+        dropped: [n], attention of s to all recorded tokens that it drops, counted once per comparison in `foreseen`.
+        windows: number of windows, counted once per comparison.
     """
 
     foreseen: np.ndarray
@@ -70,47 +73,49 @@ class Foresight:
     windows: int
 
 
-def overlaps(sets: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Overlap coefficient of each of `sets` with each of `others`: HeteroCache Eq. 1; 0 where one is empty.
+def overlaps(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Compute the overlap coefficient of all pairs of sets (HeteroCache Eq. 1); 0 if a set is empty.
 
     Args:
-        sets: bool [..., n, tokens]; others: bool [..., m, tokens].
+        rows: bool [..., n, tokens], sets of tokens.
+        columns: bool [..., m, tokens].
 
     Returns:
         float32 [..., n, m].
     """
-    common = sets.float() @ others.float().transpose(-1, -2)
-    sizes = torch.minimum(sets.sum(dim=-1)[..., :, None], others.sum(dim=-1)[..., None, :])
+    common = rows.float() @ columns.float().transpose(-1, -2)
+    sizes = torch.minimum(rows.sum(dim=-1)[..., :, None], columns.sum(dim=-1)[..., None, :])
     return common / sizes.clamp_min(1)
 
 
 def compare_heads(recording: Mapping[str, torch.Tensor]) -> Kinship | None:
-    """Stability and similarity in one sample; None if it has fewer than two windows.
+    """Measure stability and similarity in one sample; None if it has fewer than two windows.
 
-    The reference of Eq. 2, in the paper what the prompt's last query attends to, is the first recorded window, and the
-    later ones are its decoding steps: samples are prefilled, nothing is decoded.
+    Samples are prefilled and nothing is decoded. So the first recorded window takes the place of the prompt's last
+    query in Eq. 2, and later windows that of decoding steps.
     """
     tokens = recording[TOKENS]
     if tokens.shape[2] < 2:
         return None
-    size = int(tokens.max()) + 1
+    num_tokens = int(tokens.max()) + 1
     stability, similarity, overlap = [], [], []
     for layer in tokens[..., :COMPARED]:
-        sets = _members(layer, size)
+        sets = _to_masks(layer, num_tokens)
         stability.append(_median(overlaps(sets[:, 1:], sets[:, :1])[..., 0], dim=1))
         pairs = overlaps(sets.transpose(0, 1), sets.transpose(0, 1))
-        others = pairs.masked_fill(torch.eye(len(layer), dtype=torch.bool), 0.0)
-        similarity.append(_median(others.amax(dim=-1), dim=0))
+        other_heads = pairs.masked_fill(torch.eye(len(layer), dtype=torch.bool), 0.0)
+        similarity.append(_median(other_heads.amax(dim=-1), dim=0))
         overlap.append(_median(pairs, dim=0))
-    return Kinship(*(torch.stack(found).numpy() for found in (stability, similarity, overlap)))
+    return Kinship(*(torch.stack(layers).numpy() for layers in (stability, similarity, overlap)))
 
 
 def foresee(recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queries: str) -> Foresight:
-    """U[p, s] of all pairs of heads, where every head keeps what the scorer ranks best at DROPPED_AT.
+    """Measure U[p, s] for all pairs of heads, if every head keeps its best tokens at ratio DROPPED_AT.
 
     Args:
-        recordings: with X.scores of the scorer and peaks of the queries, from which budgets at that ratio are made.
-        queries: `answers` for windows that generate answers alone, or `all`.
+        recordings: one per sample, with the scorer's scores and the queries' peaks, from which budgets are made.
+        scorer: scorer that ranks the tokens.
+        queries: "answers" for windows that generate answers, or "all".
     """
     layers, heads = recordings[0][TOKENS].shape[:2]
     curves = [coverage_curves(r[f"{scorer}.scores"], r[f"peaks.{queries}"]).double() for r in recordings]
@@ -120,27 +125,30 @@ def foresee(recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queri
     dropped, windows = torch.zeros(layers * heads, dtype=torch.float64), 0
     for recording in recordings:
         kept = kept_tokens(recording[f"{scorer}.scores"], budgets).flatten(0, 1)
-        size = kept.shape[1]
+        num_tokens = kept.shape[1]
         tokens, weights = (recording[name].flatten(0, 1) for name in (TOKENS, WEIGHTS))
         starts = recording[STARTS].tolist()
-        counts = recording[ANSWERING].tolist() if queries == "answers" else [True] * len(starts)
-        for place in np.flatnonzero(counts).tolist():
-            missed = _spread(tokens[:, place], weights[:, place], size).masked_fill(kept, 0.0)
-            follows = place > 0 and starts[place - 1] == starts[place] - ATTENDED_WINDOW
-            for asked in (place, place - 1) if follows else (place,):
-                named = _members(tokens[:, asked, :COMPARED], size).float()
-                foreseen += (named @ missed.T).double()
+        counted = recording[ANSWERING].tolist() if queries == "answers" else [True] * len(starts)
+        for window in np.flatnonzero(counted).tolist():
+            missed = _scatter(tokens[:, window], weights[:, window], num_tokens).masked_fill(kept, 0.0)
+            has_previous = window > 0 and starts[window - 1] == starts[window] - ATTENDED_WINDOW
+            for watching in (window, window - 1) if has_previous else (window,):
+                watched = _to_masks(tokens[:, watching, :COMPARED], num_tokens).float()
+                foreseen += (watched @ missed.T).double()
                 dropped += missed.sum(dim=1).double()
                 windows += 1
     return Foresight(foreseen.numpy(), dropped.numpy(), windows)
 
 
 def kept_tokens(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
-    """Which tokens heads keep: bool [layers, heads, segments * S].
+    """Mark the tokens that heads keep.
 
     Args:
         scores: float [segments, layers, heads, S]; segment 0 starts the sequence.
         budgets: int64 [layers, heads], tokens kept per segment.
+
+    Returns:
+        bool [layers, heads, segments * S].
     """
     order = rank_positions(scores.flatten(1, 2), torch.arange(len(scores)) == 0)
     ranks = order.argsort(dim=-1).view(scores.shape)
@@ -148,16 +156,18 @@ def kept_tokens(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
 
 
 def rank_pivots(foreseen: np.ndarray, layer: np.ndarray, count: int) -> list[int]:
-    """Heads that together foresee most: the greedy choice for sum over s of max over p of U[p, s] (facility location).
+    """Choose heads that together foresee most: greedily maximise the sum over s of max over p of U[p, s] (facility
+    location).
 
     A head foresees for heads of its own layer and of later ones.
 
     Args:
-        foreseen: float [n, n], U[p, s]. layer: integers [n], the layer of each head.
-        count: how many, at most: it ends early where nobody adds anything.
+        foreseen: float [n, n], U[p, s].
+        layer: integers [n], the layer of each head.
+        count: maximum number of heads; the choice ends early when no head adds anything.
 
     Returns:
-        Their numbers, best first; ties go to the earlier head.
+        Numbers of the heads, best first; ties go to the earlier head.
     """
     reached = np.where(layer[:, None] <= layer, foreseen, 0.0)
     covered, chosen = np.zeros(len(layer)), []
@@ -172,16 +182,17 @@ def rank_pivots(foreseen: np.ndarray, layer: np.ndarray, count: int) -> list[int
 
 
 def assign_roles(stability: np.ndarray, overlap: np.ndarray, tau_stable: float, tau_sim: float) -> np.ndarray:
-    """Roles by greedy star clustering of similar heads, within each layer: HeteroCache Eq. 4 to 6, appendix C.2.
+    """Assign roles by greedy star clustering of similar heads within each layer (HeteroCache Eq. 4 to 6, appendix C.2).
 
-    The head with most neighbours that have no role yet becomes a pivot, these its satellites, and so on; ties go to the
-    earlier head. Heads that are left, because nobody or only satellites resemble them, are anchors or volatile.
+    The head with most neighbours without a role becomes a pivot and these neighbours its satellites, and so on; ties go
+    to the earlier head. Remaining heads, which resemble no head or satellites only, are anchors or volatile.
 
     Args:
-        stability: float [layers, heads]. overlap: float [layers, heads, heads]; heads are neighbours from `tau_sim` on.
+        stability: float [layers, heads]; remaining heads are anchors if it is at least `tau_stable`.
+        overlap: float [layers, heads, heads]; heads are neighbours if it is at least `tau_sim`.
 
     Returns:
-        int64 [layers, heads], places in ROLES.
+        int64 [layers, heads], indices into ROLES.
     """
     roles = np.where(stability >= tau_stable, ANCHOR, VOLATILE)
     for layer, pairs in enumerate(overlap):
@@ -202,16 +213,18 @@ def assign_roles(stability: np.ndarray, overlap: np.ndarray, tau_stable: float, 
 def head_statistics(
     recordings: Sequence[Mapping[str, torch.Tensor]], scorer: str, queries: str, tau_stable: float, tau_sim: float
 ) -> dict[str, torch.Tensor]:
-    """HEAD_STATISTICS for a scorer: means over samples, zeros where samples are too short.
+    """Measure HEAD_STATISTICS for a scorer: means over samples, zeros if all samples are too short.
 
     Args:
         recordings, scorer, queries: as in `foresee`.
+        tau_stable, tau_sim: as in `assign_roles`.
     """
     layers, heads = recordings[0][TOKENS].shape[:2]
-    found = [kinship for kinship in map(compare_heads, recordings) if kinship is not None]
-    nothing = Kinship(np.zeros((layers, heads)), np.zeros((layers, heads)), np.zeros((layers, heads, heads)))
+    kinships = [kinship for kinship in map(compare_heads, recordings) if kinship is not None]
+    if not kinships:
+        kinships = [Kinship(np.zeros((layers, heads)), np.zeros((layers, heads)), np.zeros((layers, heads, heads)))]
     stability, similarity, overlap = (
-        np.mean([getattr(kinship, name) for kinship in found or [nothing]], axis=0).astype(np.float32)
+        np.mean([getattr(kinship, name) for kinship in kinships], axis=0).astype(np.float32)
         for name in ("stability", "similarity", "overlap")
     )
     foresight = foresee(recordings, scorer, queries)
@@ -234,18 +247,19 @@ def head_statistics(
     return {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
 
 
-def _members(tokens: torch.Tensor, size: int) -> torch.Tensor:
-    """Sets as bool [..., size], of tokens [..., k] with -1 for none."""
-    return _spread(tokens, torch.ones(tokens.shape), size) > 0
+def _to_masks(tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Convert sets of tokens [..., k], -1 for unused entries, to masks bool [..., num_tokens]."""
+    return _scatter(tokens, torch.ones(tokens.shape), num_tokens) > 0
 
 
-def _spread(tokens: torch.Tensor, values: torch.Tensor, size: int) -> torch.Tensor:
-    """float32 [..., size] with the values [..., k] at their tokens, -1 for none, and 0 elsewhere."""
-    room = torch.zeros((*tokens.shape[:-1], size + 1))
-    places = torch.where(tokens < 0, size, tokens).long()
-    return room.scatter_(-1, places, values.float())[..., :size]
+def _scatter(tokens: torch.Tensor, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Write values [..., k] at their tokens [..., k], -1 for unused entries, into zeros float32 [..., num_tokens]."""
+    # Unused entries go to one more column, which is cut off.
+    padded = torch.zeros((*tokens.shape[:-1], num_tokens + 1))
+    indices = torch.where(tokens < 0, num_tokens, tokens).long()
+    return padded.scatter_(-1, indices, values.float())[..., :num_tokens]
 
 
 def _median(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """The median, of an even number the mean of the middle two."""
+    """Compute the median, which for an even number of values is the mean of the middle two."""
     return values.quantile(0.5, dim=dim)

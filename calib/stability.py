@@ -1,4 +1,4 @@
-"""How stable the shares of heads are over samples and tasks. Budgets that are fixed offline rely on this."""
+"""Stability of the heads' shares over samples and tasks. Budgets that are fixed before serving rely on it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from scipy.stats import spearmanr
 from sgl_ragged.profiles.profile import Profile
 
 STEADY = 0.05
-"""A head whose share deviates by less than this (standard deviation over samples) counts as steady."""
+"""Standard deviation over samples below which a head's share counts as steady."""
 
 
 @dataclass(frozen=True)
 class Stability:
-    """Stability of head shares (TANGRAM section 3.2): does every input rank the heads alike?
+    """Stability of head shares (TANGRAM section 3.2): how alike inputs rank the heads.
 
-    Rank correlations are Spearman's, over all heads of all layers; None where there is nothing to compare, or all
-    heads are alike. `halves`: between the mean shares in even and in odd samples. `tasks_lowest`, `tasks_mean`: over
-    all pairs of tasks, between their mean shares. `steady`: share of heads with sigma below `STEADY`.
+    Rank correlations are Spearman's, over all heads of all layers; None if there is nothing to compare, or all heads
+    have equal shares.
+
+    Args:
+        samples: number of samples.
+        halves: rank correlation between the mean shares in even and in odd samples.
+        tasks_lowest, tasks_mean: rank correlations between the mean shares of tasks, over all pairs of tasks.
+        steady: share of heads with sigma below STEADY.
     """
 
     samples: int
@@ -32,31 +37,31 @@ class Stability:
 
 
 def measure_stability(profile: Profile) -> Stability | None:
-    """Stability of a profile's shares; None if it holds no shares of single samples."""
+    """Measure the stability of a profile's shares; None if it holds no shares of single samples."""
     if profile.shares is None or len(profile.shares) == 0:
         return None
     shares = profile.shares
     tasks = tuple(sorted(set(profile.tasks)))
-    # Whatever order the tasks come in, either half must have its share of each.
-    turns = np.array([profile.tasks[:place].count(task) for place, task in enumerate(profile.tasks)])
+    # Counting within each task gives both halves samples of every task, in any order of the tasks.
+    counts = np.array([profile.tasks[:index].count(task) for index, task in enumerate(profile.tasks)])
     halves = None
-    if turns.max() > 0:
-        halves = rank_correlation(shares[turns % 2 == 0].mean(axis=0), shares[turns % 2 == 1].mean(axis=0))
-    of_task = {task: shares[[name == task for name in profile.tasks]].mean(axis=0) for task in tasks}
-    pairs = [rank_correlation(of_task[one], of_task[other]) for one, other in combinations(tasks, 2)]
-    known = [pair for pair in pairs if pair is not None]
+    if counts.max() > 0:
+        halves = rank_correlation(shares[counts % 2 == 0].mean(axis=0), shares[counts % 2 == 1].mean(axis=0))
+    task_means = {task: shares[[name == task for name in profile.tasks]].mean(axis=0) for task in tasks}
+    pairs = [rank_correlation(task_means[first], task_means[second]) for first, second in combinations(tasks, 2)]
+    correlations = [pair for pair in pairs if pair is not None]
     return Stability(
         samples=len(shares),
         tasks=tasks,
         halves=halves,
-        tasks_lowest=min(known, default=None),
-        tasks_mean=float(np.mean(known)) if known else None,
+        tasks_lowest=min(correlations, default=None),
+        tasks_mean=float(np.mean(correlations)) if correlations else None,
         steady=float((profile.sigma < STEADY).mean()),
     )
 
 
-def rank_correlation(one: np.ndarray, other: np.ndarray) -> float | None:
-    """Spearman's rank correlation of two arrays of one shape; None if either is constant."""
-    if np.ptp(one) == 0 or np.ptp(other) == 0:
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Compute Spearman's rank correlation of two arrays of one shape; None if either is constant."""
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
-    return float(spearmanr(one.ravel(), other.ravel()).statistic)
+    return float(spearmanr(first.ravel(), second.ravel()).statistic)

@@ -86,7 +86,7 @@ def test_defaults_of_suites():
     assert (plain.model, plain.seed, plain.scorer) == (str(MODEL), 2**34, list(SCORERS))
     assert form_of(plain) == PromptFormat("requests")
     assert plain.output == RESULTS / "accuracy-cpu.json"
-    assert len(keys_of(plain)) == 1 + 8 * 4 * 4
+    assert len(keys_of(plain)) == 1 + 8 * 3 * 4
     assert next(iter(keys_of(plain))) == TOKEN
     bench = options(*SCBENCH)
     assert form_of(bench) == PromptFormat("turns")
@@ -167,7 +167,7 @@ def test_a_finished_file_of_other_settings_is_refused(monkeypatch, capsys, tmp_p
     [
         ("cpu", ""),
         ("low-ratio-cpu", "--scorer keydiff expected_attention --ratio 0.08 0.07"),
-        ("segment-128-cpu", "--scorer keydiff --segment 128 --ratio 0.3 0.2 0.15 --budgets uniform implied coverage"),
+        ("segment-128-cpu", "--scorer keydiff --segment 128 --ratio 0.3 0.2 0.15 --budgets uniform coverage"),
     ],
 )
 def test_the_first_results_of_the_recall_suite_can_be_gone_on_with(name, arguments):

@@ -18,7 +18,7 @@ def test_the_identity_of_built_in_samples_changes_with_them(monkeypatch):
     sources = tuple("".join(function.format(10 * module + n) for n in range(10)) for module in range(10))
     monkeypatch.setattr(built_in, "_sources", lambda: sources)
     monkeypatch.setattr(built_in, "_documentation", lambda: tuple(f"Topic {n}.\n\n" * 400 for n in range(9)))
-    monkeypatch.setattr(built_in, "_functions_of", built_in._functions_of.__wrapped__)
+    monkeypatch.setattr(built_in, "_source_functions", built_in._source_functions.__wrapped__)
     made = json.dumps(list(built_in.built_in_samples(SAMPLES, 0)))
     assert hashlib.sha256(made.encode()).hexdigest()[:16] == CONTENT, "set CONTENT to this value"
     before = samples_identity()

@@ -14,10 +14,9 @@ from transformers import LlamaConfig, Qwen3Config
 from calib.__main__ import main
 from calib.convert import scale_to_ratio
 from calib.measured import load_measured
-from sgl_ragged.profiles.budgets import profile_kept
-from sgl_ragged.profiles.bundled import FOLDER, find_bundled
 from sgl_ragged.profiles.fingerprint import config_fingerprint
-from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.profile import load_profile, profile_kept
+from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER, bundled_paths
 from tests.measured import SINKS, WINDOW, write_measured
 
 CONFIG = {
@@ -63,7 +62,7 @@ def test_profile_of_the_evictable_region(tmp_path, config, capsys):
         "implied",
         "layer",
     )
-    assert (profile.ratio, profile.segment, profile.samples, profile.alpha, profile.fit) == (0.3, 256, 6, 0.0, "exact")
+    assert (profile.ratio, profile.segment, profile.samples, profile.alpha) == (0.3, 256, 6, 0.0)
     assert profile.head_dim == 32
     assert profile.model_fingerprint == config_fingerprint(CONFIG)
     assert profile.tasks == ("one",) * 4 + ("two",) * 2
@@ -135,7 +134,7 @@ def test_layer_with_too_few_heads_is_explained(tmp_path, config, capsys):
     arrays["raw_ratio"][:, :, 1, 1:] = 0
     np.savez(file, **arrays)
     profile = convert(tmp_path, file, "--config", str(config))
-    assert "layer 1: 1 of 4 heads keep anything, so its mean share is 0.2500 and not 0.3" in capsys.readouterr().out
+    assert "layer 1: 1 of 4 heads keep tokens, so its mean share is 0.2500 and not 0.3" in capsys.readouterr().out
     np.testing.assert_allclose(profile.mu[1], [1, 0, 0, 0])
     np.testing.assert_allclose(profile.mu[[0, 2]].mean(axis=1), 0.3, atol=1e-6)
 
@@ -171,7 +170,7 @@ def test_refusals(tmp_path, config, capsys):
     damaged.write_text("no archive\nat all\n")
     assert "damaged or of another kind" in line(damaged)
     np.savez(damaged, raw_kept=np.zeros((1, 2, 3, 4)))
-    assert "without raw_ratio" in line(damaged)
+    assert "lacks raw_ratio" in line(damaged)
     assert "unknown scorer 'h2o'" in line(write_measured(damaged, scorer="h2o"))
     assert "unknown level" in line(write_measured(damaged, level="uniform"))
     assert "model_name is missing" in line(write_measured(damaged, model_name=None))
@@ -203,10 +202,10 @@ MODELS = {"llama-3.1-8b-instruct": (32, LlamaConfig), "qwen3-4b-instruct-2507": 
 @pytest.mark.parametrize("model", MODELS)
 def test_bundled_profiles(model, scorer):
     layers, config_class = MODELS[model]
-    config = json.loads((FOLDER / "configs" / f"{model}.json").read_text())
+    config = json.loads((BUNDLED_FOLDER / "configs" / f"{model}.json").read_text())
     # A server sees the configuration as transformers loads it, not the file.
     assert config_fingerprint(config_class(**config).to_dict()) == config_fingerprint(config)
-    path = find_bundled(config_fingerprint(config), scorer)
+    path = bundled_paths(config_fingerprint(config))[scorer]
     assert path is not None
     profile = load_profile(path)
     assert profile.mu.shape == (layers, 8)
@@ -222,16 +221,16 @@ def test_bundled_profiles(model, scorer):
 
 
 def test_every_bundled_file_is_small_and_known():
-    files = sorted(path.name for path in FOLDER.glob("*.safetensors"))
+    files = sorted(path.name for path in BUNDLED_FOLDER.glob("*.safetensors"))
     assert files == sorted(
         f"{model}.{scorer}.safetensors" for model in MODELS for scorer in ("fastkvzip", "keydiff", "snapkv")
     )
-    assert all((FOLDER / name).stat().st_size < 4096 for name in files)
+    assert all((BUNDLED_FOLDER / name).stat().st_size < 4096 for name in files)
 
 
 def test_no_bundled_profile_for_expected_attention():
-    config = json.loads((FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
-    assert find_bundled(config_fingerprint(config), "expected_attention") is None
+    config = json.loads((BUNDLED_FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
+    assert "expected_attention" not in bundled_paths(config_fingerprint(config))
 
 
 def test_measured_file_is_read_as_written(tmp_path):

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from calib.__main__ import main
-from calib.grouping import group_largest
+from calib.grouping import group_largest, measure_reclaimed
 from calib.inspect import make_report
-from calib.reclaimed import measure_reclaimed
 from calib.role_report import measure_roles
 from calib.stability import measure_stability
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profiles.budgets import GUARD, UNIT, fit_kept, profile_kept
+from sgl_ragged.profiles.budgets import GUARD, UNIT, fit_kept
 from sgl_ragged.profiles.fingerprint import config_fingerprint
 from sgl_ragged.profiles.head_statistics import (
     DROPPED,
@@ -30,7 +29,7 @@ from sgl_ragged.profiles.head_statistics import (
     STABILITY,
     WATCHED,
 )
-from sgl_ragged.profiles.profile import Profile, load_profile
+from sgl_ragged.profiles.profile import Profile, load_profile, profile_kept
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
@@ -227,7 +226,7 @@ def profile_with_roles(**changes) -> Profile:
 
 
 def test_roles_in_closed_form():
-    found = measure_roles(profile_with_roles(), 64)
+    found = measure_roles(profile_with_roles())
     assert [(row.layer, row.head, row.role) for row in found.heads] == [
         *((0, 0, "volatile"), (0, 1, "anchor"), (1, 0, "pivot"), (1, 1, "satellite"))
     ]
@@ -237,12 +236,11 @@ def test_roles_in_closed_form():
     # 0.25 * 2 + 0.5 + 0.5 of 4; then 0.25 * 2 + 1 + 0.75.
     assert [(pivot.layer, pivot.head, pivot.coverage) for pivot in found.pivots] == [(0, 1, 0.375), (1, 0, 0.5625)]
     given, *swept = found.counts
-    assert (given.tau, given.heads, given.least_ratio) == (None, (1, 1, 1, 1), 0.625)
+    assert (given.tau, given.heads) == (None, (1, 1, 1, 1))
     assert [(entry.tau, entry.heads) for entry in swept] == [
         *((0.3, (1, 1, 1, 1)), (0.4, (1, 1, 1, 1)), (0.5, (1, 1, 1, 1)), (0.6, (3, 1, 0, 0)))
     ]
-    assert swept[-1].least_ratio == pytest.approx(0.75 + 0.25 / 4)
-    assert measure_roles(sampled_profile(), 64) is None
+    assert measure_roles(sampled_profile()) is None
 
 
 def test_roles_are_shown_and_drawn(tmp_path, capsys):
@@ -267,7 +265,7 @@ def test_profiles_without_roles_say_so(tmp_path, capsys):
     # Nothing is dropped, so nobody watches.
     nobody = profile_with_roles().statistics | {PIVOT_ORDER: np.full((2, 2), -1.0, np.float32)}
     nobody |= {DROPPED: np.zeros((2, 2), np.float32)}
-    found = measure_roles(profile_with_roles(statistics=nobody), 64)
+    found = measure_roles(profile_with_roles(statistics=nobody))
     assert found.pivots == ()
     assert {row.watched_by for row in found.heads} == {None}
 
@@ -299,13 +297,11 @@ def test_plots_of_means_only(tmp_path, capsys):
         (("p.safetensors", "--ratio", "2"), "outside (0, 1]"),
         (("p.safetensors", "--segment", "100"), "must be a multiple of 16"),
         (("p.safetensors", "--plots", "text.safetensors"), "cannot write plots"),
-        (("paper.safetensors", "--ratio", "0.5"), "fit=paper"),
     ],
 )
 def test_bad_input_ends_with_one_line(tmp_path, monkeypatch, capsys, args, words):
     monkeypatch.chdir(tmp_path)
     sampled_profile().save("p.safetensors")
-    sampled_profile(fit="paper").save("paper.safetensors")
     Path("text.safetensors").write_text("no profile\n")
     with pytest.raises(SystemExit) as ended:
         main(["inspect", *args])

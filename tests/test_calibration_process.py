@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from calib.measure import Engine
+from calib.engine import Engine
 from calib.recorder import Recorder
 from sgl_ragged.launch import calibration_process
 from tests.test_recorder import make_settings
@@ -30,7 +30,7 @@ with open(sys.argv[1], "w") as lock:
 
 CALIBRATION = """
 import os, subprocess, sys, time
-from calib.attached import end_with_input
+from calib.run import end_with_input
 
 end_with_input()
 worker = subprocess.Popen(["sleep", "300"])

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from sgl_ragged import cli
-from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.head_statistics import WATCHED
-from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.profile import load_profile, profile_kept
 from tests.models import make_config, make_profile
 
 WIDE = ("--slab-dtype", "wide")

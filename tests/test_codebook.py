@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from calib.codebook import FARTHEST, NEAREST, PER_QUERY_HEAD, choose_queries, codebook, queries_per_sample
-from calib.measure import join_ranks
+from calib.engine import join_ranks
 from calib.query_moments import rope_of
 from calib.recorder import CODEBOOK_QUERIES, Recorder
 from sgl_ragged.errors import RaggedConfigError

@@ -29,15 +29,13 @@ from sgl_ragged.profiles.budgets import (
     check_budgets,
     coverage_kept,
     fit_kept,
-    profile_kept,
     uniform_kept,
 )
-from sgl_ragged.profiles.bundled import FOLDER as BUNDLED
-from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.fingerprint import config_fingerprint
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.profiles.profile import Profile, load_profile
-from sgl_ragged.profiles.profile_choice import ProfileFile
+from sgl_ragged.profiles.profile import Profile, load_profile, profile_kept
+from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER as BUNDLED
+from sgl_ragged.profiles.profile_choice import ProfileFile, named_profile
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -149,17 +147,6 @@ def test_a_bigger_share_never_keeps_less():
     assert kept.max() >= 4 * kept.min()
 
 
-def test_eq_5_as_written():
-    """mu + 2 sigma of a 128-token segment, rounded up to 16 tokens, between guard and segment."""
-    mu = np.array([[0.01, 0.3, 0.5, 0.95]], np.float32)
-    sigma = np.array([[0.01, 0.1, 0.0, 0.1]], np.float32)
-    paper = replace(profile(), mu=mu, sigma=sigma, fit="paper", ratio=0.4)
-    assert profile_kept(paper, 0.4, 128).tolist() == [[16, 64, 64, 128]]
-    assert profile_kept(replace(paper, alpha=0.0), 0.4, 128).tolist() == [[16, 48, 64, 128]]
-    with pytest.raises(RaggedConfigError, match="fit=paper"):
-        profile_kept(paper, 0.3, 128)
-
-
 CURVES = arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 6), st.just(8)), elements=st.floats(0, 5))
 
 
@@ -248,7 +235,7 @@ def test_budgets_come_from_the_named_profile():
 @pytest.mark.parametrize(
     ("geometry", "scorer", "words"),
     [
-        (llama(), "tova", "for this model there are those of fastkvzip, keydiff, snapkv"),
+        (llama(), "tova", "for this model there are profiles of fastkvzip, keydiff, snapkv"),
         (replace(llama(), fingerprint="0" * 16), "keydiff", "none has its geometry"),
     ],
 )

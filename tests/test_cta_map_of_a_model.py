@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cta_map import one_model
 from sgl_ragged.attention.cta_map import METHODS, cta_counts, imbalance, makespan
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_config, make_profile
 
 

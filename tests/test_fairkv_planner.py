@@ -24,14 +24,14 @@ from sgl_ragged.fairkv.permute import least_possible, permute_layer
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.splitting import split_layer
 from sgl_ragged.profiles.budgets import fit_kept
-from sgl_ragged.profiles.bundled import FOLDER
+from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER
 from tests.examples import examples
 
 with np.load(Path(__file__).parent / "data" / "measured_profiles.npz") as _archive:
     MEASURED = {name: _archive[name] for name in _archive.files if name.endswith("/evictable")}
 """Mean shares [layers, heads] by SCORER/MODEL/SCOPE/SHARE; tests/data/README.md."""
 
-LLAMA = json.loads((FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
+LLAMA = json.loads((BUNDLED_FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
 
 
 @st.composite

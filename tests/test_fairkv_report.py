@@ -15,7 +15,7 @@ from benchmarks.fairkv.copying import MODES
 from benchmarks.fairkv.evenness import busy_limit, compare_modes, evenness
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_config, make_profile
 
 

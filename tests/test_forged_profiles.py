@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.profiles.budgets import UNIT, profile_kept
-from sgl_ragged.profiles.profile import FORMAT, FORMAT_VERSION, load_profile
+from sgl_ragged.profiles.budgets import UNIT
+from sgl_ragged.profiles.profile import FORMAT, FORMAT_VERSION, load_profile, profile_kept
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
 from tests.examples import examples
@@ -146,7 +146,9 @@ FORGED = [
     (said("tasks", "5"), "incomplete or damaged"),
     (said("tasks", "[" * 100_000), "incomplete or damaged"),
     (said("method", "implied"), "do not go together"),
-    (said("method", "roles", lambda t, m: [t.pop(n) for n in ("coverage", "statistic.role")]), "needs the statistics"),
+    (said("method", "roles"), "unknown method"),
+    (said("fit", "paper"), "has fit paper, this release reads exact"),
+    (said("format_version", "2"), "has format version 2, this release reads 3"),
 ]
 
 
@@ -192,7 +194,7 @@ def test_no_tensor_brings_down_what_reads_it(tmp_path, name, shape, value, whole
         ("query_mean", np.ones((LAYERS, HEADS, 1, DIM)), r"must be \[layers, heads, 2 \(q_per_kv\)"),
         ("query_covariance", np.ones((LAYERS, HEADS, PER_HEAD, DIM)), r"8 \(head_dim\), 8 \(head_dim\)"),
         ("rope_order", np.full((LAYERS, 1, DIM), 1e9), "every dimension of a head once"),
-        ("rope_frequencies", np.ones((LAYERS, 1, DIM)), "turns 8 pairs of 8 dimensions"),
+        ("rope_frequencies", np.ones((LAYERS, 1, DIM)), "rotates 8 pairs, too many for 8 dimensions"),
     ],
 )
 def test_statistics_that_their_scorer_cannot_use(tmp_path, name, array, words):

@@ -145,7 +145,7 @@ def test_our_modules_are_imported_at_the_top_of_files():
 
 def test_only_the_last_storeys_import_sglang():
     importing = {module for module, found in modules().items() if any(x.split(".")[0] == "sglang" for x in found)}
-    assert {one for one in importing if room(one) not in STOREYS[-1] | STOREYS[-2]} == {"calib.measure"}
+    assert {one for one in importing if room(one) not in STOREYS[-1] | STOREYS[-2]} == {"calib.engine"}
 
 
 def test_the_package_imports_nothing_that_the_working_folder_could_shadow():

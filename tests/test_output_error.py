@@ -143,13 +143,13 @@ def test_the_stream_is_what_layers_add_to(sandwich):
 
     def look(outputs: torch.Tensor) -> None:
         assert stream.known
-        apply, squares = stream.behind(outputs[positions])
+        apply, squares = stream.after_attention(outputs[positions])
         change = 1e-3 * torch.randn(3, WIDTH)
         looks.append((outputs[positions], squares, change, apply(change)))
 
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([Layer(look, sandwich=sandwich) for _ in range(2)])
-    stream = ResidualStream.of(model, lambda length: positions if length > 3 else None)
+    stream = ResidualStream.hook_into(model, lambda length: positions if length > 3 else None)
     hidden = torch.randn(9, WIDTH)
     for layer in model.layers:
         after = layer(hidden, torch.randn(9, WIDTH))
@@ -176,6 +176,6 @@ def test_models_of_other_parts_are_not_looked_at():
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList([Layer(None, sandwich=False)])
     model.layers[0].self_attn.o_proj.tp_size = 2
-    assert ResidualStream.of(model, lambda _: None) is None
+    assert ResidualStream.hook_into(model, lambda _: None) is None
     model.layers[0].self_attn.o_proj = torch.nn.Linear(WIDTH, WIDTH)
-    assert ResidualStream.of(model, lambda _: None) is None
+    assert ResidualStream.hook_into(model, lambda _: None) is None

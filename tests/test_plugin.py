@@ -266,7 +266,7 @@ def test_on_cuda_a_segment_is_a_power_of_two(segment):
 
 def test_files_are_read_once_by_the_launcher(llama, tmp_path):
     """Whatever becomes of the profile while workers start, they are laid out as the launcher read it."""
-    from sgl_ragged.profiles.budgets import profile_kept
+    from sgl_ragged.profiles.profile import profile_kept
 
     path = tmp_path / "p.safetensors"
     profile = make_profile(llama, path)

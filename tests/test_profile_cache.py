@@ -34,7 +34,7 @@ from sgl_ragged.profiles.profile_cache import (
     locked,
     weights_identity,
 )
-from sgl_ragged.profiles.profile_choice import CachedProfile
+from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER, CachedProfile
 from tests.models import make_profile
 from tests.test_placing import settled
 
@@ -386,7 +386,7 @@ def test_without_a_home_folder_the_cache_says_what_to_set(monkeypatch):
 def llama_8b(llama, tmp_path) -> Path:
     """The geometry of Llama-3.1-8B, of which there is a bundled profile; no weights."""
     folder = shutil.copytree(llama, tmp_path / "llama-8b", ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
+    config = json.loads((BUNDLED_FOLDER / "configs" / "llama-3.1-8b-instruct.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama", "dtype": "bfloat16"}))
     return folder
 
@@ -414,7 +414,7 @@ def test_a_model_with_a_bundled_profile_is_calibrated_like_any_other(llama_8b, c
 def test_a_bundled_profile_is_served_where_it_is_asked_for(llama_8b, llama, calibrations):
     plan = settled(llama_8b, "--ragged-profile", "bundled")
     assert plan.scorer == "keydiff"
-    assert Path(plan.profile).parent == FOLDER
+    assert Path(plan.profile).parent == BUNDLED_FOLDER
     assert plan.source.startswith("budgets from bundled profile")
     assert "the profile has no codebook" in plan.unfitted
     assert settled(llama_8b, "--ragged-profile", "bundled", "--ragged-scorer", "snapkv").scorer == "snapkv"

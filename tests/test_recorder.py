@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -20,17 +18,16 @@ from benchmarks.recall.task import VOCABULARY
 from calib.attended import (
     ANSWERING,
     ATTENDED_WINDOW,
-    MOST_WINDOWS,
+    MAX_WINDOWS,
     STARTS,
     TOKENS,
     TOP,
     WEIGHTS,
     choose_windows,
 )
-from calib.coverage import coverage_curves
-from calib.derive import derive_profile
-from calib.implied import implied_counts
-from calib.measure import join_ranks, make_engine, measure, value_mean
+from calib.coverage import coverage_curves, derive_profile
+from calib.engine import join_ranks
+from calib.measure import make_engine, measure, value_mean
 from calib.query_moments import before_rope, rope_of
 from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, WINDOWS, Recorder, hidden_states_recording, recording_file
 from calib.recordings_folder import Settings, claim
@@ -42,9 +39,7 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.profiles.budgets import coverage_kept
-from sgl_ragged.profiles.head_statistics import ROLE, STABILITY
 from sgl_ragged.scorers import get_scorer
-from tests.examples import examples
 from tests.oracle import Tokens, kept_tokens
 
 SEGMENT, LAYERS, HEADS, PER_HEAD, DIM = 64, 2, 3, 2, 8
@@ -188,12 +183,12 @@ def test_windows_hold_what_is_attended_to_most(tmp_path, chunks):
 def test_at_most_so_many_windows_in_pairs_over_the_whole_sequence():
     assert choose_windows(SEGMENT + 1, SEGMENT) == []
     assert choose_windows(SEGMENT + 25, SEGMENT) == [SEGMENT, SEGMENT + 8, SEGMENT + 16]
-    full = choose_windows(SEGMENT + MOST_WINDOWS * ATTENDED_WINDOW, SEGMENT)
-    assert len(full) == MOST_WINDOWS
+    full = choose_windows(SEGMENT + MAX_WINDOWS * ATTENDED_WINDOW, SEGMENT)
+    assert len(full) == MAX_WINDOWS
     for more in (1, 2, 3, 500):
-        length = SEGMENT + (MOST_WINDOWS + more) * ATTENDED_WINDOW + 7
+        length = SEGMENT + (MAX_WINDOWS + more) * ATTENDED_WINDOW + 7
         chosen = choose_windows(length, SEGMENT)
-        assert len(set(chosen)) == MOST_WINDOWS
+        assert len(set(chosen)) == MAX_WINDOWS
         assert chosen == sorted(chosen)
         assert (chosen[0], chosen[-1]) == (SEGMENT, length - 7 - ATTENDED_WINDOW)
         assert set(np.diff(chosen)[::2]) == {ATTENDED_WINDOW}
@@ -205,12 +200,12 @@ def test_windows_that_answer_are_among_them(tmp_path):
     answers = [(border, border + 1), (border + ATTENDED_WINDOW + 1, border + 3 * ATTENDED_WINDOW + 1)]
     chosen = choose_windows(length, SEGMENT, answers)
     assert chosen == sorted(set(chosen))
-    assert len(chosen) <= MOST_WINDOWS
+    assert len(chosen) <= MAX_WINDOWS
     assert {border + n * ATTENDED_WINDOW for n in (-2, -1, 0, 1, 2)} <= set(chosen)
     assert (chosen[0], chosen[-1]) == (SEGMENT, length - ATTENDED_WINDOW)
     # Of too many, some from all over the sequence; those in the first segment look at nothing.
     chosen = choose_windows(length, SEGMENT, [(1, length)])
-    assert MOST_WINDOWS // 2 <= len(chosen) <= MOST_WINDOWS
+    assert MAX_WINDOWS // 2 <= len(chosen) <= MAX_WINDOWS
     assert (chosen[0], chosen[-1]) == (SEGMENT, length - ATTENDED_WINDOW)
 
     windows = choose_windows(LENGTH, SEGMENT)
@@ -259,36 +254,6 @@ def test_a_new_request_starts_afresh(tmp_path):
         assert torch.equal(tensor, again[name])
 
 
-@examples(40)
-@given(
-    ratio=st.floats(0.05, 1.0),
-    scope=st.sampled_from(("layer", "model")),
-    seed=st.integers(0, 99),
-    bad=st.sampled_from((None, torch.nan, torch.inf, -torch.inf)),
-)
-def test_implied_counts_are_the_flattened_top_k(ratio, scope, seed, bad):
-    scores = torch.randn(2, LAYERS, HEADS, SEGMENT, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
-    if bad is not None:
-        scores[:, 0, 1, 3:9] = bad
-    counts = implied_counts(scores, ratio, scope)
-    for segment in range(2):
-        layers = [[layer] for layer in range(LAYERS)] if scope == "layer" else [list(range(LAYERS))]
-        for group in layers:
-            entries = []
-            for layer in group:
-                for head in range(HEADS):
-                    for place in range(SEGMENT):
-                        forced = place >= SEGMENT - 16 or (segment == 0 and place < 4)
-                        score = float(scores[segment, layer, head, place])
-                        rank = (0, 0.0) if forced else (2, 0.0) if score != score else (1, -score)
-                        entries.append((rank, layer, head, place))
-            top = int(np.ceil(round(ratio * len(entries), 6)))
-            winners = sorted(entries)[:top]
-            for layer in group:
-                want = [sum(1 for _, la, h, _ in winners if (la, h) == (layer, head)) for head in range(HEADS)]
-                assert counts[segment, layer].tolist() == want
-
-
 def make_settings(**changes) -> Settings:
     values = dict(model="some/model", model_fingerprint="0" * 16, scorers=("keydiff",), segment=32)
     values |= dict(dataset_hash="d", dtype="auto", scorer_weights=None)
@@ -296,25 +261,9 @@ def make_settings(**changes) -> Settings:
 
 
 def derive(recordings, **changes):
-    options = dict(
-        ratio=0.5, method="implied", scope="layer", queries="all", alpha=2.0, fit="exact", head_dim=DIM, statistics={}
-    )
+    options = dict(ratio=0.5, scope="model", queries="all", head_dim=DIM, statistics={})
     tasks = ["a", "b"] * len(recordings)
     return derive_profile(recordings, tasks[: len(recordings)], make_settings(), "keydiff", **(options | changes))
-
-
-def test_mean_and_deviation_over_segments_and_samples():
-    """48 of 2 x 32 tokens: 20 of each head are forced in segment 0, 16 in segment 1; the better head has the rest."""
-    ahead, behind = torch.ones(32), torch.zeros(32)
-    first = torch.stack([torch.stack([ahead, behind]), torch.stack([behind, ahead])])[:, None]
-    tied = torch.zeros(1, 1, 2, 32)
-    profile = derive([{"keydiff.scores": scores} for scores in (first, tied)], ratio=0.75)
-    np.testing.assert_allclose(profile.mu, [[(28 + 16 + 28) / 96, (20 + 32 + 20) / 96]])
-    np.testing.assert_allclose(profile.sigma, [[np.std([28, 16, 28]) / 32, np.std([20, 32, 20]) / 32]], rtol=1e-6)
-    np.testing.assert_allclose(profile.shares[:, 0], [[44 / 64, 52 / 64], [28 / 32, 20 / 32]])
-    assert profile.tasks == ("a", "b")
-    assert profile.model_id == "model"
-    assert profile.ratio == 0.75
 
 
 def test_coverage_profile_serves_the_mean_curve():
@@ -327,32 +276,17 @@ def test_coverage_profile_serves_the_mean_curve():
         return {"keydiff.scores": torch.zeros(1, 2, 2, 32), "peaks.all": peaks}
 
     recordings = [sample((9, 10), (1, 1.5), (1, 1.5), (0, 8)), sample((9, 10), (1, 1.5), (0, 6), (1, 1.5))]
-    profile = derive(recordings, ratio=0.75, method="coverage", scope="model")
+    profile = derive(recordings, ratio=0.75)
     np.testing.assert_allclose(profile.coverage[1, 1], [0.5, 4.75])
     # 0.75 of 8 units: one each, then the second unit of the two heads that gain most by it.
     kept = coverage_kept(profile.coverage, 0.75, 32)
     assert kept.tolist() == [[16, 16], [32, 32]]
     assert profile.shares.shape == (2, 2, 2)
-
-
-def test_roles_profile_has_the_mean_of_what_each_samples_stability_gives():
-    """Two layers of one head: a pivot and an anchor, which has the rest whatever its weight; then two anchors."""
-    one = {TOKENS: torch.tensor([[1, 2], [1, 2], [1, 3]]).int().expand(2, 1, 3, 2).clone()}
-    other = {TOKENS: torch.tensor([[1, 2], [3, 4], [1, 4]]).int().expand(2, 1, 3, 2).clone()}
-    one[TOKENS][1, 0, 1:] = torch.tensor([3, 2])
-    statistics = {STABILITY: torch.tensor([[0.5], [0.375]]), ROLE: torch.tensor([[2.0], [1.0]])}
-    profile = derive([one, other], ratio=0.75, method="roles", scope="model", statistics=statistics)
-    np.testing.assert_allclose(profile.mu, [[1], [0.5]])
-    statistics[ROLE] = torch.tensor([[1.0], [1.0]])
-    profile = derive([one, other], ratio=0.75, method="roles", scope="model", statistics=statistics)
-    # Stabilities 0.75 and 0.5, then 0.25 and 0.25: three units of 16 for the two.
-    np.testing.assert_allclose(profile.shares[0], [[0.5], [1]])
-    assert profile.shares.sum(axis=(1, 2)).tolist() == [1.5, 1.5]
-    assert (profile.method, profile.queries, profile.coverage) == ("roles", "", None)
-    with pytest.raises(RaggedConfigError, match="1 of 2 heads"):
-        derive(
-            [one], ratio=0.7, method="roles", scope="model", statistics=statistics | {ROLE: torch.tensor([[2], [1]])}
-        )
+    np.testing.assert_allclose(profile.mu, profile.shares.mean(axis=0))
+    np.testing.assert_allclose(profile.sigma, profile.shares.std(axis=0), atol=1e-7)
+    # Each sample's own curves: its six units are those of the heads that gain most by a second one.
+    assert profile.shares.tolist() == [[[1, 0.5], [0.5, 1]], [[1, 0.5], [1, 0.5]]]
+    assert (profile.tasks, profile.model_id, profile.ratio) == (("a", "b"), "model", 0.75)
 
 
 def test_ranks_are_joined_head_by_head():

@@ -60,7 +60,9 @@ def free(monkeypatch):
 
 
 def need(folder, hidden_size=512, at_a_time=None):
-    return disk_need(folder, GEOMETRY, hidden_size, SAMPLES, 256, scores=1, trained=True, at_a_time=at_a_time)
+    return disk_need(
+        folder, GEOMETRY, hidden_size, SAMPLES, 256, num_scorers=1, trained=True, max_hidden_states_bytes=at_a_time
+    )
 
 
 OF_LAYER = 2 * 512 * 3 * 512
@@ -70,9 +72,10 @@ OF_LAYER = 2 * 512 * 3 * 512
 def test_hidden_states_are_kept_at_once_where_they_fit(tmp_path, free):
     free(1 << 40)
     found = need(tmp_path)
-    assert (found.layers_at_once, found.hidden_states) == (6, 6 * OF_LAYER)
+    assert (found.layers_at_once, found.hidden_states_bytes) == (6, 6 * OF_LAYER)
     assert "times" not in str(found)
-    assert found.hidden_states + found.recordings < found.needed < 2 * (found.hidden_states + found.recordings)
+    assert found.hidden_states_bytes + found.recordings_bytes < found.needed_bytes
+    assert found.needed_bytes < 2 * (found.hidden_states_bytes + found.recordings_bytes)
 
 
 @pytest.mark.parametrize(("layers", "passes"), [(1, 6), (2, 3), (4, 2), (5, 2)])
@@ -81,13 +84,13 @@ def test_no_more_of_them_than_was_said(tmp_path, free, layers, passes):
     found = need(tmp_path, at_a_time=layers * OF_LAYER + 5)
     assert found.layers_at_once == layers
     assert f"through the model {passes} times, for {layers} layers each" in str(found)
-    with pytest.raises(RaggedConfigError, match=f"those of one layer take {OF_LAYER} bytes"):
+    with pytest.raises(RaggedConfigError, match=f"one layer.s hidden states take {OF_LAYER} bytes"):
         need(tmp_path, at_a_time=OF_LAYER - 1)
 
 
 def test_half_of_what_is_free_is_left(tmp_path, free):
     free(1 << 40)
-    recordings = need(tmp_path).recordings
+    recordings = need(tmp_path).recordings_bytes
     free(recordings + 2 * 4 * OF_LAYER)
     assert need(tmp_path).layers_at_once == 4
     # What an interrupted run has left is no less free than before.

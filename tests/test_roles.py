@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.retrieval.roles import HeadRoles, head_roles, with_pivots
-from sgl_ragged.profiles.budgets import GUARD, fit_kept, least_ratio, profile_kept, roles_kept, uniform_kept
-from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, PIVOTS, ROLE, ROLES, STABILITY, WATCHED
-from sgl_ragged.profiles.profile import Profile, load_profile
+from sgl_ragged.profiles.budgets import GUARD, fit_kept, uniform_kept
+from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, PIVOTS, ROLES, WATCHED
+from sgl_ragged.profiles.profile import Profile
 from tests.examples import examples
 
 VOLATILE, ANCHOR, PIVOT, SATELLITE = range(len(ROLES))
@@ -128,46 +128,3 @@ def test_the_mean_is_the_ratio_and_no_more_would_fit(shape, ratio, segment, seed
         for units in range(1, segment // 16 * weights.size + 1)
     )
     assert found
-
-
-# Method roles
-
-
-def test_budgets_of_roles_in_closed_form():
-    """Eq. 7: (0.5 * 6 - 2) * 256 tokens for four heads; Eq. 8: in proportion to 1 / 0.5, 1 / 0.25, 1 / 0.5, 1 / 0.5."""
-    role = np.array([[VOLATILE, ANCHOR, SATELLITE], [PIVOT, ANCHOR, SATELLITE]])
-    stability = np.array([[0.1, 0.5, 0.25], [0.9, 0.5, 0.5]])
-    kept = roles_kept(role, stability, 0.5, 256)
-    # 256 / 5 is 51.2, to units of 16; the head of stability 0.25 has twice as much.
-    assert kept[0, 0] == kept[1, 0] == 256
-    assert kept.sum() == 3 * 256
-    assert abs(kept[0, 2] - 2 * 51.2) <= 16
-    for place in ((0, 1), (1, 1), (1, 2)):
-        assert abs(kept[place] - 51.2) <= 16
-    statistics = {ROLE: role, STABILITY: stability}
-    np.testing.assert_array_equal(profile_kept(make_profile(statistics, method="roles"), 0.5, 256), kept)
-
-
-def test_heads_without_any_stability_have_a_bounded_weight():
-    kept = roles_kept(np.array([[ANCHOR, ANCHOR]]), np.array([[0.0, 1.0]]), 0.5, 256)
-    assert kept.tolist() == [[240, 16]]
-
-
-@pytest.mark.parametrize("segment", [64, 256])
-def test_ratios_without_room_for_whole_heads_are_refused(segment):
-    role = np.array([[VOLATILE, ANCHOR, SATELLITE, PIVOT]])
-    least = least_ratio(role, segment)
-    assert least == pytest.approx(0.5 + 0.5 * 16 / segment)
-    assert roles_kept(role, np.full((1, 4), 0.5), least, segment).tolist() == [[segment, 16, 16, segment]]
-    with pytest.raises(RaggedConfigError, match=r"2 of 4 heads.*--tau-stable") as refused:
-        roles_kept(role, np.full((1, 4), 0.5), least - 0.01, segment)
-    # 0.53125 is shown as a figure that is enough.
-    assert {64: "ratio of 0.625 or", 256: "ratio of 0.532 or"}[segment] in str(refused.value)
-
-
-def test_a_profile_of_roles_comes_back_and_needs_its_statistics(tmp_path):
-    profile = make_profile({ROLE: [[1, 2]], STABILITY: [[0.5, 0.5]]}, method="roles")
-    profile.save(tmp_path / "p.safetensors")
-    assert profile_kept(load_profile(tmp_path / "p.safetensors"), 0.75, 256).tolist() == [[128, 256]]
-    with pytest.raises(RaggedConfigError, match="stability and role"):
-        make_profile({ROLE: [[1, 2]]}, method="roles")

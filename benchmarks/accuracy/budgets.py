@@ -13,9 +13,8 @@ from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
 from sgl_ragged.launch.model_options import read_sizes
 from sgl_ragged.launch.plan import choose_budgets
-from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.profiles.profile_choice import AUTO, BUNDLED, UNIFORM
+from sgl_ragged.profiles.profile_choice import AUTO, BUNDLED, UNIFORM, named_profile
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
 
@@ -23,12 +22,9 @@ SERVED = (UNIFORM, AUTO, BUNDLED)
 """Kinds of budgets that a server has words for."""
 
 CALIBRATED = {
-    "implied": ("--method", "implied"),
-    "implied-alpha0": ("--method", "implied", "--alpha", "0"),
-    "implied-model": ("--method", "implied", "--scope", "model"),
-    "coverage-all": ("--method", "coverage", "--queries", "all"),
-    "coverage-layer": ("--method", "coverage", "--scope", "layer"),
-    "coverage": ("--method", "coverage"),
+    "coverage-all": ("--queries", "all"),
+    "coverage-layer": ("--scope", "layer"),
+    "coverage": (),
 }
 """Kinds of budgets that are calibrated here, with the options of `python -m calib run` for each."""
 

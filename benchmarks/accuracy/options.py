@@ -26,7 +26,7 @@ SCORERS = ("keydiff", "expected_attention", "h2o", "snapkv", "tova", "value_key_
 RAGGED = {
     "recall": {
         "scorer": list(SCORERS),
-        "budgets": ["uniform", "implied", "coverage-all", "coverage"],
+        "budgets": ["uniform", "coverage-all", "coverage"],
         "ratio": [0.5, 0.3, 0.2, 0.1],
     },
     "others": {"scorer": ["keydiff"], "budgets": ["auto"], "ratio": [0.5, 0.3]},
@@ -77,7 +77,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         nargs="+",
         metavar="B",
         help="uniform, auto or a profile FILE, in whose name {scorer} is replaced; for the recall model also "
-        f"{', '.join(budgets.CALIBRATED)} [recall: uniform implied coverage-all coverage; others: auto]",
+        f"{', '.join(budgets.CALIBRATED)} [recall: uniform coverage-all coverage; others: auto]",
     )
     servers.add_argument("--segment", type=int, default=256, metavar="S", help="[256]")
     servers.add_argument("--profiles", type=Path, help="recall: folder of SCORER-KIND.safetensors")

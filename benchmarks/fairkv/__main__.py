@@ -1,6 +1,6 @@
 """How evenly each placement of heads loads tensor-parallel ranks, on measured profiles: arithmetic, no GPU.
 
-    python -m benchmarks.fairkv [--json] [--profiles FILE.npz | FOLDER] [--ratio 0.3] [--segment 256]
+    python -m benchmarks.fairkv [--json] [--profiles FILE.npz | BUNDLED_FOLDER] [--ratio 0.3] [--segment 256]
 
 Profiles are those of tests/data, evictable share (four scorers, three models, two scopes), or those of a folder
 SCORER/MODEL/profile*.npz of measured files. Kept counts are fitted to the ratio in the profile's own scope. Weights are
@@ -27,7 +27,7 @@ from benchmarks.harness.plots import save_plot
 from calib.measured import load_measured
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.profiles.budgets import fit_kept
-from sgl_ragged.profiles.bundled import FOLDER
+from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
@@ -64,7 +64,7 @@ def load_profiles(path: Path) -> dict[str, np.ndarray]:
 
 def cost_of(name: str, segment: int) -> CostModel:
     """The model of a profile SCORER/MODEL/SCOPE, at the default batch and context."""
-    path = FOLDER / "configs" / f"{name.split('/')[1]}.json"
+    path = BUNDLED_FOLDER / "configs" / f"{name.split('/')[1]}.json"
     return (
         CostModel.from_config(json.loads(path.read_text()), segment)
         if path.is_file()

@@ -21,9 +21,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.host_tier.codecs import CODECS
 from sgl_ragged.features.host_tier.layer_pairs import Shareable
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
-from sgl_ragged.profiles.bundled import FOLDER
-from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.budgets import uniform_kept
+from sgl_ragged.profiles.profile import load_profile, profile_kept
+from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
@@ -62,7 +62,7 @@ def layouts(paths: list[Path], ratios: list[float], segment: int) -> Iterator[tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("profiles", nargs="*", type=Path, default=sorted(FOLDER.glob("*.safetensors")))
+    parser.add_argument("profiles", nargs="*", type=Path, default=sorted(BUNDLED_FOLDER.glob("*.safetensors")))
     parser.add_argument("--ratio", nargs="+", type=float, default=[0.5, 0.3])
     parser.add_argument("--segment", type=int, default=256)
     parser.add_argument("--itemsize", type=int, choices=DTYPES, default=2, help="bytes of an element of the cache [2]")

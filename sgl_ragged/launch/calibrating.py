@@ -9,7 +9,6 @@ from sgl_ragged.launch.calibration_process import WAYS_OUT, calibrate, remove_re
 from sgl_ragged.launch.model_source import model_folder
 from sgl_ragged.launch.options import CALIBRATED_SCORER, OTHER_SCORER, RaggedOptions
 from sgl_ragged.profiles.built_in_samples import samples_identity
-from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.profiles.profile_cache import ProfileKey, is_cached, locked, unwritable, weights_identity
@@ -20,6 +19,7 @@ from sgl_ragged.profiles.profile_choice import (
     ProfileFile,
     ReadableProfile,
     Uniform,
+    named_profile,
 )
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import check_weights

@@ -14,10 +14,9 @@ from sgl_ragged.launch.multimodal import refuse_positions
 from sgl_ragged.launch.plan import BudgetChoice, choose_budgets, kept_share
 from sgl_ragged.mem_pool.slab_format import WIDE, WIDE_RATIO, Share
 from sgl_ragged.profiles.budgets import check_segment
-from sgl_ragged.profiles.bundled import named_profile
 from sgl_ragged.profiles.fingerprint import text_config
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.profiles.profile_choice import BUNDLED
+from sgl_ragged.profiles.profile_choice import BUNDLED, named_profile
 
 T = TypeVar("T")
 

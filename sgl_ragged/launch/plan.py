@@ -17,10 +17,10 @@ from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
-from sgl_ragged.profiles.budgets import GUARD, check_budgets, profile_kept, uniform_kept
+from sgl_ragged.profiles.budgets import GUARD, check_budgets, uniform_kept
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
-from sgl_ragged.profiles.profile import Profile, load_profile
+from sgl_ragged.profiles.profile import Profile, load_profile, profile_kept
 from sgl_ragged.profiles.profile_choice import ReadableProfile, Uniform
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics

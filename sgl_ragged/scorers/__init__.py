@@ -1,4 +1,4 @@
-"""Scorers: one method per file, one pure `score()` each, and the registry that other packages can add to."""
+"""Scorers: one method per file with a pure `score()`, and the registry, to which other packages can add."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ ENTRY_POINTS = "sgl_ragged.scorers"
 
 
 def scorer_names() -> list[str]:
-    """Names of all scorers, built in and registered by other packages, sorted; imports none of the latter."""
+    """List the names of all scorers, built in and registered by other packages, sorted; the latter are not imported."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
 def get_scorer(name: str) -> Scorer:
-    """The scorer called `name`.
+    """Return the scorer called `name`.
 
     Raises:
-        RaggedConfigError: there is none (the message lists the known ones), or another package's cannot be loaded.
+        RaggedConfigError: no scorer has this name (the message lists the known ones), or another package's scorer
+            cannot be loaded.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]()

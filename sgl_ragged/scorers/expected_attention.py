@@ -1,4 +1,4 @@
-"""Expected attention: what the queries behind the segment are expected to look at."""
+"""Expected attention: keep the tokens that queries after the segment are expected to attend to."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from sgl_ragged.scorers.base import Scorer, SegmentData
 
 
 class ExpectedAttention(Scorer):
-    """Expected attention weight of each token under Gaussian queries, times the norm of its value.
+    """Scores a token by its expected attention weight under Gaussian queries, times the norm of its value.
 
     With queries ~ N(mean, covariance) and c = scale, E[exp(c q.k)] = exp(c mean.k + c^2 k'covariance k / 2),
-    normalised over the segment, mean over the group's query heads. The sinks, which are kept anyway, stay outside.
+    normalised over the segment without the sinks, which are always kept; mean over the group's query heads.
 
-    Queries are those of the positions that follow the segment: calibration takes their moments before RoPE and averages
-    the rotations over the next positions (`calib.query_moments`), seen from the segment's end. So keys are turned back
-    by that position here, in the model's rotary frequencies: `rope_frequencies` [1, r / 2] in radians per position,
-    `rope_order` [1, d], the dimensions with the first and the second ones of rotated pairs in front.
+    The queries are those of the positions after the segment. Calibration measures their moments before RoPE and
+    averages the rotations over the next positions (`calib.query_moments`), relative to the segment's end. So keys are
+    rotated back by that position here, with the model's rotary frequencies: `rope_frequencies` [1, r / 2] in radians
+    per position; `rope_order` [1, d], dimensions: first elements of the rotated pairs, then second elements, then the
+    rest.
 
     Source: Devoto, Jeblick, Jegou, "Expected Attention: KV Cache Compression by Estimating Attention from Future
     Queries Distribution" (2025). There the moments come from the prompt, here from the profile.
@@ -44,16 +45,16 @@ class ExpectedAttention(Scorer):
         if (order.sort(dim=-1).values != torch.arange(order.shape[-1])).any():
             return "rope_order must hold every dimension of a head once"
         if 2 * pairs > order.shape[-1]:
-            return f"rope_frequencies turns {pairs} pairs of {order.shape[-1]} dimensions"
+            return f"rope_frequencies rotates {pairs} pairs, too many for {order.shape[-1]} dimensions"
         return None
 
     def score(self, segment: SegmentData) -> torch.Tensor:
-        assert segment.segment_indices is not None, "the position of the segment is known where it is sealed"
+        assert segment.segment_indices is not None, "sealing passes the segments' numbers"
         length = segment.keys.shape[2]
         mean, covariance = segment.statistics["query_mean"].float(), segment.statistics["query_covariance"].float()
         keys = segment.keys.float()[..., segment.statistics["rope_order"][0].long()]
         ends = (segment.segment_indices + 1) * length
-        keys = turn(keys, -ends[:, None, None], segment.statistics["rope_frequencies"][0])[:, :, None]
+        keys = rotate(keys, -ends[:, None, None], segment.statistics["rope_frequencies"][0])[:, :, None]
         linear = (keys @ mean[..., None])[..., 0]
         quadratic = ((keys @ covariance) * keys).sum(dim=-1)
         logits = segment.scale * linear + segment.scale**2 / 2 * quadratic
@@ -62,16 +63,16 @@ class ExpectedAttention(Scorer):
         return weights * segment.values.float().norm(dim=-1)
 
 
-def turn(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """Rotate rows as RoPE does, by positions that may be negative.
+def rotate(rows: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Rotate rows as RoPE does.
 
     Args:
-        rows: [..., d]; the first r / 2 dimensions are the first ones of pairs, the next r / 2 the second ones.
-        positions: like `rows` but for the last axis, broadcastable.
-        frequencies: [r / 2] radians per position.
+        rows: [..., d]; the first r / 2 dimensions are the first elements of pairs, the next r / 2 the second elements.
+        positions: [...], broadcastable; may be negative.
+        frequencies: [r / 2], radians per position.
     """
     half = frequencies.shape[0]
-    # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
+    # In float32, errors of the angles at far positions would be too large for the fastest frequencies.
     angles = positions[..., None].double() * frequencies.double()
     cos, sin = angles.cos().to(rows.dtype), angles.sin().to(rows.dtype)
     first, second, rest = rows[..., :half], rows[..., half : 2 * half], rows[..., 2 * half :]

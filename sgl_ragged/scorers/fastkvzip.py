@@ -13,13 +13,13 @@ _EPSILON = 1e-6
 
 
 class FastKVzip(Scorer):
-    """Sigmoid-like gate of a low-rank query and key of the same token, against learned sink keys.
+    """Scores a token by a sigmoid-like gate of its low-rank query and key, against learned sink keys.
 
     With q = norm(Wq h + bq) per query head, k = norm(Wk h) per head, rank D and sink keys s_j:
     score = mean over the group of 1 / (1 + sum_j exp((s_j.q - k.q) / sqrt(D) - b)).
 
     Source: Kim, Han, Yun, "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction" (2026), its
-    low-rank sink-attention gate. The weights come from a safetensors file (docs/scorers.md); there is no default.
+    low-rank sink-attention gate. The weights come from a safetensors file (docs/scorers.md) that the user must give.
     """
 
     name = "fastkvzip"

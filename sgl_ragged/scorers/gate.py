@@ -1,4 +1,4 @@
-"""Gate: a small network, trained during calibration, foresees how much attention a token will receive."""
+"""Gate: keep the tokens that a small network, trained during calibration, predicts to receive most attention."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from torch.nn.functional import gelu
 from sgl_ragged.scorers.base import Scorer, SegmentData
 
 STEP = 2.0**-10
-"""Of scores, in nats of foreseen attention: what differs by less is a tie, which goes to the earlier token.
+"""Scores are rounded to multiples of STEP, in nats of predicted attention.
 
-What enters the first layer is the token alone, so a token that is repeated ties with itself. Decode and prefill
-multiply matrices of other shapes, and their last bits would choose among such tokens, each in its own way.
+In the first layer a token's hidden state depends on the token alone, so repeated tokens tie. Decode and prefill
+multiply matrices of different shapes; without rounding, the last bits would break these ties differently in each.
 """
 
 
 @dataclass(frozen=True)
 class FoldedGate:
-    """A layer's network with fewer operations: `skip z + output gelu(hidden z + bias)` of z = (x - m) * s.
+    """A layer's network with the normalisation of inputs folded into its weights.
 
-    weights: float32 [features + heads, hidden size], hidden and skip times s. offset: float32 [features + heads], what
-    is added to their products with x. output: float32 [heads, features].
+    The network is skip z + output gelu(hidden z + bias), with z = (x - m) * s.
+
+    Args:
+        weights: float32 [features + heads, hidden size], hidden and skip times s.
+        offset: float32 [features + heads], added to the products of weights and x.
+        output: float32 [heads, features].
     """
 
     weights: torch.Tensor
@@ -33,7 +37,7 @@ class FoldedGate:
 
     @classmethod
     def of(cls, statistics: Mapping[str, torch.Tensor]) -> FoldedGate:
-        """From `Gate.statistics` of one layer."""
+        """Fold the tensors `Gate.statistics` of one layer."""
         mean, scale, hidden, bias = (statistics[name][0].double() for name in Gate.shared_statistics)
         weights = torch.cat([hidden, statistics["skip"].double()]) * scale
         offset = -(weights @ mean)
@@ -41,28 +45,36 @@ class FoldedGate:
         return cls(weights.float(), offset.float(), statistics["output"].float().contiguous())
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, features + heads]: features before their activation, then what skips them, of hidden states
-        [tokens, hidden size]."""
+        """Compute features before their activation and skipped outputs: float32 [tokens, features + heads].
+
+        Args:
+            hidden_states: [tokens, hidden size].
+        """
         return torch.addmm(self.offset, hidden_states.float(), self.weights.T)
 
     def scores(self, features: torch.Tensor) -> torch.Tensor:
-        """`Gate.token_scores` of `features`, but for last bits; `attention.kernels.gate` is the same by a kernel."""
-        shut, skipped = features.split([self.output.shape[1], self.output.shape[0]], dim=1)
-        return rounded(skipped + gelu(shut) @ self.output.T)
+        """Compute scores from `features`; they equal `Gate.token_scores` up to rounding.
+
+        `attention.kernels.gate` is the Triton kernel for this operation.
+        """
+        inactive, skipped = features.split([self.output.shape[1], self.output.shape[0]], dim=1)
+        return round_scores(skipped + gelu(inactive) @ self.output.T)
 
 
-def rounded(scores: torch.Tensor) -> torch.Tensor:
-    """The nearest multiples of STEP."""
+def round_scores(scores: torch.Tensor) -> torch.Tensor:
+    """Round scores to multiples of STEP."""
     return (scores / STEP).round() * STEP
 
 
 class Gate(Scorer):
-    """From the hidden state x that enters attention: score = skip z + output gelu(hidden z + bias), z = (x - m) * s.
+    """Scores a token by the hidden state x that enters attention.
 
-    One network per layer with one output per head; `calib.gate` trains it to foresee the logarithm of the largest
-    attention that later segments pay to the token. Scores are multiples of STEP. Gates read from hidden states are in
-    Kim, Han, Yun, "Fast KVzip" (2026), and KVzap (linear and MLP surrogates of KVzip's scores); KVpop (2026) takes
-    future attention as the target.
+    The score is skip z + output gelu(hidden z + bias), with z = (x - m) * s. Each layer has one network with one output
+    per head. `calib.gate` trains it to predict the logarithm of the largest attention that later segments pay to the
+    token. Scores are multiples of STEP.
+
+    Source: gates on hidden states are in Kim, Han, Yun, "Fast KVzip" (2026), and in KVzap (linear and MLP surrogates of
+    KVzip's scores); KVpop (2026) uses future attention as the target.
     """
 
     name = "gate"
@@ -87,7 +99,7 @@ class Gate(Scorer):
         inputs = (hidden_states.float() - mean) * scale
         features = gelu(inputs @ hidden.T + bias)
         scores = inputs @ statistics["skip"].float().T + features @ statistics["output"].float().T
-        return rounded(scores)
+        return round_scores(scores)
 
     def score(self, segment: SegmentData) -> torch.Tensor:
         assert segment.token_scores is not None, "tokens are scored before their segment is sealed"

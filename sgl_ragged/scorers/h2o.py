@@ -1,19 +1,18 @@
-"""H2O: keep the heavy hitters, the tokens that receive most attention inside the segment."""
+"""H2O: keep heavy hitters, the tokens that receive most attention inside the segment."""
 
 from __future__ import annotations
 
 import torch
 
-from sgl_ragged.scorers.base import ALL_QUERIES, Scorer, SegmentData
-from sgl_ragged.scorers.window_attention import window_attention
+from sgl_ragged.scorers.base import ALL_QUERIES, Scorer, SegmentData, window_attention
 
 
 class H2O(Scorer):
-    """Attention received per query that could see the token, mean over the group's query heads.
+    """Scores a token by the attention that it receives per query after it, mean over the group's query heads.
 
     Source: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
-    (2023). The paper accumulates sums, which favours early tokens; token i of S is seen by S - i queries of its
-    segment, and the sum is divided by that.
+    (2023). The paper accumulates sums, which favours early tokens. Here the sum of token i of S is divided by S - i,
+    the number of queries in the segment that see it.
     """
 
     name = "h2o"

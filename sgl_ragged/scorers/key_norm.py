@@ -8,7 +8,7 @@ from sgl_ragged.scorers.base import Scorer, SegmentData
 
 
 class KeyNorm(Scorer):
-    """score_i = -|k_i|_2.
+    """Scores a token by its key's norm: score_i = -|k_i|_2.
 
     Source: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024).
     """

@@ -1,4 +1,4 @@
-"""KeyDiff: keep the keys that are least like the average key."""
+"""KeyDiff: keep the keys that are least similar to the average key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_ragged.scorers.base import Scorer, SegmentData
 
 
 class KeyDiff(Scorer):
-    """Negative cosine similarity to the mean of the normalised keys.
+    """Scores a token by the negative cosine similarity of its key to the mean of the normalised keys.
 
     Source: Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
     Resource-Constrained Environments" (2025), the anchor variant: score_i = -cos(k_i, mean_j k_j / |k_j|).

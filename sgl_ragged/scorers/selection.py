@@ -1,4 +1,4 @@
-"""From scores to the positions that a head keeps."""
+"""Choice of the positions that a head keeps, by their scores."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from sgl_ragged.profiles.budgets import GUARD, SINKS
 
 
 def forced_first(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:
-    """Scores with sinks and guard at +inf, +inf as the largest finite number and NaN below everything else.
+    """Raise the scores of sinks and guard to +inf; replace other +inf by the largest finite number and NaN by -inf.
 
     Args:
         scores: float [segments, heads, S].
-        first_segment: bool [segments], whether the segment starts the sequence and so holds the sinks.
+        first_segment: bool [segments], whether the segment starts its sequence, and so has the sinks.
 
     Returns:
         A new tensor like `scores`.
@@ -25,23 +25,25 @@ def forced_first(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Ten
 
 
 def rank_positions(scores: torch.Tensor, first_segment: torch.Tensor) -> torch.Tensor:
-    """Order in which positions are kept: sinks, the guard from its end, then the best scores, ties to the earlier.
+    """Rank positions in the order in which they are kept: sinks, the guard from its end, then by falling score.
 
-    NaN scores rank last, so that the order is defined for any input. Arguments as in `forced_first`.
+    Ties go to the earlier position, and NaN ranks last, so that the order is defined for any input. Arguments are those
+    of `forced_first`.
 
     Returns:
-        int64 [segments, heads, S], a permutation of the positions. Does not change its arguments.
+        int64 [segments, heads, S], a permutation of the positions. The arguments are not changed.
     """
     order = torch.sort(forced_first(scores, first_segment), dim=-1, descending=True, stable=True).indices
-    # Forced positions come out ascending; where a budget is smaller than all of them, the guard's last tokens win.
+    # The sort leaves sinks and guard ascending. A budget smaller than both must keep the guard's last tokens.
     guard_reversed = order.clone()
     guard_reversed[..., SINKS : SINKS + GUARD] = order[..., SINKS : SINKS + GUARD].flip(-1)
     return torch.where(first_segment[:, None, None], guard_reversed, order)
 
 
 def keep_positions(order: torch.Tensor, kept: int) -> torch.Tensor:
-    """The first `kept` of `rank_positions`, ascending: int64 [segments, heads, kept].
+    """Return the first `kept` positions of `rank_positions`, ascending: int64 [segments, heads, kept].
 
-    `kept` is at least GUARD. Where sinks and guard together are more, the guard gives way, oldest token first.
+    Args:
+        kept: at least GUARD. If it is less than sinks and guard together, the guard's oldest tokens are dropped.
     """
     return order[..., :kept].sort(dim=-1).values

@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries of the segment look at, smoothed over neighbours."""
+"""SnapKV: keep the tokens that the last queries of the segment attend to, smoothed over neighbours."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import torch
 from torch.nn.functional import avg_pool1d
 
 from sgl_ragged.profiles.budgets import GUARD
-from sgl_ragged.scorers.base import Scorer, SegmentData
-from sgl_ragged.scorers.window_attention import window_attention
+from sgl_ragged.scorers.base import Scorer, SegmentData, window_attention
 
 
 class SnapKV(Scorer):
-    """Mean attention of the observation window over its queries and the group's query heads, average-pooled.
+    """Scores a token by the mean attention of the observation window's queries and query heads, average-pooled.
 
     Source: Li et al., "SnapKV: LLM Knows What You Are Looking for Before Generation" (2024). The observation window
-    is the guard, the last 16 tokens of the segment, which are kept anyway as the paper keeps its window. Pooling with
-    a kernel of 5 tokens runs over the tokens before the window; those inside it score what they receive.
+    is the guard, the last 16 tokens of the segment, which are always kept, as the paper keeps its window. Pooling over
+    5 tokens applies to the tokens before the window.
     """
 
     name = "snapkv"

@@ -1,4 +1,4 @@
-"""The tensors that a scorer needs beside keys, values and queries: from the profile, or from a weights file."""
+"""Statistics of a scorer: tensors from the profile or from a weights file, in addition to keys, values and queries."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ def scorer_statistics(
     num_heads: int,
     sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[dict[str, torch.Tensor]]:
-    """Per layer, the tensors [heads, ...] in `scorer.statistics`, of the whole model; [1, ...] those that heads share.
+    """Load the tensors in `scorer.statistics` for the whole model.
 
     Args:
         weights: safetensors file with one tensor [num_layers, num_heads, ...] for each name, which may be another
-            profile, or None to take them from `profile`.
-        sizes: of the model, by the names of `Scorer.axes`.
+            profile; None to take the tensors from `profile`.
+        sizes: sizes of the model, by the names in `Scorer.axes`.
+
+    Returns:
+        Per layer, tensors float32 [heads, ...] by name, [1, ...] if heads share them.
 
     Raises:
-        RaggedConfigError: something is missing, of the wrong shape or not finite, or a file is given for nothing.
+        RaggedConfigError: a tensor is missing, of the wrong shape or not finite, or the scorer needs no weights file.
     """
     check_weights(scorer, weights)
     if not scorer.statistics:
@@ -79,9 +82,9 @@ def _check_axes(scorer: Scorer, tensors: Mapping[str, torch.Tensor], sizes: Mapp
 
 
 def check_weights(scorer: Scorer, weights: str | Path | None) -> None:
-    """Raise RaggedConfigError for a weights file that nothing is read from, and where only a file can bring weights."""
+    """Raise RaggedConfigError if a weights file is given but not read, or needed but missing."""
     if not scorer.statistics and weights is not None:
-        raise RaggedConfigError(f"scorer {scorer.name!r} has no weights: drop --ragged-scorer-weights")
+        raise RaggedConfigError(f"scorer {scorer.name!r} has no weights: remove --ragged-scorer-weights")
     if scorer.reads_hidden_states and not scorer.trained and weights is None:
         raise RaggedConfigError(
             f"scorer {scorer.name!r} needs trained gates ({', '.join(scorer.statistics)}): pass "
@@ -92,7 +95,7 @@ def check_weights(scorer: Scorer, weights: str | Path | None) -> None:
 def _read(path: str | Path) -> Mapping[str, torch.Tensor]:
     try:
         with safe_open(str(path), framework="pt") as file:
-            # A profile holds its statistics under a prefix.
+            # Profiles store their statistics with a prefix.
             return {name.removeprefix(STATISTIC): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise RaggedConfigError(f"weights file {path} cannot be read: {error}") from None

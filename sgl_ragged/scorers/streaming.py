@@ -1,4 +1,4 @@
-"""Streaming: sinks and the most recent tokens, whatever they are."""
+"""Streaming: keep sinks and the most recent tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sgl_ragged.scorers.base import Scorer, SegmentData
 
 
 class Streaming(Scorer):
-    """score_i = i: later tokens of the segment first. With the sinks this is StreamingLLM's pattern per segment.
+    """Scores a token by its index: score_i = i. With the sinks this is StreamingLLM's pattern in each segment.
 
-    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023). The baseline that a
-    scorer has to beat: it looks at positions alone.
+    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023). This is the
+    baseline for other scorers, since it depends on positions only.
     """
 
     name = "streaming"

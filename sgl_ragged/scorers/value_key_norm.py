@@ -1,4 +1,4 @@
-"""Value norm over key norm: PagedEviction's token score."""
+"""Value norm over key norm: keep tokens with large values and small keys, as PagedEviction does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sgl_ragged.scorers.base import Scorer, SegmentData
 
 
 class ValueKeyNorm(Scorer):
-    """score_i = |v_i|_2 / |k_i|_2; a zero key counts as the smallest positive norm.
+    """Scores a token by score_i = |v_i|_2 / |k_i|_2; a key of zeros counts as the smallest positive norm.
 
     Source: Chitty-Venkata et al., "PagedEviction: Structured Block-wise KV Cache Pruning for Efficient Large
     Language Model Inference" (2025), the token importance of its Algorithm 2 (prefill).

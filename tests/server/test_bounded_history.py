@@ -11,8 +11,7 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.recall import task
 from sgl_ragged.mem_pool.open_pages import OpenPages
-from sgl_ragged.profiles.budgets import profile_kept
-from sgl_ragged.profiles.profile import VALUE_MEAN, load_profile
+from sgl_ragged.profiles.profile import VALUE_MEAN, load_profile, profile_kept
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile
 from tests.server import test_tensor_parallel as two_ranks

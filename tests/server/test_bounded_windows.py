@@ -9,8 +9,7 @@ import pytest
 
 from sgl_ragged.features.history.bound import HistoryBound
 from sgl_ragged.features.windows.sizes import window_pages
-from sgl_ragged.profiles.budgets import profile_kept
-from sgl_ragged.profiles.profile import VALUE_MEAN
+from sgl_ragged.profiles.profile import VALUE_MEAN, profile_kept
 from tests.architectures import WINDOW, WINDOWED
 from tests.bounded_oracle import BoundedOracle
 from tests.models import make_profile

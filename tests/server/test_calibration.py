@@ -19,10 +19,9 @@ from calib.codebook import PER_QUERY_HEAD
 from calib.output_error import error_curves, left_over, query_positions, weighed
 from sgl_ragged.features.retrieval.roles import head_roles
 from sgl_ragged.fitting.references import References
-from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, QUERIES, ROPE
 from sgl_ragged.profiles.head_statistics import HEAD_STATISTICS
-from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile
+from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile, profile_kept
 from sgl_ragged.scorers import rank_positions
 from tests.models import make_qwen3
 from tests.oracle import Oracle
@@ -84,24 +83,12 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     assert "through the model 2 times, for 1 layers each" in by_layers.stderr
     assert json.loads(by_layers.stdout) == [reports["gate"]]
 
-    # What is missing is recorded again, and comes out the same; the other method needs no engine at all.
+    # What is missing is recorded again, and comes out the same.
     work = tmp_path / "all.safetensors.recordings"
     (work / "sample-00001.safetensors").unlink()
     again = servers.run([*command, "--json"], timeout=400)
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout) == list(reports.values())
-    implied = servers.run([*command, "--method", "implied"], timeout=400)
-    assert implied.returncode == 0, implied.stderr[-3000:]
-    assert load_profile(tmp_path / "keydiff.safetensors").method == "implied"
-    # Attention at random is as volatile as can be, unless every head counts as an anchor.
-    refused = servers.run([*command, "--method", "roles", "--tau-sim", "1"], timeout=400)
-    assert refused.returncode != 0
-    assert "4 of 4 heads are pivots or volatile" in refused.stderr
-    anchors = servers.run([*command, "--method", "roles", "--tau-sim", "1", "--tau-stable", "0"], timeout=400)
-    assert anchors.returncode == 0, anchors.stderr[-3000:]
-    by_roles = load_profile(tmp_path / "keydiff.safetensors")
-    assert by_roles.method == "roles"
-    assert (profile_kept(by_roles, RATIO, SEGMENT) < SEGMENT).all()
     plain = servers.run([*command, "--error-samples", "0"], timeout=400)
     assert plain.returncode == 0, plain.stderr[-3000:]
     curves = error_curves(output_errors(model, samples, work, profile), SEGMENT)
@@ -175,13 +162,6 @@ def output_errors(model: Path, samples: list[dict], work: Path, profile: Profile
         (("--ratio", "0"), "outside (0, 1]"),
         (("--segment", "100"), "multiple of 16"),
         (("--samples", "1"), "at least 2"),
-        (("--alpha", "1"), "belong to --method implied"),
-        (("--method", "implied", "--alpha", "-1"), "--alpha -1.0 is outside [0, 100]"),
-        (("--method", "roles", "--fit", "paper"), "belong to --method implied"),
-        (("--method", "implied", "--queries", "all"), "belongs to --method coverage"),
-        (("--method", "roles", "--queries", "all"), "belongs to --method coverage"),
-        (("--method", "roles", "--scope", "layer"), "Eq. 7 is over the model"),
-        (("--method", "roles", "--error-samples", "2"), "belongs to --method coverage"),
         (("--error-samples", "-1"), "--error-samples -1: at least 0"),
         (("--tau-sim", "1.5"), "--tau-sim 1.5 is outside [0, 1]"),
         (("--tp", "3"), "does not divide the model's 2 KV heads"),

@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.demo import MODEL
 from sgl_ragged.mem_pool.slab_format import FORMATS
-from sgl_ragged.profiles.budgets import profile_kept
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
-from sgl_ragged.profiles.profile import Profile
+from sgl_ragged.profiles.profile import Profile, profile_kept
 from tests import fit_oracle
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens

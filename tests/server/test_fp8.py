@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
 from benchmarks.demo import MODEL
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.harness import LARGEST
 from tests.models import make_profile
 from tests.oracle import Oracle

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile
 from tests.server.client import flush, generate, ragged_metrics, wait_until
 

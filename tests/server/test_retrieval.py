@@ -13,7 +13,7 @@ from benchmarks.recall.questions import interviews
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.features.retrieval.roles import head_roles, with_pivots
 from sgl_ragged.features.retrieval.settings import ASKING_TOKENS, DELAY, Retrieval
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile
 from tests.retrieval_oracle import RetrievalOracle
 from tests.server.client import flush, generate, generate_all, ragged_metrics, server_settings, wait_until

@@ -13,7 +13,7 @@ from benchmarks.accuracy.prompts import PromptFormat, load_tokenizer, make_talk
 from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
 from benchmarks.recall import task
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.expected_attention import ExpectedAttention
 from tests.models import make_profile

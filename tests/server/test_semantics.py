@@ -12,7 +12,7 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.harness.launch import SGLANG_SERVE, serve
 from benchmarks.recall import task
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle
 from tests.server.client import flush, found_of, generate, generate_all

@@ -12,7 +12,7 @@ import torch
 from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
 from sgl_ragged.mem_pool.slab_format import FORMATS
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
 from tests.quantised_oracle import restored_past

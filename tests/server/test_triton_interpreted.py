@@ -8,7 +8,7 @@ import pytest
 from benchmarks.harness.server_pool import ServerPool
 from sgl_ragged.features.retrieval.roles import head_roles, with_pivots
 from sgl_ragged.features.retrieval.settings import Retrieval
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.architectures import WINDOWED
 from tests.models import make_llama, make_profile
 from tests.oracle import Oracle

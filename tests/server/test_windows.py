@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.storm.features import RETRACTING, STRICT
-from sgl_ragged.profiles.budgets import profile_kept, uniform_kept
+from sgl_ragged.profiles.budgets import uniform_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.architectures import WINDOW, WINDOWED
 from tests.examples import fewer
 from tests.models import make_profile

@@ -12,7 +12,7 @@ from benchmarks.harness.launch import Server
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
-from sgl_ragged.profiles.budgets import profile_kept
+from sgl_ragged.profiles.profile import profile_kept
 from tests.models import SIZES, make_llama, make_profile, make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, found_of, generate
