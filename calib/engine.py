@@ -19,13 +19,13 @@ from calib.recorder import (
     ANSWERS,
     CODEBOOK_QUERIES,
     LAYERS,
-    ROPE,
     WINDOWS,
     Recorder,
     failure_file,
     hidden_states_recording,
     recording_file,
 )
+from calib.recording import ROPE
 from calib.recordings_folder import Settings
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError

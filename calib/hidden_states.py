@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from safetensors import safe_open
 
-from calib.recorder import HIDDEN_STATES, hidden_states_recording
+from calib.recorder import hidden_states_recording
+from calib.recording import HIDDEN_STATES
 from calib.samples import TokenizedSample
 
 

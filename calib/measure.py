@@ -12,7 +12,8 @@ from calib.codebook import queries_per_sample
 from calib.engine import Engine
 from calib.hidden_states import keep_hidden_states
 from calib.query_moments import seen_from_the_end
-from calib.recorder import ASKED_SCORES, ERRORS, MOMENTS, ROPE, SCORES, STATISTICS, VALUES, Recorder
+from calib.recorder import ASKED_SCORES, Recorder
+from calib.recording import ERRORS, MOMENTS, ROPE, SCORES, STATISTICS, VALUES
 from calib.recordings_folder import Settings, readable, save
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError

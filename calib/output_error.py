@@ -86,7 +86,7 @@ def left_over(
     for column, kept_count in enumerate(kept_counts(segment)):
         rows = ranked_keys, ranked_values
         if references is not None and kept_count <= MOST_KEPT * segment:
-            kept = Kept.of([kept_count] * heads, segment, keys.device)
+            kept = Kept.from_counts([kept_count] * heads, segment, keys.device)
             fitted = corrections(*rows, kept, segment_indices, references, lambda keys, *_: keys, torch_steps)
             corrected = fitted.ranks[..., None].expand_as(fitted.keys)
             rows = ranked_keys.scatter(2, corrected, fitted.keys), ranked_values.scatter(2, corrected, fitted.values)

@@ -41,7 +41,7 @@ def matched(keys, values, places, numbers, references, form=None):
     """What is kept of keys and values, corrected."""
     kept = torch.zeros(keys.shape[:3], dtype=torch.bool).scatter_(2, places, True)
     layout = SlabLayout(np.full((1, keys.shape[1]), places.shape[-1]), DIM, SEGMENT, form=form or WIDE)
-    fit = HeadFit.of(layout, 0, references)
+    fit = HeadFit.for_layer(layout, 0, references)
 
     def stored(rows, *asked):
         if form is None:
@@ -87,7 +87,7 @@ def test_keys_and_values_are_what_the_definition_says(monkeypatch, form, kept, c
     monkeypatch.setattr(attention_matching, "MOST_CORRECTED", corrected)
     (keys, values), places, numbers = segments(3), chosen(3, kept), torch.tensor([0, 5, 1])
     statistics = codebook()
-    references = References.of(statistics, SCALE)
+    references = References.from_statistics(statistics, SCALE)
     fitted = matched(keys, values, places, numbers, references, form)
     corrected_heads, close = 0, []
     for segment, number in enumerate(numbers.tolist()):
@@ -127,7 +127,7 @@ def outputs(keys: torch.Tensor, values: torch.Tensor, number: int, head: int) ->
 
 def test_outputs_come_nearer_than_by_selection():
     (keys, values), places, numbers = segments(4), chosen(4, 32), torch.arange(4)
-    fitted = matched(keys, values, places, numbers, References.of(codebook(), SCALE))
+    fitted = matched(keys, values, places, numbers, References.from_statistics(codebook(), SCALE))
     for segment, number in enumerate(numbers.tolist()):
         for head in range(HEADS):
             own = places[segment, head]
@@ -139,7 +139,7 @@ def test_outputs_come_nearer_than_by_selection():
 
 def test_segments_do_not_see_each_other_and_heads_have_their_own_queries():
     (keys, values), places, numbers = segments(5), chosen(5, 32), torch.tensor([0, 1, 2, 3, 4])
-    references = References.of(codebook(), SCALE)
+    references = References.from_statistics(codebook(), SCALE)
     together = matched(keys, values, places, numbers, references)
     for one in range(5):
         own = slice(one, one + 1)
@@ -156,8 +156,8 @@ def test_dimensions_may_be_rotated_in_another_order():
     order = np.arange(DIM).reshape(-1, 2).T.ravel()
     back = torch.from_numpy(order.argsort())
     (keys, values), places, numbers = segments(2), chosen(2, 32), torch.tensor([0, 3])
-    here = matched(keys, values, places, numbers, References.of(codebook(), SCALE))
-    moved = References.of(codebook(order=order), SCALE)
+    here = matched(keys, values, places, numbers, References.from_statistics(codebook(), SCALE))
+    moved = References.from_statistics(codebook(order=order), SCALE)
     there = matched(keys[..., back], values, places, numbers, moved)
     # Sums over dimensions are in another order, and the ridge is small.
     torch.testing.assert_close(there[0][..., torch.from_numpy(order)], here[0], atol=2e-4, rtol=1e-4)
@@ -169,7 +169,7 @@ def test_values_do_not_grow_beyond_their_bound(monkeypatch):
     (keys, values), places = segments(1), chosen(1, 16)
     index = places[..., None].expand(*places.shape, DIM)
     values = (10 * values).scatter(2, index, 0.01 * values.gather(2, index))
-    arguments = keys, values, places, torch.tensor([3]), References.of(codebook(), SCALE)
+    arguments = keys, values, places, torch.tensor([3]), References.from_statistics(codebook(), SCALE)
     own = values.gather(2, index)
     assert torch.equal(matched(*arguments)[1], own)
     monkeypatch.setattr(attention_matching, "MOST_GROWTH", 1e9)
@@ -196,7 +196,9 @@ def test_degenerate_segments_keep_what_they_had(kind, kept, seed, form):
         values[1, 1, 4] = float(kind)
     elif kind == "far beyond the rest":
         keys *= 50
-    fitted = matched(keys, values, places, torch.tensor([0, 4]), References.of(codebook(seed), SCALE), form)
+    fitted = matched(
+        keys, values, places, torch.tensor([0, 4]), References.from_statistics(codebook(seed), SCALE), form
+    )
     index = places[..., None].expand(*places.shape, DIM)
     for found, given_rows in zip(fitted, (keys, values), strict=True):
         own = given_rows.gather(2, index)

@@ -206,7 +206,7 @@ def test_a_config_without_architecture_is_refused(model, monkeypatch):
         (("--model", "nobody/nothing", "--kv-bytes", "1GiB"), "`hf download nobody/nothing config.json`"),
         (("--model", "MODEL", "--kv-bytes", "1KiB"), "too small"),
         (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "2"), "outside (0, 1]"),
-        (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "0.05", *WIDE), "a ratio of 0.0625; ask for that"),
+        (("--model", "MODEL", "--kv-bytes", "1GiB", "--ratio", "0.05", *WIDE), "a ratio of 0.0625; use that ratio"),
         (("--model", "MODEL", "--kv-bytes", "1e999"), "cannot read '1e999' as a number of bytes"),
         (
             ("--model", "MODEL", "--kv-bytes", "1GiB", "--max-running-requests", "0"),

@@ -452,7 +452,6 @@ def test_profile_of_another_model():
     [
         ({"method": "guess"}, "unknown method"),
         ({"scope": "head"}, "unknown scope"),
-        ({"fit": "loose"}, "unknown fit"),
         ({"method": "coverage"}, "do not go together"),
         ({"method": "coverage", "coverage": np.zeros((3, 5, 16), np.float32)}, "must be .3 layers, 4 heads, 16 units"),
         ({"shares": np.zeros((2, 3, 4), np.float32)}, "do not fit 0 tasks"),

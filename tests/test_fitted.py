@@ -108,7 +108,7 @@ def test_values_are_fitted_behind_the_codes_of_keys(form):
     scores = get_scorer("keydiff").score(SegmentData(keys, values, segment_indices=NUMBERS))
     own = torch.tensor([head])
     places = keep_positions(rank_positions(scores, NUMBERS == 0)[:, own], kept)
-    references = References.of(codebook(layer), DIM**-0.5).heads(own)
+    references = References.from_statistics(codebook(layer), DIM**-0.5).heads(own)
     expected = [matched(keys[:, own], values[:, own], places, NUMBERS, references, one) for one in (coded, None)]
     found = sealed(store(form), in_tails=False)
     (index,) = (n for n, band in enumerate(found.layout.bands[layer]) if head in band.heads)

@@ -72,7 +72,7 @@ def test_what_is_fitted_leaves_less():
     book["codebook_queries"] = queries.half()
     book["rope_frequencies"] = torch.zeros_like(book["rope_frequencies"])
     # Where most tokens are kept, queries at random leave nothing to gain.
-    assert (found(References.of(book, SCALE)) < 0.9 * found())[:, 0].all()
+    assert (found(References.from_statistics(book, SCALE)) < 0.9 * found())[:, 0].all()
 
 
 def test_curves_fall_to_nothing_and_weigh_coverage():

@@ -36,8 +36,10 @@ def fitted() -> dict[str, torch.Tensor]:
     keys = 2 * rng.normal(size=(SEGMENTS, HEADS, SEGMENT, DIM)) + rng.normal(size=(HEADS, 1, DIM))
     values = rng.normal(size=keys.shape) + 2
     keys, values = (torch.from_numpy(x).float() for x in (keys, values))
-    references = References.of({name: torch.from_numpy(x).float() for name, x in statistics.items()}, SCALE)
-    kept = Kept.of([KEPT] * HEADS, SEGMENT, "cpu")
+    references = References.from_statistics(
+        {name: torch.from_numpy(x).float() for name, x in statistics.items()}, SCALE
+    )
+    kept = Kept.from_counts([KEPT] * HEADS, SEGMENT, "cpu")
     found = corrections(keys, values, kept, torch.arange(SEGMENTS), references, lambda rows, *_: rows, torch_steps)
     assert (found.values != values[:, :, :KEPT]).any(dim=(2, 3)).float().mean() > 0.5, "few heads are corrected"
     return {"keys": found.keys, "values": found.values}

@@ -143,7 +143,7 @@ def test_a_child_that_inherits_the_lock_holds_it(tmp_path):
     waiting = multiprocessing.get_context("fork").Process(target=_hold, args=(KEY.path, log))
     waiting.start()
     try:
-        while not log.is_file():
+        while not (log.is_file() and log.read_text()):
             time.sleep(0.01)
         assert log.read_text() == "waited\n"
     finally:

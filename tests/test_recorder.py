@@ -29,7 +29,8 @@ from calib.coverage import coverage_curves, derive_profile
 from calib.engine import join_ranks
 from calib.measure import make_engine, measure, value_mean
 from calib.query_moments import before_rope, rope_of
-from calib.recorder import ANSWERS, HIDDEN_STATES, VALUES, WINDOWS, Recorder, hidden_states_recording, recording_file
+from calib.recorder import ANSWERS, WINDOWS, Recorder, hidden_states_recording, recording_file
+from calib.recording import HIDDEN_STATES, VALUES
 from calib.recordings_folder import Settings, claim
 from calib.samples import Sample, TokenizedSample, dataset_hash, read_samples, tokenize
 from sgl_ragged.attention.torch_ops import TorchOps

@@ -14,7 +14,8 @@ from calib import disk, recordings_folder
 from calib.__main__ import is_full, main
 from calib.disk import disk_need
 from calib.hidden_states import HiddenStates
-from calib.recorder import HIDDEN_STATES, Recorder, failure_file, hidden_states_recording
+from calib.recorder import Recorder, failure_file, hidden_states_recording
+from calib.recording import HIDDEN_STATES
 from calib.recordings_folder import claim, save
 from calib.samples import TokenizedSample
 from sgl_ragged.errors import RaggedConfigError

@@ -1,4 +1,4 @@
-"""What a decode step costs: the bytes that its slowest rank reads, from a handful of numbers of the model."""
+"""Cost of a decode step: bytes that its slowest rank reads, computed from sizes of the model."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ import numpy as np
 from sgl_ragged.errors import RaggedConfigError
 
 MATRICES_OF_A_BLOCK = 3
-"""Gate, up and down projection of a gated feed-forward block."""
+"""Number of matrices in a gated feed-forward block: gate, up and down projection."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Bytes read in one decode step. Time is these bytes over the bandwidth; nothing else is modelled.
+    """Model of the bytes read in one decode step. The time is these bytes over the bandwidth; nothing else is modelled.
 
-    Ranks meet at the all-reduce behind the attention of every layer, so each layer takes as long as the rank that
-    reads most. A rank reads what its places keep of every request, the weights of all its places (rows of q, k and v,
-    columns of o), whether they store anything or not, and its part of all other weights, which is the same for all.
+    Ranks synchronise at the all-reduce after attention in every layer, so each layer takes as long as the rank that
+    reads most. A rank reads the kept rows of its places for every request, the weights of all its places (rows of q, k
+    and v, columns of o), including places that store nothing, and an equal part of all other weights.
 
     Args:
-        hidden: width of the model.
+        hidden: hidden size of the model.
         head_dim: elements per key and per value.
-        q_per_kv: query heads that a head serves.
+        q_per_kv: query heads per KV head.
         segment: tokens per segment S.
-        batch: requests decoded at once.
-        context: tokens of each of them before compression.
-        other_bytes: weights of the whole model that are no head's, read once per step: every rank has an equal part.
-        weight_itemsize, kv_itemsize: bytes per element; of codes of few bits a fraction, with their scales.
-        header_bytes: of what a place reads of every segment beside its rows; places that store nothing are few.
+        batch: requests per decode step.
+        context: tokens of each request before compression.
+        other_bytes: weights of the whole model that belong to no head, read once per step, in equal parts by the ranks.
+        weight_itemsize, kv_itemsize: bytes per element; a fraction, including scales, for codes of few bits.
+        header_bytes: bytes that a place reads in every segment in addition to its rows. Places that store nothing are
+            counted, too; they are few.
     """
 
     hidden: int
@@ -53,10 +54,10 @@ class CostModel:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], segment: int, batch: int = 32, context: int = 16384) -> CostModel:
-        """Of a dense model's Hugging Face config, in 16-bit weights and KV; KeyError if it lacks a size.
+        """Read a dense model's Hugging Face config, with 16-bit weights and KV. Raises KeyError if it lacks a size.
 
-        Other weights are the three matrices of each feed-forward block and the output projection. Of the embedding a
-        step reads a few rows, which are left out like norms and biases.
+        Other weights are the three matrices of each feed-forward block and the output projection. Norms, biases and the
+        few rows that a step reads from the embedding are left out.
         """
         hidden, query_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         blocks = int(config["num_hidden_layers"]) * MATRICES_OF_A_BLOCK * int(config["intermediate_size"])
@@ -72,7 +73,7 @@ class CostModel:
 
     @property
     def place_bytes(self) -> int:
-        """Weights of one place in one layer: q_per_kv heads' rows of q, one head's of k and v, columns of o."""
+        """Bytes of one place's weights in one layer: rows of q, k and v, columns of o."""
         return 2 * (self.q_per_kv + 1) * self.head_dim * self.hidden * self.weight_itemsize
 
     @property
@@ -81,16 +82,16 @@ class CostModel:
         return self.batch * self.context / self.segment * self.header_bytes
 
     def kv_bytes(self, load: np.ndarray) -> np.ndarray:
-        """Float64, shaped like `load` (kept tokens per segment): bytes of keys and values that are read."""
+        """Compute the bytes of keys and values that are read: float64, shaped like `load` (kept tokens per segment)."""
         tokens = self.batch * self.context * np.asarray(load, dtype=np.float64) / self.segment
         return tokens * (2 * self.head_dim * self.kv_itemsize)
 
     def step_bytes(self, load: np.ndarray, places: int) -> float:
-        """Bytes of the slowest rank, layer by layer, in one step.
+        """Sum the bytes of the slowest rank in each layer of one step.
 
         Args:
-            load: [num_layers, ranks], tokens of each sealed segment that a rank reads.
-            places: places of each rank in each layer.
+            load: [num_layers, ranks], tokens per sealed segment that a rank reads.
+            places: number of places on each rank in each layer.
         """
         num_layers, ranks = load.shape
         attention = float(self.kv_bytes(load).max(axis=1).sum()) + num_layers * places * (

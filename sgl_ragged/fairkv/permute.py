@@ -1,7 +1,7 @@
-"""Equally many heads on every rank, so that the rank with most to read has as little as possible.
+"""Division of a layer's heads over ranks, equally many on each, with the smallest load on the fullest rank.
 
-Up to EXACT_HEADS heads of a layer the division is optimal, and so it is for two heads a rank; beyond, `least_possible`
-bounds how far it can be off. Loads are integers in any unit.
+The division is optimal for layers of up to EXACT_HEADS heads and for two heads per rank. Otherwise `least_possible`
+bounds the distance from the optimum. Loads are integers in any unit.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from functools import cache
 import numpy as np
 
 EXACT_HEADS = 16
-"""Layers of at most this many heads are searched to the end."""
+"""Maximum number of heads in a layer for an exhaustive search."""
 
 
 def permute_layer(loads: np.ndarray, ranks: int) -> np.ndarray:
-    """Divide the heads of one layer.
+    """Divide the heads of one layer over ranks.
 
-    The heads as they stand are kept if no division is better. Otherwise the heads go one by one, largest first, to the
-    rank with the least so far; then heads of the fullest rank are exchanged while that makes it less full; then, up to
-    EXACT_HEADS heads, everything that could still be better is searched.
+    The contiguous division is kept if no other is better. Otherwise heads go, largest first, to the rank with the
+    smallest load so far; then heads of the fullest rank are exchanged while that lowers its load; then, for up to
+    EXACT_HEADS heads, branch and bound finds the optimum.
 
     Args:
         loads: int [num_heads], non-negative.
@@ -34,98 +34,116 @@ def permute_layer(loads: np.ndarray, ranks: int) -> np.ndarray:
     bound = least_possible(loads, ranks)
     if loads[contiguous].sum(axis=1).max() <= bound:
         return contiguous
-    found = _exchange(_largest_first(loads, ranks), loads, bound)
-    if heads <= EXACT_HEADS and loads[found].sum(axis=1).max() > bound:
-        found = _search(found, loads, bound)
-    if loads[found].sum(axis=1).max() >= loads[contiguous].sum(axis=1).max():
+    division = _exchange(_largest_first(loads, ranks), loads, bound)
+    if heads <= EXACT_HEADS and loads[division].sum(axis=1).max() > bound:
+        division = _search(division, loads, bound)
+    if loads[division].sum(axis=1).max() >= loads[contiguous].sum(axis=1).max():
         return contiguous
-    return np.sort(found, axis=1)
+    return np.sort(division, axis=1)
 
 
 def least_possible(loads: np.ndarray, ranks: int) -> int:
-    """A bound: no division of the heads int [num_heads] into equal numbers has a fullest rank with less.
+    """Return a lower bound on the fullest rank's load in any division into equal numbers of heads.
 
-    The fullest rank has at least the mean. And of the t * ranks + 1 largest heads, some rank has t + 1: at least the
-    t + 1 smallest of them, beside as many of the smallest of all as complete its number.
+    The fullest rank has at least the mean load. Also, one rank has t + 1 of the t * ranks + 1 largest heads: its load
+    is at least that of the t + 1 smallest among them and of the smallest heads of all that complete its number.
+
+    Args:
+        loads: int [num_heads].
     """
     descending = -np.sort(-loads.astype(np.int64))
-    each = len(loads) // ranks
-    below = np.concatenate([[0], np.cumsum(descending[::-1])])
-    crowded = [
-        int(descending[t * ranks - t : t * ranks + 1].sum() + below[each - t - 1])
-        for t in range(each)
+    heads_per_rank = len(loads) // ranks
+    smallest_sums = np.concatenate([[0], np.cumsum(descending[::-1])])
+    bounds = [
+        int(descending[t * ranks - t : t * ranks + 1].sum() + smallest_sums[heads_per_rank - t - 1])
+        for t in range(heads_per_rank)
         if t * ranks < len(loads)
     ]
-    return max(-(-int(loads.sum()) // ranks), *crowded)
+    return max(-(-int(loads.sum()) // ranks), *bounds)
 
 
 def _largest_first(loads: np.ndarray, ranks: int) -> np.ndarray:
-    """Int64 [ranks, num_heads / ranks]. Of two heads a rank, the largest gets the smallest, and so on: the optimum."""
-    each = len(loads) // ranks
-    held: list[list[int]] = [[] for _ in range(ranks)]
-    filled = [0] * ranks
+    """Give each head, largest first, to the rank with the smallest load: int64 [ranks, num_heads / ranks].
+
+    With two heads per rank this pairs the largest with the smallest head, and so on, which is optimal.
+    """
+    heads_per_rank = len(loads) // ranks
+    division: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
     for head in np.argsort(-loads, kind="stable").tolist():
-        rank = min((r for r in range(ranks) if len(held[r]) < each), key=lambda r: (filled[r], len(held[r]), r))
-        held[rank].append(head)
-        filled[rank] += int(loads[head])
-    return np.array(held, dtype=np.int64)
+        open_ranks = (r for r in range(ranks) if len(division[r]) < heads_per_rank)
+        rank = min(open_ranks, key=lambda r: (sums[r], len(division[r]), r))
+        division[rank].append(head)
+        sums[rank] += int(loads[head])
+    return np.array(division, dtype=np.int64)
 
 
-def _exchange(held: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
-    """Exchange a head of the fullest rank for a smaller one of another, as long as the larger of the two sums falls."""
-    held = held.copy()
+def _exchange(division: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
+    """Exchange heads of the fullest rank for smaller heads of other ranks while the larger of the two sums falls."""
+    division = division.copy()
     while True:
-        sums = loads[held].sum(axis=1)
-        full = int(sums.argmax())
-        if sums[full] <= bound:
-            return held
-        # moved[i, r, j]: what the fullest rank gives away if its head i goes to rank r for head j.
-        moved = loads[held[full]][:, None, None] - loads[held][None]
-        larger = np.maximum(sums[full] - moved, sums[None, :, None] + moved)
-        larger[:, full] = sums[full]
-        place, rank, other = np.unravel_index(int(larger.argmin()), larger.shape)
-        if larger[place, rank, other] >= sums[full]:
-            return held
-        held[full, place], held[rank, other] = held[rank, other], held[full, place]
+        sums = loads[division].sum(axis=1)
+        fullest = int(sums.argmax())
+        if sums[fullest] <= bound:
+            return division
+        # moved[i, r, j]: load that the fullest rank loses if it exchanges its head i for head j of rank r.
+        moved = loads[division[fullest]][:, None, None] - loads[division][None]
+        larger = np.maximum(sums[fullest] - moved, sums[None, :, None] + moved)
+        larger[:, fullest] = sums[fullest]
+        own, rank, other = np.unravel_index(int(larger.argmin()), larger.shape)
+        if larger[own, rank, other] >= sums[fullest]:
+            return division
+        division[fullest, own], division[rank, other] = division[rank, other], division[fullest, own]
 
 
 @cache
 def _subsets(heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """All sets of `size` heads: int64 [sets, size], and int64 [sets] with a bit for each head."""
+    """List all sets of `size` heads: int64 [sets, size] members, and int64 [sets] with a bit for each head."""
     members = np.array(list(itertools.combinations(range(heads), size)), dtype=np.int64)
     return members, (1 << members).sum(axis=1)
 
 
-def _search(held: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
-    """The best division, `held` if none is better: branch and bound over the sets that hold the largest head left."""
-    ranks, each = held.shape
+def _search(division: np.ndarray, loads: np.ndarray, bound: int) -> np.ndarray:
+    """Find the best division by branch and bound; return `division` if no other is better.
+
+    Each step chooses a set of heads for one rank, among the sets that contain the largest unassigned head.
+    """
+    ranks, heads_per_rank = division.shape
     order = np.argsort(-loads, kind="stable")
-    members, bits = _subsets(len(loads), each)
+    members, bits = _subsets(len(loads), heads_per_rank)
     sums = loads[order][members].sum(axis=1)
-    best = int(loads[held].sum(axis=1).max())
+    best = int(loads[division].sum(axis=1).max())
     chosen: list[int] | None = None
 
-    def descend(taken: list[int], left: np.ndarray, used: int, remaining: int) -> None:
-        """`left`: the sets that overlap none of those taken. The ranks without heads share the load `remaining`."""
+    def descend(taken: list[int], disjoint: np.ndarray, used_bits: int, remaining: int) -> None:
+        """Assign sets to the remaining ranks.
+
+        Args:
+            taken: sets of the ranks that have heads.
+            disjoint: sets that overlap with no taken set.
+            used_bits: heads of the taken sets, a bit for each.
+            remaining: load of all other heads.
+        """
         nonlocal best, chosen
-        empty = ranks - len(taken)
-        first = next(head for head in range(len(loads)) if not used >> head & 1)
-        fits = left[(bits[left] >> first & 1).astype(bool)]
-        if empty == 2:
-            fullest = np.maximum(sums[fits], remaining - sums[fits])
-            pick = int(fullest.argmin())
-            largest = max([int(fullest[pick]), *(int(sums[t]) for t in taken)])
+        empty_ranks = ranks - len(taken)
+        first = next(head for head in range(len(loads)) if not used_bits >> head & 1)
+        candidates = disjoint[(bits[disjoint] >> first & 1).astype(bool)]
+        if empty_ranks == 2:
+            fullest = np.maximum(sums[candidates], remaining - sums[candidates])
+            index = int(fullest.argmin())
+            largest = max([int(fullest[index]), *(int(sums[t]) for t in taken)])
             if largest < best:
-                rest = np.flatnonzero(bits == (1 << len(loads)) - 1 - used - bits[fits[pick]])
-                best, chosen = largest, [*taken, int(fits[pick]), int(rest[0])]
+                rest = np.flatnonzero(bits == (1 << len(loads)) - 1 - used_bits - bits[candidates[index]])
+                best, chosen = largest, [*taken, int(candidates[index]), int(rest[0])]
             return
-        # Fullest first: what is left is then the least, and good divisions are found early.
-        for subset in fits[np.argsort(-sums[fits], kind="stable")].tolist():
+        # The fullest set first leaves the smallest load, so that good divisions are found early.
+        for subset in candidates[np.argsort(-sums[candidates], kind="stable")].tolist():
             after = remaining - int(sums[subset])
-            if best <= bound or after > (empty - 1) * (best - 1):
+            if best <= bound or after > (empty_ranks - 1) * (best - 1):
                 return
             if sums[subset] < best:
-                descend([*taken, subset], left[bits[left] & bits[subset] == 0], used | int(bits[subset]), after)
+                rest_disjoint = disjoint[bits[disjoint] & bits[subset] == 0]
+                descend([*taken, subset], rest_disjoint, used_bits | int(bits[subset]), after)
 
     descend([], np.arange(len(bits)), 0, int(loads.sum()))
-    return held if chosen is None else order[members[chosen]]
+    return division if chosen is None else order[members[chosen]]

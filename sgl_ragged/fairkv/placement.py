@@ -1,4 +1,4 @@
-"""Where heads are: the planner's result, and all that is needed of it at run time. Plain numpy."""
+"""Placement of heads on ranks: the planner's result, with what serving needs of it. Plain numpy."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from sgl_ragged.errors import RaggedConfigError
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Heads of every layer on the ranks' places. All ranks have equally many places in all layers.
+    """Heads of every layer at the ranks' places. All ranks have the same number of places in all layers.
 
     Args:
-        heads: int64 [num_layers, ranks, places], number of the head at each place. A head may be at several places,
-            but at most one of each rank.
+        heads: int64 [num_layers, ranks, places], number of the head at each place. A head may be at several places, but
+            at most once on each rank.
         kept: int64 [num_layers, ranks, places], tokens of each sealed segment that are stored at the place, multiples
-            of 16. Over the places of a head they sum to its kept count; places of one head follow each other in rank
-            order: the first holds the earliest positions. 0 where a rank has more places than the heads of the layer
-            have units to fill them with: the place holds nothing, and the head there is only so that every place has
-            weights. What it contributes is the empty partial result (LSE of minus infinity).
-        mode: the one that was given to the planner.
+            of 16. They sum to the head's kept count over its places; the place on the lowest rank stores the earliest
+            positions. 0 if the place stores nothing: the head there only gives the place weights, and its partial
+            result is empty (log-sum-exp of minus infinity).
+        mode: mode that was given to the planner.
     """
 
     heads: np.ndarray
@@ -39,7 +38,7 @@ class Placement:
             object.__setattr__(self, name, array)
 
     def of_layers(self, first: int, end: int) -> Placement:
-        """That of the layers from `first` to before `end`."""
+        """Return the placement of the layers from `first` up to, but without, `end`."""
         return Placement(self.heads[first:end], self.kept[first:end], self.mode)
 
     @property
@@ -57,19 +56,19 @@ class Placement:
 
     @property
     def splits_heads(self) -> bool:
-        """True where a head has more than one place in a layer."""
+        """Whether a head has more than one place in a layer."""
         ordered = np.sort(self.heads.reshape(len(self.heads), -1), axis=1)
         return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 
     @property
     def partial(self) -> np.ndarray:
-        """Bool [num_layers, ranks, places]: whether the place stores less than the head keeps."""
+        """bool [num_layers, ranks, places]: whether the place stores less than the head keeps."""
         same = self.heads[:, :, :, None, None] == self.heads[:, None, None, :, :]
         return self.kept < (self.kept[:, None, None] * same).sum(axis=(3, 4))
 
     @property
     def first(self) -> np.ndarray:
-        """int64 [num_layers, ranks, places]: how many of what the head keeps is stored at its places on lower ranks."""
+        """int64 [num_layers, ranks, places]: number of the head's kept tokens that lower ranks store."""
         same = self.heads[:, :, :, None, None] == self.heads[:, None, None, :, :]
         rank = np.arange(self.ranks)
         lower = (rank[:, None] > rank)[None, :, None, :, None]

@@ -1,9 +1,9 @@
-"""Which rank holds which heads of each layer. Plain numpy; the same input gives the same placement on every machine.
+"""Planner of head placement over ranks. Plain numpy; the same input gives the same placement on every machine.
 
-Modes: `none` (heads as they stand), `permute` (equally many heads on each rank, chosen per layer) and `split` (a
-head's kept tokens are divided over the ranks that hold it). What a rank stores of a layer is what it reads of it in
-each decode step, so the planner lowers the largest load of each layer first, and then numbers the ranks of each layer
-so that their totals come out even.
+Modes: `none` (contiguous heads), `permute` (equally many heads on each rank, chosen per layer) and `split` (a head's
+kept tokens are divided over the ranks that hold it). In a decode step a rank reads everything that it stores of a
+layer. So the planner lowers the largest load of each layer first, and then numbers the ranks of each layer so that
+their totals are even.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def plan_placement(
     """Place the heads of all layers.
 
     Args:
-        kept: int [num_layers, num_heads], tokens that each head keeps of a sealed segment, multiples of UNIT.
+        kept: int [num_layers, num_heads], tokens that each head keeps per sealed segment, multiples of UNIT.
         ranks: tensor-parallel ranks, a divisor of num_heads.
         mode: one of MODES.
-        extra_places: places that each rank may have in each layer beyond num_heads / ranks; for `split`.
-        cost: what bytes to count. Extra places are taken only if the step then reads less, their weights included;
+        extra_places: places beyond num_heads / ranks that each rank may have in each layer; for `split`.
+        cost: model of a step's bytes. Extra places are used only if the step then reads less, including their weights;
             without a cost model a place costs nothing.
 
     Returns:
-        A placement that reads no more than `none`. Of a rank's heads, the lower come first.
+        A placement that reads at most as much as `none`. The heads of a rank are ascending.
 
     Raises:
         RaggedConfigError: an unknown mode, kept counts that are no multiples of UNIT, or ranks that do not divide the
@@ -51,23 +51,27 @@ def plan_placement(
         return _whole_heads(kept, np.broadcast_to(contiguous, (len(kept), *contiguous.shape)), mode)
     candidates = [permuted(kept, ranks, mode)]
     if mode == "split" and extra_places > 0:
-        # A second place more would not lower any load: `split_layer` reaches the mean with one.
+        # More than one extra place would not lower any load: `split_layer` reaches the mean with one.
         candidates.append(_split_heads(kept, ranks, mode))
     return best_placement(candidates, cost)
 
 
 def permuted(kept: np.ndarray, ranks: int, mode: str) -> Placement:
-    """Equally many whole heads on each rank, with the least load of the fullest rank in each layer that is found."""
+    """Place equally many whole heads on each rank, in each layer with a small load on the fullest rank."""
     return _whole_heads(kept, np.stack([permute_layer(row, ranks) for row in kept]), mode)
 
 
 def best_placement(candidates: Sequence[Placement], cost: CostModel | None) -> Placement:
-    """The placement whose step reads least, of equal ones the first, with the ranks of its layers numbered evenly."""
+    """Return the placement whose step reads least, on ties the first, with the ranks of its layers numbered evenly."""
     return _even_out(min(candidates, key=lambda placement: _step_bytes(placement, cost)))
 
 
 def check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
-    """Kept counts as int64; raises RaggedConfigError for what no placement can be made from."""
+    """Convert kept counts to int64.
+
+    Raises:
+        RaggedConfigError: no placement can be made from the arguments.
+    """
     kept = np.asarray(kept, dtype=np.int64)
     if kept.ndim != 2 or kept.size == 0:
         raise RaggedConfigError(f"kept counts must be [layers, heads], got shape {kept.shape}")
@@ -75,8 +79,8 @@ def check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
         raise RaggedConfigError(f"kept counts must be positive multiples of {UNIT}")
     if ranks < 1 or kept.shape[1] % ranks:
         raise RaggedConfigError(
-            f"{kept.shape[1]} heads cannot be placed on {ranks} ranks: the number of ranks must divide them, otherwise "
-            f"there is only SGLang's own replication of heads"
+            f"{kept.shape[1]} heads cannot be placed on {ranks} ranks: use a number of ranks that divides them, or "
+            f"--ragged-fairkv none with SGLang's replication of heads"
         )
     if extra_places < 0:
         raise RaggedConfigError(f"extra places per rank must be at least 0, not {extra_places}")
@@ -84,7 +88,7 @@ def check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
 
 
 def _whole_heads(kept: np.ndarray, heads: np.ndarray, mode: str) -> Placement:
-    """`heads`: int [num_layers, ranks, places], every head once in each layer."""
+    """Make a placement of whole heads from int [num_layers, ranks, places], every head once in each layer."""
     flat = heads.reshape(len(kept), -1)
     return Placement(heads=heads, kept=np.take_along_axis(kept, flat, axis=1).reshape(heads.shape), mode=mode)
 
@@ -103,12 +107,12 @@ def _step_bytes(placement: Placement, cost: CostModel | None) -> float:
 
 
 def _even_out(placement: Placement) -> Placement:
-    """Number the ranks of each layer anew, so that what a rank stores of all layers together comes out even.
+    """Permute the ranks of each layer so that the totals of the ranks over all layers are even.
 
-    Layers with the widest spread come first; in each, the fullest rank becomes the one with the least so far. Two
-    ranks then never differ by more than the widest spread D of a layer: if they differ by d <= D before a layer and by
-    s <= D within it, they differ by |d - s| <= D after it. So the fullest has at most D * (ranks - 1) / ranks more than
-    the mean.
+    Layers are visited by falling spread; in each, the rank with the smallest total so far gets the largest load, and so
+    on. Two totals then never differ by more than the largest spread D of a layer: if they differ by d <= D before a
+    layer and by s <= D within it, they differ by |d - s| <= D after it. So the fullest rank has at most
+    D * (ranks - 1) / ranks more than the mean.
     """
     load = placement.load
     total = np.zeros(placement.ranks)

@@ -1,12 +1,12 @@
-"""One more place on every rank is enough to split heads so that all ranks have equally much to read.
+"""Division of heads over ranks with split heads: one extra place per rank is enough for equal loads.
 
-With k - 1 heads a rank and one extra place, every layer reaches the least load that any division could: the mean,
-rounded up to a whole unit. Proof, which is also the algorithm: sort the heads left by load, and look at all runs of
-k - 1 neighbours. The first run has at most the mean of the ranks left. If the last run also fits below the target T,
-so does every run, and T is met without splitting. Otherwise take the last run W that fits: the next one drops its
-smallest head and takes the next larger head x, and exceeds T, so W and x together exceed it, too. A rank takes W and
-of x what is missing to T: k places, exactly T. k - 1 heads are gone, x stays with the rest, and the ranks left have at
-most T each on average. Repeat.
+With k - 1 heads per rank and one extra place, every layer reaches the smallest load that any division could: the mean
+T, rounded up to a whole unit. Proof, which is also the algorithm: sort the remaining heads by load, and consider all
+runs of k - 1 neighbours. The first run has at most the mean load of the remaining ranks. If the last run fits below T,
+so does every run, and T is met without splitting. Otherwise take the last run W that fits. The next run drops W's
+smallest head, adds the next larger head x, and exceeds T, so W and x together exceed T, too. A rank takes W and the
+part of x that fills it to T: k places, exactly T. Then k - 1 heads are assigned, the rest of x remains, and the
+remaining ranks have at most T each on average. Repeat.
 """
 
 from __future__ import annotations
@@ -14,84 +14,90 @@ from __future__ import annotations
 import numpy as np
 
 Shares = list[dict[int, int]]
-"""Per rank: head -> units of it that the rank holds; 0 where the head has a place but nothing is stored."""
+"""Per rank: units that the rank holds by head; 0 if the head has a place that stores nothing."""
 
 
 def split_layer(units: np.ndarray, ranks: int) -> Shares:
     """Divide the heads of one layer over places, num_heads / ranks + 1 on each rank.
 
-    Places that the proof leaves over get a unit of some head wherever moving one or exchanging two fills no rank beyond
-    the target; the others hold nothing.
+    A place that the algorithm leaves empty gets one unit of a head, if moving one unit or exchanging two keeps all
+    ranks at the target; otherwise it stores nothing.
 
     Args:
         units: int [num_heads], at least 1 each.
         ranks: at least 2, a divisor of num_heads.
 
     Returns:
-        What every rank holds: num_heads / ranks + 1 different heads. No rank has more than ceil(sum(units) / ranks)
-        units, and the units of each head sum to what it has.
+        Shares of num_heads / ranks + 1 different heads per rank. No rank has more than ceil(sum(units) / ranks) units,
+        and the units of each head sum to `units`.
     """
     target = -(-int(units.sum()) // ranks)
-    shares = _runs(units, ranks, target)
+    shares = _divide_by_runs(units, ranks, target)
     places = len(units) // ranks + 1
     for rank in range(ranks):
-        while len(shares[rank]) < places and _borrow(shares, rank, places, target):
+        while len(shares[rank]) < places and _borrow_unit(shares, rank, places, target):
             pass
-    for held in shares:
-        _reserve(held, shares, len(units), places)
+    for share in shares:
+        _fill_places(share, shares, len(units), places)
     return shares
 
 
-def _runs(units: np.ndarray, ranks: int, target: int) -> Shares:
-    each = len(units) // ranks
-    left = [(int(units[head]), int(head)) for head in np.argsort(units, kind="stable")]
+def _divide_by_runs(units: np.ndarray, ranks: int, target: int) -> Shares:
+    heads_per_rank = len(units) // ranks
+    remaining = [(int(units[head]), int(head)) for head in np.argsort(units, kind="stable")]
     shares: Shares = []
-    while left:
-        sums = [sum(size for size, _ in left[i : i + each]) for i in range(len(left) - each + 1)]
+    while remaining:
+        starts = range(len(remaining) - heads_per_rank + 1)
+        sums = [sum(size for size, _ in remaining[start : start + heads_per_rank]) for start in starts]
         start = max(i for i, total in enumerate(sums) if total <= target)
-        shares.append({head: size for size, head in left[start : start + each]})
-        if start + each < len(left) and sums[start] < target:
-            size, head = left[start + each]
+        end = start + heads_per_rank
+        shares.append({head: size for size, head in remaining[start:end]})
+        if end < len(remaining) and sums[start] < target:
+            size, head = remaining[end]
             shares[-1][head] = target - sums[start]
-            left[start + each] = (size - shares[-1][head], head)
-        left = sorted(left[:start] + left[start + each :])
+            remaining[end] = (size - shares[-1][head], head)
+        remaining = sorted(remaining[:start] + remaining[end:])
     return shares
 
 
-def _borrow(shares: Shares, rank: int, places: int, target: int) -> bool:
-    """Give a rank one unit of a head that it does not have yet; False if none can be moved below the target.
+def _borrow_unit(shares: Shares, rank: int, places: int, target: int) -> bool:
+    """Give a rank one unit of a head that it does not have yet.
 
-    A full rank gives a unit of another head away in exchange, to a rank that has a place for it.
+    A full rank gives a unit of another head in exchange, to a rank that has a place for it.
+
+    Returns:
+        False if no unit can be moved without exceeding the target.
     """
-    mine = shares[rank]
-    filled = [sum(held.values()) for held in shares]
+    own = shares[rank]
+    sums = [sum(share.values()) for share in shares]
     donors = sorted(
-        (-size, head, other)
-        for other, held in enumerate(shares)
-        for head, size in held.items()
-        if size > 1 and head not in mine
+        (-size, head, donor)
+        for donor, share in enumerate(shares)
+        for head, size in share.items()
+        if size > 1 and head not in own
     )
-    for _, head, other in donors:
-        if filled[rank] < target:
-            shares[other][head] -= 1
-            mine[head] = 1
+    for _, head, donor in donors:
+        if sums[rank] < target:
+            shares[donor][head] -= 1
+            own[head] = 1
             return True
-        for given in sorted(mine, key=lambda h: (-mine[h], h)):
-            for taker, held in enumerate(shares):
-                below = taker == other or filled[taker] < target
-                if mine[given] > 1 and taker != rank and below and (given in held or len(held) < places):
-                    shares[other][head] -= 1
-                    mine[given] -= 1
-                    held[given] = held.get(given, 0) + 1
-                    mine[head] = 1
+        for exchanged in sorted(own, key=lambda h: (-own[h], h)):
+            for taker, share in enumerate(shares):
+                has_room = taker == donor or sums[taker] < target
+                has_place = exchanged in share or len(share) < places
+                if own[exchanged] > 1 and taker != rank and has_room and has_place:
+                    shares[donor][head] -= 1
+                    own[exchanged] -= 1
+                    share[exchanged] = share.get(exchanged, 0) + 1
+                    own[head] = 1
                     return True
     return False
 
 
-def _reserve(held: dict[int, int], shares: Shares, heads: int, places: int) -> None:
-    """Fill up with heads of which nothing is stored here, those first that are split anyway."""
-    copies = [sum(head in other for other in shares) for head in range(heads)]
-    for head in sorted(range(heads), key=lambda h: (copies[h] < 2, h)):
-        if len(held) == places:
+def _fill_places(share: dict[int, int], shares: Shares, num_heads: int, places: int) -> None:
+    """Fill a rank's places with heads of which it stores nothing, preferably heads that are split anyway."""
+    copies = [sum(head in other for other in shares) for head in range(num_heads)]
+    for head in sorted(range(num_heads), key=lambda h: (copies[h] < 2, h)):
+        if len(share) == places:
             return
-        held.setdefault(head, 0)
+        share.setdefault(head, 0)

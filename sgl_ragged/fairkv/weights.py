@@ -1,7 +1,7 @@
-"""Attention weights of a checkpoint in the order of a placement, while they are loaded. Torch, without SGLang.
+"""Reordering of a checkpoint's attention weights by a placement, while they are loaded. Torch, without SGLang.
 
-Every rank reads the same checkpoint and takes its contiguous share of each projection. With the heads in placement
-order, that share is the rank's places: nothing else in the model has to know.
+Every rank reads the same checkpoint and takes its contiguous share of each projection. With heads in placement order,
+this share is that of the rank's places, so nothing else in the model changes.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ _FUSED = re.compile(r"qkv|query_key_value|w_pack|c_attn|kv_proj", re.IGNORECASE)
 _QUANTISED = re.compile(r"scale|zero|qweight|g_idx|absmax|quant", re.IGNORECASE)
 
 _SHARED = ("q_norm.weight", "k_norm.weight", "rotary_emb.inv_freq", "o_proj.bias")
-"""What the heads of a layer have in common. Norms only where they have one weight per element of a head."""
+"""Weights that all heads of a layer share. Norms count only if they have one weight per element of a head."""
 
 
 class HeadOrder:
-    """Reorders what follows the heads: rows of q, k and v, columns of o. One object per load.
+    """Reorders weights by head: rows of q, k and v, columns of o. One object per load.
 
     Args:
         placement: heads of all places; a head at several places is repeated.
-        geometry: the model as its checkpoint has it.
+        geometry: geometry of the checkpoint.
     """
 
     def __init__(self, placement: Placement, geometry: ModelGeometry) -> None:
         self._geometry = geometry
         order = np.array(placement.heads.reshape(placement.heads.shape[0], -1))
-        # Layers that the placement does not know of, those with sliding windows, keep the checkpoint's order.
+        # Sliding-window layers are not in the placement and keep the checkpoint's order.
         self._order = dict(zip(geometry.layer_numbers, torch.from_numpy(order), strict=True))
-        self._found: dict[tuple[int, str], str] = {}
+        self._names: dict[tuple[int, str], str] = {}
 
     def reorder(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint's (name, tensor) pairs, tensors of attention projections reordered. Keeps no tensor.
+        """Yield the checkpoint's (name, tensor) pairs with reordered attention projections. Stores no tensor.
 
         Raises:
-            RaggedConfigError: a tensor of an attention layer is not known to be covered, or has another shape.
+            RaggedConfigError: a tensor of an attention layer is unknown or has an unexpected shape.
         """
         for name, tensor in weights:
-            yield name, self._place(name, tensor)
+            yield name, self._reorder_tensor(name, tensor)
 
     def require_all(self) -> None:
-        """After the last pair: raise RaggedConfigError unless q, k, v and o of every layer were among them."""
-        require_projections(self._found.values(), self._geometry.all_layers)
+        """Raise RaggedConfigError unless q, k, v and o of every layer were reordered; call after the last pair."""
+        require_projections(self._names.values(), self._geometry.all_layers)
 
-    def _place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found = attention_part(name, self._geometry.all_layers)
-        if found is None:
+    def _reorder_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        layer_part = attention_part(name, self._geometry.all_layers)
+        if layer_part is None:
             return tensor
-        layer, part = found
-        if self._found.setdefault((layer, part), name) != name:
-            raise _not_covered(f"{name} and {self._found[layer, part]} are the same weight of layer {layer}")
+        layer, part = layer_part
+        if self._names.setdefault((layer, part), name) != name:
+            raise _not_covered(f"{name} and {self._names[layer, part]} are the same weight of layer {layer}")
         if layer not in self._order:
             return tensor
         if part in _SHARED:
@@ -81,13 +81,16 @@ class HeadOrder:
 
 
 def attention_part(name: str, num_layers: int) -> tuple[int, str] | None:
-    """Layer and the part after it, such as `q_proj.weight`; None for weights outside of the layers' attention.
+    """Split a weight's name into its layer and its part, such as `q_proj.weight`.
+
+    Returns:
+        None for weights that do not belong to the attention of a layer.
 
     Raises:
-        RaggedConfigError: it is part of an attention layer, but not one that is known to be covered.
+        RaggedConfigError: the weight belongs to the attention of a layer, but its part is unknown.
     """
     match = _ATTENTION.search(name)
-    # Layers beyond the model's own are those of draft heads, which are not loaded.
+    # Layers after the model's own belong to draft heads, which are not loaded.
     if match is None or int(match[1]) >= num_layers:
         return None
     part = match[2]
@@ -101,11 +104,11 @@ def attention_part(name: str, num_layers: int) -> tuple[int, str] | None:
 
 
 def require_projections(names: Iterable[str], num_layers: int) -> None:
-    """Raise RaggedConfigError unless these names hold q, k, v and o of every layer, and nothing that is not covered."""
-    found = {attention_part(name, num_layers) for name in names}
+    """Raise RaggedConfigError if q, k, v or o of a layer is not among the names, or an attention weight is unknown."""
+    parts = {attention_part(name, num_layers) for name in names}
     for layer in range(num_layers):
         for letter in "qkvo":
-            if (layer, f"{letter}_proj.weight") not in found:
+            if (layer, f"{letter}_proj.weight") not in parts:
                 raise _not_covered(f"the checkpoint has no self_attn.{letter}_proj.weight of layer {layer}")
 
 

@@ -1,15 +1,16 @@
-"""Attention matching: what a head keeps of a segment is corrected so that it stands for all of it.
+"""Attention matching: correct the kept keys and values so that they approximate attention over the whole segment.
 
-Source: "Attention Matching" (2602.16284): a bias per kept token so that the softmax mass fits, values so that the
-output fits. Here per sealed segment and head, with queries of a codebook, the bias carried by the keys themselves, and
-both measured against all that a query attends to: so a segment that is one of many has little to answer for.
+Each sealed segment and head is fitted with the queries of a codebook. The bias is added to the keys, and errors of mass
+and output are weighed by all tokens that a query attends to, so that a segment with little attention changes little.
 
-Of a query with logits l over the segment: mass M = sum exp l, N = sum exp(l) v; R and o are mass and output of
-everything else that it saw when it was recorded; D = M + R. All masses here are in units of R.
+A query with logits l over the segment has mass M = sum exp l and numerator N = sum exp(l) v there. R and o are mass and
+output of all other keys that it saw when it was recorded, and D = M + R. All masses here are in units of R.
 
-What is fitted is a difference: what dropped tokens had, and what corrections add. Both are summed by themselves; the
-outputs with and without are never subtracted. So rounding stays in proportion to what is corrected, and processors that
-sum in another order make nearly the same slab.
+The fit works on differences: the attention of dropped tokens, and the attention that corrections add. Each is summed
+separately; outputs with and without corrections are never subtracted. So rounding errors are proportional to the
+corrections, and processors that sum in different orders make nearly the same slab.
+
+Source: "Attention Matching" (2602.16284), with a bias per kept token for the softmax mass and values for the output.
 """
 
 from __future__ import annotations
@@ -23,32 +24,35 @@ import torch
 from sgl_ragged.fitting.references import References
 
 MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
-"""Per query, in squared shares of attention: how much weights and values hold on to 1 and to what they were."""
+"""Ridges per query, in squared shares of attention, that hold weights near 1 and values near the original ones."""
 
 COARSE_RIDGE = 3e-5
-"""VALUE_RIDGE where keys have four bits: the format of the fewest bytes, in which few tokens stand for many."""
+"""VALUE_RIDGE for keys of four bits, where each kept token approximates many dropped ones."""
 
 MOST_CORRECTED = 64
-"""Of the tokens that a head keeps, how many are corrected: those that the codebook attends to most."""
+"""Maximum number of corrected tokens per head: the kept tokens to which the codebook attends most."""
 
 MOST_KEPT = 3 / 4
-"""Of a segment: heads that keep more have little to stand for, and are left as they are."""
+"""Maximum kept share of a segment for a fit. Heads that keep more drop little and are not fitted."""
 
 MOST_GROWTH = 4.0
-"""Fitted values are at most this many times as large as the largest kept one, or the head keeps its own."""
+"""Maximum size of fitted values, relative to the largest kept one; beyond it the head is not corrected."""
 
 AT_ONCE_BYTES, AT_ONCE_BYTES_OF_DEVICES = 32 << 20, 96 << 20
-"""Of exponentials that are held at a time; other intermediate results take two to three times as many. On CPUs more
-would leave the caches, on other devices every further time costs the launches of all operations."""
+"""Maximum bytes of exponentials at a time, on CPUs and on other devices; other intermediate results take two to three
+times as much. On CPUs more would not fit in caches; on other devices each further part costs all launches again."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """How many tokens of a segment heads keep: the first, by `rank_positions`.
+    """Numbers of tokens that heads keep of a segment, in the order of `rank_positions`.
 
-    totals: int64 [heads, 1]. least, most: the smallest and the largest of them. own: bool [heads, most, 1], which of
-    the first `most` each keeps; None where all heads keep as many. dropped: float32 [heads, S - least, 1], 1 for each
-    token from rank `least` on that a head drops, else 0. ridge: how much values hold on to what they were, per query.
+    Args:
+        totals: int64 [heads, 1].
+        least, most: smallest and largest of the totals.
+        own: bool [heads, most, 1], whether the head keeps the token of this rank; None if all heads keep equally many.
+        dropped: float32 [heads, S - least, 1], 1 for each token from rank `least` on that the head drops, else 0.
+        ridge: ridge per query that holds values near the original ones.
     """
 
     totals: torch.Tensor
@@ -59,8 +63,14 @@ class Kept:
     ridge: float
 
     @classmethod
-    def of(cls, totals: Sequence[int], length: int, device: torch.device | str, ridge: float = VALUE_RIDGE) -> Kept:
-        """length: S, tokens of a segment."""
+    def from_counts(
+        cls, totals: Sequence[int], length: int, device: torch.device | str, ridge: float = VALUE_RIDGE
+    ) -> Kept:
+        """Make the tensors for kept counts, one per head.
+
+        Args:
+            length: tokens per segment S.
+        """
         counts = torch.tensor(totals, dtype=torch.int64, device=device)[:, None]
         least, most = min(totals, default=0), max(totals, default=0)
         own = torch.arange(most, device=device) < counts
@@ -69,24 +79,30 @@ class Kept:
 
 
 class Steps(Protocol):
-    """What is many small operations in torch (`torch_steps`), and one launch each where there are kernels for it."""
+    """Steps that take many small operations in torch (`torch_steps`) and one launch each as kernels."""
 
     def seen_from(self, references: References, numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-        """`References.seen_from` of the last tokens of segments of `length` tokens, of their `numbers`, integers
-        [segments], in their sequences."""
-
-    def weights(self, exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
-        """Weights of kept tokens with which they take over the attention that dropped ones had.
-
-        Minimises, over w in [LEAST_WEIGHT, MOST_WEIGHT], sum (shares (w - 1) - missing)^2 + ridge |w - 1|^2, by
-        projected Nesterov steps from w = 1 on variables scaled by the diagonal.
+        """Rotate references to the last tokens of segments (`References.seen_from`).
 
         Args:
-            exps: float32 [..., kept, m]. whole: [..., 1, m]; exps / whole are the shares. lost: [..., 1, m], mass of
-                dropped tokens; lost / whole is what is missing.
+            numbers: integers [segments], the segments' numbers in their sequences.
+            length: tokens per segment S.
+        """
+
+    def weights(self, exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
+        """Compute weights of kept tokens with which they take over the attention of dropped tokens.
+
+        Minimises sum (shares (w - 1) - missing)^2 + ridge |w - 1|^2 over w in [LEAST_WEIGHT, MOST_WEIGHT], with
+        shares = exps / whole and missing = lost / whole, by projected Nesterov steps from w = 1 on variables scaled by
+        the diagonal.
+
+        Args:
+            exps: float32 [..., kept, m], exponentials of kept tokens.
+            whole: float32 [..., 1, m], mass of all tokens.
+            lost: float32 [..., 1, m], mass of dropped tokens.
 
         Returns:
-            [..., kept, 1].
+            float32 [..., kept, 1].
         """
 
     def nearly_stored(
@@ -98,23 +114,30 @@ class Steps(Protocol):
         bits: int,
         centred: bool,
     ) -> torch.Tensor:
-        """Rows of keys as codes of so many bits give them back, but for last bits; other arguments as in `Stored`.
+        """Encode keys in codes of `bits` bits and decode them again, up to rounding.
 
-        centred: whether codes are of keys less the mean of all that a head keeps, in units of their spread.
+        Args:
+            rows, ranks, keys: as in `Stored`.
+            centred: whether codes store keys minus the mean of all keys that the head keeps, in units of their spread.
         """
 
 
 Stored = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""What rows of keys [segments, heads, n, d] will be once they are stored, in place of those at ranks [segments, heads,
-n] of the keys [segments, heads, most, d] of which heads keep their own; ranks None: in place of all."""
+"""Function (rows, ranks, keys) that rounds keys as the slab stores them.
+
+rows: float32 [segments, heads, n, d], keys to be stored.
+ranks: integers [segments, heads, n], ranks of the kept keys that the rows replace; None if they replace all.
+keys: float32 [segments, heads, most, d], kept keys before they are replaced.
+"""
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """Rows of segments to be replaced before they are stored.
+    """Corrected rows of segments.
 
-    ranks: int64 [segments, heads, n], which ones. keys, values: float32 [segments, heads, n, d]; where
-    nothing is to be corrected, what was there.
+    Args:
+        ranks: int64 [segments, heads, n], ranks of the rows that are replaced.
+        keys, values: float32 [segments, heads, n, d], new rows; the original ones where nothing is corrected.
     """
 
     ranks: torch.Tensor
@@ -122,9 +145,9 @@ class Corrections:
     values: torch.Tensor
 
     @classmethod
-    def of(cls, parts: Sequence[Corrections]) -> Corrections:
-        """Those of several runs of segments."""
-        return cls(*(torch.cat([getattr(one, part.name) for one in parts]) for part in fields(cls)))
+    def concatenate(cls, parts: Sequence[Corrections]) -> Corrections:
+        """Concatenate the corrections of several runs of segments."""
+        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
 
 def corrections(
@@ -136,30 +159,34 @@ def corrections(
     stored: Stored,
     steps: Steps,
 ) -> Corrections:
-    """Correct kept keys and values, MOST_CORRECTED of each head at most: those that are attended to most.
+    """Correct the MOST_CORRECTED kept keys and values of each head that are attended to most.
 
-    Where the outputs of the codebook's queries would not come nearer, and where a value would grow beyond MOST_GROWTH,
-    nothing is corrected.
+    A head is not corrected if the outputs of the codebook's queries would not improve, or if a value would grow beyond
+    MOST_GROWTH.
 
     Args:
-        keys, values: [segments, heads, S, d], keys after RoPE, of all tokens in the order of `rank_positions`: so what
-            is kept is the first part of every product.
+        keys, values: [segments, heads, S, d], keys after RoPE, of all tokens in the order of `rank_positions`, so that
+            kept tokens are first.
+        kept: kept counts of these heads.
         numbers: integers [segments], the segments' numbers in their sequences.
-        references: of these heads.
+        references: codebook of these heads.
+        stored: rounding of the slab format.
+        steps: `torch_steps`, or the kernels for the same steps.
     """
     heads, _, queries = references.queries.shape
     at_once = max(1, at_once_bytes(keys.device) // bytes_per_segment(heads, queries, keys.shape[2]))
     split = (x.split(at_once) for x in (keys, values, numbers))
     parts = [_correct(k, v, kept, n, references, stored, steps) for k, v, n in zip(*split, strict=True)]
-    return parts[0] if len(parts) == 1 else Corrections.of(parts)
+    return parts[0] if len(parts) == 1 else Corrections.concatenate(parts)
 
 
 def bytes_per_segment(heads: int, queries: int, length: int) -> int:
-    """Of exponentials, of a segment of so many tokens."""
+    """Compute the bytes of exponentials for one segment of `length` tokens."""
     return 4 * heads * queries * length
 
 
 def at_once_bytes(device: torch.device) -> int:
+    """Return the maximum bytes of exponentials at a time on a device."""
     return AT_ONCE_BYTES if device.type == "cpu" else AT_ONCE_BYTES_OF_DEVICES
 
 
@@ -175,61 +202,63 @@ def _correct(
     keys, values, length, most = keys.float(), values.float(), keys.shape[2], kept.most
     # The codebook's queries look back from each segment's last token.
     queries, bias, rest, output = steps.seen_from(references, numbers, length)
-    # In units of what else a query saw: where exponentials overflow, the head keeps its own.
+    # Masses are in units of R. Exponentials that overflow fail the comparisons below, and nothing is corrected.
     exps = _logits(keys, queries, rest).exp_()
 
     kept_keys, kept_values, kept_exps = (x[:, :, :most] for x in (keys, values, exps))
     later, held_values = exps[:, :, kept.least :], kept_values if kept.own is None else kept_values * kept.own
     lost = kept.dropped.transpose(1, 2) @ later
     lost_outputs = (values[:, :, kept.least :] * kept.dropped).transpose(2, 3) @ later
-    held_outputs = _plus(output, held_values, kept_exps)
+    held_outputs = _add_outputs(output, held_values, kept_exps)
 
-    ranks, beside = None, 1.0
-    mine, own_keys, own_values, valid = kept_exps, kept_keys, kept_values, kept.own
+    # Mass of R and of the kept tokens that are not corrected.
+    ranks, other_mass = None, 1.0
+    own_exps, own_keys, own_values, valid = kept_exps, kept_keys, kept_values, kept.own
     if valid is not None:
         valid = valid.expand(*keys.shape[:2], -1, -1)
     if most > MOST_CORRECTED:
-        others = torch.ones(most, 1, device=keys.device) if valid is None else valid.float()
-        held = (others.transpose(-1, -2) @ kept_exps).add_(1.0)
-        ranks = _most_attended(kept_exps, held + lost, kept)
-        mine, own_keys, own_values = (_rows(x, ranks) for x in (exps, keys, values))
+        uncorrected = torch.ones(most, 1, device=keys.device) if valid is None else valid.float()
+        held_mass = (uncorrected.transpose(-1, -2) @ kept_exps).add_(1.0)
+        ranks = _most_attended(kept_exps, held_mass + lost, kept)
+        own_exps, own_keys, own_values = (_gather_rows(x, ranks) for x in (exps, keys, values))
         valid = None if valid is None else valid.gather(2, ranks[..., None])
-        others = others.expand(*keys.shape[:2], -1, -1).scatter(2, ranks[..., None], 0.0)
-        beside = (others.transpose(2, 3) @ kept_exps).add_(1.0)
+        uncorrected = uncorrected.expand(*keys.shape[:2], -1, -1).scatter(2, ranks[..., None], 0.0)
+        other_mass = (uncorrected.transpose(2, 3) @ kept_exps).add_(1.0)
     if valid is not None:
-        mine = mine * valid
-    before = mine.sum(dim=2, keepdim=True).add_(beside)
-    whole = before + lost
-    weights = steps.weights(mine, whole, lost, MASS_RIDGE * references.count)
-    longer = torch.addcmul(own_keys, weights.log(), bias)
+        own_exps = own_exps * valid
+    kept_mass = own_exps.sum(dim=2, keepdim=True).add_(other_mass)
+    whole = kept_mass + lost
+    weights = steps.weights(own_exps, whole, lost, MASS_RIDGE * references.count)
+    biased_keys = torch.addcmul(own_keys, weights.log(), bias)
 
-    # Stored keys may lie beyond all true logits.
-    further = (stored(longer, ranks, kept_keys) - own_keys) @ queries
+    # Rounding may move a stored key's logits beyond all true ones, so the values are fitted to the stored keys.
+    logit_changes = (stored(biased_keys, ranks, kept_keys) - own_keys) @ queries
     # exp x - 1 = tanh(x / 2) (exp x + 1): torch's expm1 takes several times as long.
-    half, growth = torch.tanh(further / 2), further.exp_()
-    added, changed = half.mul_(growth + 1).mul_(mine), growth.mul_(mine)
-    now = changed.sum(dim=2, keepdim=True).add_(beside)
-    more = added.sum(dim=2, keepdim=True).sub_(lost)
-    # What the output lacks is lost_outputs / whole + held_outputs (1 / whole - 1 / now) - what `added` brings / now.
-    gap = torch.addcmul(lost_outputs / whole, held_outputs, more / (whole * now))
-    gap -= own_values.transpose(2, 3) @ added.div_(now)
-    plain = torch.addcmul(lost_outputs / whole, held_outputs, lost / (whole * before), value=-1)
-    changed /= now
-    moved, left, failed = _ridge_regression(gap, changed, kept.ridge * references.count)
+    half, growth = torch.tanh(logit_changes / 2), logit_changes.exp_()
+    added, new_exps = half.mul_(growth + 1).mul_(own_exps), growth.mul_(own_exps)
+    new_mass = new_exps.sum(dim=2, keepdim=True).add_(other_mass)
+    mass_change = added.sum(dim=2, keepdim=True).sub_(lost)
+    # Error of the output: lost_outputs / whole + held_outputs (1 / whole - 1 / new_mass) - outputs of added / new_mass.
+    error = torch.addcmul(lost_outputs / whole, held_outputs, mass_change / (whole * new_mass))
+    error -= own_values.transpose(2, 3) @ added.div_(new_mass)
+    uncorrected_error = torch.addcmul(lost_outputs / whole, held_outputs, lost / (whole * kept_mass), value=-1)
+    new_exps /= new_mass
+    value_changes, residual, failed = _ridge_regression(error, new_exps, kept.ridge * references.count)
 
-    fits = (_squares(left) < _squares(plain)) & (failed == 0)
-    fitted = own_values + moved.transpose(2, 3)
-    fits &= fitted.abs().amax(dim=(2, 3)) <= MOST_GROWTH * held_values.abs().amax(dim=(2, 3))
-    fits = fits[..., None, None] if valid is None else fits[..., None, None] & valid
+    improves = (_squares(residual) < _squares(uncorrected_error)) & (failed == 0)
+    fitted_values = own_values + value_changes.transpose(2, 3)
+    improves &= fitted_values.abs().amax(dim=(2, 3)) <= MOST_GROWTH * held_values.abs().amax(dim=(2, 3))
+    improves = improves[..., None, None] if valid is None else improves[..., None, None] & valid
     if ranks is None:
         ranks = torch.arange(most, device=keys.device).expand(*keys.shape[:2], -1)
-    return Corrections(ranks, torch.where(fits, longer, own_keys), torch.where(fits, fitted, own_values))
+    new_keys = torch.where(improves, biased_keys, own_keys)
+    return Corrections(ranks, new_keys, torch.where(improves, fitted_values, own_values))
 
 
 def _logits(keys: torch.Tensor, queries: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """float32 [..., S, m]: products of keys [..., S, d] and queries [..., d, m], less `rest`.
+    """Multiply keys [..., S, d] and queries [..., d, m] and subtract `rest`: float32 [..., S, m].
 
-    On CPUs in float64, so that processors agree: errors of large logits come back many times over in what is fitted.
+    On CPUs the product is in float64, so that processors agree: the fit amplifies errors of large logits.
     """
     if keys.device.type == "cpu":
         return (keys.double() @ queries.double()).sub_(rest).float()
@@ -237,57 +266,62 @@ def _logits(keys: torch.Tensor, queries: torch.Tensor, rest: torch.Tensor) -> to
 
 
 def _ridge_regression(
-    wanted: torch.Tensor, shares: torch.Tensor, ridge: float
+    target: torch.Tensor, shares: torch.Tensor, ridge: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Minimise |wanted - x shares|^2 + ridge |x|^2.
+    """Minimise |target - x shares|^2 + ridge |x|^2.
 
-    By normal equations, refined once by what is left: those alone would square the condition number, and float32 has
-    too few digits for that.
+    Normal equations square the condition number, for which float32 has too few digits. So the solution is refined once
+    with its residual.
 
     Args:
-        wanted: float32 [..., d, m]. shares: [..., n, m].
+        target: float32 [..., d, m].
+        shares: float32 [..., n, m].
 
     Returns:
-        x [..., d, n], refined; wanted - x shares [..., d, m], before that; integers [...], 0 where it succeeded.
+        x [..., d, n], refined; target - x shares [..., d, m] before the refinement; integers [...], 0 for success.
     """
-    across = shares.transpose(-1, -2)
-    gram = shares @ across
+    transposed = shares.transpose(-1, -2)
+    gram = shares @ transposed
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
     factor, failed = torch.linalg.cholesky_ex(gram)
 
     def solve(right: torch.Tensor) -> torch.Tensor:
-        # From the right: LAPACK is several times slower from the left, at these sizes.
+        # At these sizes LAPACK is several times slower from the left.
         half = torch.linalg.solve_triangular(factor.transpose(-1, -2), right, upper=True, left=False)
         return torch.linalg.solve_triangular(factor, half, upper=False, left=False)
 
-    x = solve(wanted @ across)
-    left = wanted - x @ shares
-    return x + solve((left @ across).sub_(x, alpha=ridge)), left, failed
+    x = solve(target @ transposed)
+    residual = target - x @ shares
+    return x + solve((residual @ transposed).sub_(x, alpha=ridge)), residual, failed
 
 
-def _plus(x: torch.Tensor, values: torch.Tensor, exps: torch.Tensor) -> torch.Tensor:
-    """x [.., d, m] plus what exponentials [.., n, m] of values [.., n, d] give."""
+def _add_outputs(x: torch.Tensor, values: torch.Tensor, exps: torch.Tensor) -> torch.Tensor:
+    """Add to x [.., d, m] the sum of values [.., n, d] multiplied by exponentials [.., n, m]."""
     summed = torch.baddbmm(x.flatten(0, 1), values.transpose(2, 3).flatten(0, 1), exps.flatten(0, 1))
     return summed.view(x.shape)
 
 
 def _squares(x: torch.Tensor) -> torch.Tensor:
-    """Sums of squares of matrices [.., n, m]: [..]."""
+    """Sum the squares of matrices [.., n, m]: [..]."""
     return torch.linalg.vector_norm(x, dim=(-2, -1)).square()
 
 
-def _rows(x: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-    """Rows [segments, heads, n, c] of x [segments, heads, S, c] at ranks [segments, heads, n]: a copy."""
+def _gather_rows(x: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+    """Copy the rows of x [segments, heads, S, c] at ranks [segments, heads, n]: [segments, heads, n, c]."""
     firsts = torch.arange(0, x.shape[0] * x.shape[1] * x.shape[2], x.shape[2], device=x.device)
     index = firsts.view(*x.shape[:2], 1) + ranks
     return x.flatten(0, 2).index_select(0, index.flatten()).view(*ranks.shape, x.shape[3])
 
 
 def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """Of kept tokens, the MOST_CORRECTED with the largest shares of attention: int64 [segments, heads, MOST_CORRECTED].
+    """Find the MOST_CORRECTED kept tokens with the largest shares of attention.
 
     Args:
-        exps: [segments, heads, most, m]. whole: [segments, heads, 1, m], what they are shares of.
+        exps: [segments, heads, most, m], exponentials of the tokens.
+        whole: [segments, heads, 1, m], mass of all tokens.
+
+    Returns:
+        int64 [segments, heads, MOST_CORRECTED], ranks of the tokens.
     """
     shares = (whole.reciprocal() @ exps.transpose(2, 3))[..., 0, :]
     if kept.own is not None:

@@ -1,4 +1,4 @@
-"""Fitting what heads keep of segments of a store, in the store's formats."""
+"""Fit of the kept keys and values of a slab store's segments, in the store's formats."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
 @dataclass(frozen=True)
 class HeadFit:
-    """The heads of a layer, or of some layers one behind the other, that are fitted: those that keep MOST_KEPT of their
-    segments, or less.
+    """Fitted heads of one layer or of several consecutive layers: those that keep at most MOST_KEPT of their segments.
 
-    heads: int64 [fitted heads]. kept: what they keep on all ranks. references: of these heads.
+    Args:
+        heads: int64 [fitted heads], numbers of the heads, counted through the layers.
+        kept: kept counts of these heads on all ranks.
+        references: codebook of these heads.
     """
 
     heads: torch.Tensor
@@ -40,16 +42,20 @@ class HeadFit:
     references: References
 
     @classmethod
-    def of(cls, layout: SlabLayout, layer: int, references: References) -> HeadFit:
-        """Of a layer; `references`: of all its heads."""
+    def for_layer(cls, layout: SlabLayout, layer: int, references: References) -> HeadFit:
+        """Choose the fitted heads of a layer.
+
+        Args:
+            references: codebook of all heads in the layer.
+        """
         chosen = fitted_heads(layout, layer)
         heads = torch.tensor([head for head, _ in chosen], dtype=torch.int64, device=references.queries.device)
-        return cls(heads, _kept(layout, chosen, heads.device), references.heads(heads))
+        return cls(heads, _kept_counts(layout, chosen, heads.device), references.heads(heads))
 
 
 def fitted_heads(layout: SlabLayout, layer: int) -> list[tuple[int, int]]:
-    """Heads of a layer that are fitted, and the tokens that they keep on all ranks."""
-    # Moments are those of the rows that are stored here: of other ranks' parts they are not known.
+    """List the fitted heads of a layer with the tokens that each keeps on all ranks."""
+    # Centred formats need the moments of all kept rows, and a rank does not have other ranks' parts of a head.
     return [
         (head, band.total)
         for band in layout.bands[layer]
@@ -58,102 +64,124 @@ def fitted_heads(layout: SlabLayout, layer: int) -> list[tuple[int, int]]:
     ]
 
 
-def _kept(layout: SlabLayout, chosen: Sequence[tuple[int, int]], device: torch.device) -> Kept:
+def _kept_counts(layout: SlabLayout, chosen: Sequence[tuple[int, int]], device: torch.device) -> Kept:
     ridge = COARSE_RIDGE if layout.form.key_bits == 4 else VALUE_RIDGE
-    return Kept.of([total for _, total in chosen], layout.segment, device, ridge)
+    return Kept.from_counts([total for _, total in chosen], layout.segment, device, ridge)
 
 
 def use_codebook(store: SlabStore) -> None:
-    """Have a store correct what heads keep from now on, if there is a codebook among its statistics.
+    """Make a store fit its segments if its statistics have a codebook; call it once the store has the model's scales.
 
-    Its scales are the model's by then. What it holds of the codebook is taken out of the statistics.
+    The codebook is removed from the store's statistics.
     """
     if QUERIES not in store.statistics[0]:
         return
     store.corrector = StoreFit(store)
-    # It may be large, and scorers do not look at it.
+    # The codebook may be large, and scorers do not use it.
     store.statistics = [
         {name: tensor for name, tensor in own.items() if name not in CODEBOOK} for own in store.statistics
     ]
 
 
 class StoreFit:
-    """`SlabStore.corrector`, by the codebook among a store's statistics and its scales."""
+    """Corrector of a slab store (`SlabStore.corrector`), with the codebook in its statistics and its scales."""
 
     def __init__(self, store: SlabStore) -> None:
         layout, self._store = store.layout, store
-        pairs = zip(store.statistics, store.scales, strict=True)
-        every = References.joined([References.of(own, scale) for own, scale in pairs])
+        layers = zip(store.statistics, store.scales, strict=True)
+        references = References.concatenate([References.from_statistics(own, scale) for own, scale in layers])
         chosen = [fitted_heads(layout, layer) for layer in range(layout.num_layers)]
         starts = np.cumsum([0, *map(len, chosen)]).tolist()
-        device = every.queries.device
-        # Once in memory: layers and runs of layers are views of it.
-        numbers = [layer * layout.num_heads + head for layer, own in enumerate(chosen) for head, _ in own]
-        own = every.heads(torch.tensor(numbers, dtype=torch.int64, device=device))
+        device = references.queries.device
+        # One copy in memory: layers and runs of layers are views of it.
+        numbers = [layer * layout.num_heads + head for layer, heads in enumerate(chosen) for head, _ in heads]
+        fitted_references = references.heads(torch.tensor(numbers, dtype=torch.int64, device=device))
 
-        def fit(first: int, end: int) -> HeadFit:
-            """Of the layers from `first` to `end`."""
-            several = [(n, one) for n, layer in enumerate(range(first, end)) for one in chosen[layer]]
-            heads = [n * layout.num_heads + head for n, (head, _) in several]
-            kept = _kept(layout, [one for _, one in several], device)
-            references = own.heads(slice(starts[first], starts[end]))
-            return HeadFit(torch.tensor(heads, dtype=torch.int64, device=device), kept, references)
+        def make_fit(first: int, end: int) -> HeadFit:
+            """Make the fit of the layers from `first` up to, but without, `end`."""
+            run = [(offset, head) for offset, layer in enumerate(range(first, end)) for head in chosen[layer]]
+            heads = [offset * layout.num_heads + head for offset, (head, _) in run]
+            kept = _kept_counts(layout, [head for _, head in run], device)
+            run_references = fitted_references.heads(slice(starts[first], starts[end]))
+            return HeadFit(torch.tensor(heads, dtype=torch.int64, device=device), kept, run_references)
 
-        self._layers = [fit(layer, layer + 1) for layer in range(layout.num_layers)]
-        # In FP8 every layer has scales of its own.
-        most = 1 if store.fp8 else layers_at_once(every.queries, layout)
-        runs = range(0, layout.num_layers, most)
-        self._runs = [(first, fit(first, min(first + most, layout.num_layers))) for first in runs]
+        self._layers = [make_fit(layer, layer + 1) for layer in range(layout.num_layers)]
+        # FP8 scales differ between layers, so each layer is a run.
+        run_length = 1 if store.fp8 else layers_at_once(references.queries, layout)
+        firsts = range(0, layout.num_layers, run_length)
+        self._runs = [(first, make_fit(first, min(first + run_length, layout.num_layers))) for first in firsts]
 
     def __call__(self, layer: int, rows: Rows, order: torch.Tensor, numbers: torch.Tensor) -> Rows:
-        """Copies of `rows`, in which what is kept is corrected. order: `rank_positions` of the segments."""
+        """Return copies of a layer's rows in which kept rows are corrected.
+
+        Args:
+            order: `rank_positions` of the segments.
+            numbers: integers [segments], the segments' numbers in their sequences.
+        """
         fit = self._layers[layer]
         if not len(fit.heads):
             return rows
-        # Copies, in which every token of every head has a number.
-        every = [x.clone(memory_format=torch.contiguous_format) for x in rows]
-        count, heads, length = every[0].shape[:3]
+        # Contiguous copies, in which rows of all segments and heads are numbered.
+        copies = [x.clone(memory_format=torch.contiguous_format) for x in rows]
+        count, heads, length = copies[0].shape[:3]
         firsts = torch.arange(0, count * heads * length, length, device=order.device).view(count, heads)
         ranked = firsts[:, fit.heads, None] + order.index_select(1, fit.heads)
         flat = ranked.flatten()
-        keys, values = (x.flatten(0, 2).index_select(0, flat).view(*ranked.shape, -1) for x in every)
-        found = self._corrections(fit, layer, keys, values, numbers, torch_steps)
-        corrected = ranked.gather(2, found.ranks).flatten()
-        for x, new in zip(every, self._store.to_cache(layer, found.keys, found.values), strict=True):
-            x.flatten(0, 2).index_copy_(0, corrected, movable(new).flatten(0, 2))
-        return every[0], every[1]
+        keys, values = (x.flatten(0, 2).index_select(0, flat).view(*ranked.shape, -1) for x in copies)
+        new = self._corrections(fit, layer, keys, values, numbers, torch_steps)
+        corrected = ranked.gather(2, new.ranks).flatten()
+        for x, new_rows in zip(copies, self._store.to_cache(layer, new.keys, new.values), strict=True):
+            x.flatten(0, 2).index_copy_(0, corrected, movable(new_rows).flatten(0, 2))
+        return copies[0], copies[1]
 
     def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor, steps: Steps) -> None:
-        """Correct what is kept. rows: [segments, heads of these layers, 2, S, d], what a head keeps in front."""
-        heads = self._store.layout.num_heads
+        """Correct the kept rows of one layer or of all layers in place.
+
+        Args:
+            layers: one layer, or all.
+            rows: [segments, heads of these layers, 2, S, d], rows of a head in the order of `rank_positions`.
+            numbers: integers [segments], the segments' numbers in their sequences.
+        """
+        num_heads = self._store.layout.num_heads
         for first, fit in [(layers[0], self._layers[layers[0]])] if len(layers) == 1 else self._runs:
             if not len(fit.heads):
                 continue
-            own = fit.heads if first == layers[0] else (first - layers[0]) * heads + fit.heads
-            keys, values = (rows[:, own, part] for part in (0, 1))
-            found = self._corrections(fit, first, keys, values, numbers, steps)
-            segment = torch.arange(len(rows), device=own.device)[:, None, None]
-            for part, new in enumerate(self._store.to_cache(first, found.keys, found.values)):
-                movable(rows)[segment, own[:, None], part, found.ranks] = movable(new)
+            heads = fit.heads if first == layers[0] else (first - layers[0]) * num_heads + fit.heads
+            keys, values = (rows[:, heads, part] for part in (0, 1))
+            new = self._corrections(fit, first, keys, values, numbers, steps)
+            segment = torch.arange(len(rows), device=heads.device)[:, None, None]
+            for part, new_rows in enumerate(self._store.to_cache(first, new.keys, new.values)):
+                movable(rows)[segment, heads[:, None], part, new.ranks] = movable(new_rows)
 
     def _corrections(
         self, fit: HeadFit, layer: int, keys: torch.Tensor, values: torch.Tensor, numbers: torch.Tensor, steps: Steps
     ) -> Corrections:
-        """Of rows [segments, fitted heads, S, d], as the cache holds them or as its bytes, in the order of what is
-        kept. layer: whose scales they have, where the cache is FP8."""
+        """Compute corrections of cached rows.
+
+        Args:
+            layer: layer whose scales an FP8 cache uses.
+            keys, values: [segments, fitted heads, S, d] in the cache's dtype, or its bytes, in the order of
+                `rank_positions`.
+        """
         store, form = self._store, self._store.layout.form
 
-        def stored(rows: torch.Tensor, places: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
+        def stored(rows: torch.Tensor, ranks: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
             rounded = store.from_cache(layer, 0, store.to_cache(layer, rows, rows)[0]).float()
             if not form.quantised:
                 return rounded
-            return steps.nearly_stored(rounded, places, keys, fit.kept, form.key_bits, form.centred)
+            return steps.nearly_stored(rounded, ranks, keys, fit.kept, form.key_bits, form.centred)
 
         keys, values = (store.from_cache(layer, part, x.view(store.dtype)) for part, x in enumerate((keys, values)))
         return corrections(keys, values, fit.kept, numbers, fit.references, stored, steps)
 
 
 def layers_at_once(queries: torch.Tensor, layout: SlabLayout) -> int:
-    """Layers whose heads are fitted together: as many as one segment of theirs has room for. queries: [H, d, m]."""
-    segment = bytes_per_segment(layout.num_heads, queries.shape[2], layout.segment)
-    return max(at_once_bytes(queries.device) // segment, 1)
+    """Return the number of layers that are fitted together.
+
+    The exponentials of one segment in all these layers fit into `at_once_bytes`.
+
+    Args:
+        queries: [H, d, m].
+    """
+    layer_bytes = bytes_per_segment(layout.num_heads, queries.shape[2], layout.segment)
+    return max(at_once_bytes(queries.device) // layer_bytes, 1)

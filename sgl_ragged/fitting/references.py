@@ -1,4 +1,4 @@
-"""A codebook on the device, as fitting uses it."""
+"""The codebook of queries on the device, prepared for fitting."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ from torch.nn.functional import pad
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 
 ALIGNED = 16
-"""Queries on CPUs: multiples of as many, where products of matrices take a tenth less."""
+"""On CPUs, queries are padded to a multiple of ALIGNED, with which products of matrices take a tenth less time."""
 
 BIAS_RIDGE = 1e-3
-"""Of the direction in which keys carry a bias, per query."""
+"""Ridge per query in the regression for the direction in which keys carry a bias."""
 
 
 HEAD_AXES = dict(queries=0, across=0, masses=1, outputs=1, bias=0, bias_across=0, frequencies=0)
-"""Which axes of `References` are those of heads."""
+"""Axis of heads in each tensor of `References`."""
 
 
 @dataclass(frozen=True)
 class References:
-    """The codebook of heads on the device, of one layer or of several.
+    """The codebook of H heads on the device, for one layer or several; d dimensions in the model's order, m queries.
 
-    H heads, d dimensions in their places, m queries, of which `count` are the codebook's: any others attend to nothing
-    here, and want nothing.
+    Queries after the first `count` are padding: they attend to nothing in the segment and have no error.
 
-    queries: float16 [H, d, m], on CPUs the same numbers in float32, times what logits are scaled by. across: alike,
-    what sines are multiplied by where RoPE turns them. outputs: alike, [2, H, d, m]. masses: float32 [2, H, 1, m].
-    bias: float32 [H, 1, d], u: its product with every query is 1, as nearly as one vector can be, so that a key that is
-    longer by b u has logits larger by b. bias_across: as of queries.
-    frequencies: float64 [H, d], 0 where nothing is turned.
+    Args:
+        queries: [H, d, m], multiplied by the scale of logits; float16, on CPUs float32.
+        across: like `queries`, the factors of sines in a rotation by RoPE.
+        masses: float32 [2, H, 1, m], log-mass of the keys that each query saw; then without the first segment.
+        outputs: [2, H, d, m], attention outputs over these keys; float16, on CPUs float32.
+        bias: float32 [H, 1, d], direction u whose product with every query is nearly 1, so that adding b u to a key
+            adds b to its logits.
+        bias_across: like `bias`, the factors of sines.
+        frequencies: float64 [H, d], radians per position; 0 for dimensions that are not rotated.
+        count: number of the codebook's queries.
     """
 
     queries: torch.Tensor
@@ -46,45 +50,55 @@ class References:
     count: int
 
     @classmethod
-    def of(cls, statistics: Mapping[str, torch.Tensor], scale: float) -> References:
-        """From one layer's statistics [H, ...]; `scale`: what attention multiplies logits by."""
+    def from_statistics(cls, statistics: Mapping[str, torch.Tensor], scale: float) -> References:
+        """Prepare the codebook of one layer.
+
+        Args:
+            statistics: CODEBOOK and ROPE of the layer, [H, ...].
+            scale: factor by which attention multiplies logits.
+        """
         queries, outputs = (statistics[QUERIES].float() * scale).half(), statistics[OUTPUTS].half()
         frequencies, order = statistics[ROPE[0]][0].double(), statistics[ROPE[1]][0].long()
         inverse, half = order.argsort(), len(frequencies)
 
-        def both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            """[H, n, d] with pairs in front, and what sines turn: [H, n, d], in their places."""
+        def with_across(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return [H, n, d] in the model's order of dimensions, and the factors of sines in its rotation."""
             first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
             return x[..., inverse], torch.cat([-second, first, torch.zeros_like(rest)], dim=-1)[..., inverse]
 
-        bias, bias_across = both(_bias(queries.float())[:, None])
-        columns = [x.transpose(-1, -2) for x in (*both(queries), outputs.transpose(0, 1))]
+        bias, bias_across = with_across(_bias_direction(queries.float())[:, None])
+        columns = [x.transpose(-1, -2) for x in (*with_across(queries), outputs.transpose(0, 1))]
         masses, count = statistics[MASSES].float().transpose(0, 1)[:, :, None], queries.shape[1]
         if not queries.is_cuda:
-            # There is room, and no kernel that multiplies them as they are.
+            # torch has no kernel for CPUs that multiplies float16 matrices fast.
             columns = [pad(x.float(), (0, -count % ALIGNED)) for x in columns]
             masses = pad(masses, (0, -count % ALIGNED), value=math.inf)
         queries, across, outputs = (x.contiguous() for x in columns)
-        every = torch.cat([frequencies, frequencies, frequencies.new_zeros(len(order) - 2 * half)])[inverse]
-        every = every.expand(len(queries), -1)
-        return cls(queries, across, masses.contiguous(), outputs, bias, bias_across, every, count)
+        all_frequencies = torch.cat([frequencies, frequencies, frequencies.new_zeros(len(order) - 2 * half)])[inverse]
+        all_frequencies = all_frequencies.expand(len(queries), -1)
+        return cls(queries, across, masses.contiguous(), outputs, bias, bias_across, all_frequencies, count)
 
     @classmethod
-    def joined(cls, parts: Sequence[References]) -> References:
-        """Those of several layers' heads, one behind the other."""
-        (count,) = {part.count for part in parts}
-        together = {
-            name: torch.cat([getattr(part, name) for part in parts], dim=axis) for name, axis in HEAD_AXES.items()
+    def concatenate(cls, layers: Sequence[References]) -> References:
+        """Concatenate the heads of several layers."""
+        (count,) = {layer.count for layer in layers}
+        tensors = {
+            name: torch.cat([getattr(layer, name) for layer in layers], dim=axis) for name, axis in HEAD_AXES.items()
         }
-        return cls(**together, count=count)
+        return cls(**tensors, count=count)
 
     def seen_from(self, positions: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries [segments, H, d, m] and bias [segments, H, 1, d] turned by RoPE to positions, integers [segments];
-        masses [segments, H, 1, m] and outputs [segments, H, d, m] of all else that the queries saw.
+        """Rotate the queries as if they looked back from the given positions.
 
-        float32. first: bool [segments], which are the first of their sequences.
+        Args:
+            positions: integers [segments], positions of the segments' last tokens.
+            first: bool [segments], whether a segment is the first of its sequence.
+
+        Returns:
+            Float32 tensors: queries [segments, H, d, m] and bias [segments, H, 1, d], rotated; masses
+            [segments, H, 1, m] and outputs [segments, H, d, m] of all other keys that the queries saw.
         """
-        # Angles of far positions in float32 would be off by more than the fastest frequencies bear.
+        # In float32, errors of the angles at far positions would be too large for the fastest frequencies.
         angles = positions[:, None, None].double() * self.frequencies
         cosines, sines = (x.float()[:, :, None] for x in (angles.cos(), angles.sin()))
         bias = torch.addcmul(self.bias * cosines, self.bias_across, sines)
@@ -95,7 +109,7 @@ class References:
         return queries, bias, masses, outputs.float()
 
     def heads(self, heads: torch.Tensor | slice) -> References:
-        """Those of some heads, int64 [heads]; views for a slice."""
+        """Select heads, int64 [heads] or a slice, for which the tensors are views."""
         return replace(
             self,
             **{
@@ -105,10 +119,11 @@ class References:
         )
 
 
-def _bias(queries: torch.Tensor) -> torch.Tensor:
-    """Ridge regression of 1 on the queries [H, m, d]: float32 [H, d].
+def _bias_direction(queries: torch.Tensor) -> torch.Tensor:
+    """Compute the ridge regression of 1 on the queries [H, m, d]: float32 [H, d].
 
-    In float64, since queries resemble each other: in float32 the solution would depend on the order of sums.
+    Float64 is needed because queries are similar to each other: in float32 the solution would depend on the order of
+    sums.
     """
     count, dim = queries.shape[1:]
     queries = queries.double()

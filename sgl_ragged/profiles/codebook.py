@@ -1,7 +1,7 @@
-"""The codebook: queries that calibration recorded, by which sealed segments are fitted.
+"""The codebook: queries that calibration recorded, with which sealed segments are fitted.
 
-One set per head of the model, in the profile. Arrays are functions of the calibration alone, so what is fitted with
-them is a function of the segment alone. L layers, H heads, m queries, d dimensions.
+A profile has one set of queries per head of the model. They are constant while serving, so a fitted segment depends on
+its own tokens only. L layers, H heads, m queries, d dimensions.
 """
 
 from __future__ import annotations
@@ -11,31 +11,35 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 QUERIES = "codebook_queries"
-"""float16 [L, H, m, d]: queries as later tokens would ask them, seen from the last token of a segment: turned by RoPE
-to the distance from there, dimensions in `rope_order`."""
+"""float16 [L, H, m, d]: queries of tokens after a segment, rotated by RoPE to their distance from the segment's last
+token, dimensions in `rope_order`."""
 
 MASSES = "codebook_masses"
-"""float32 [L, H, 2, m]: log of the sum of exponentials of the logits that each query had where it was recorded; then
-the same without its sequence's first segment, which holds the sinks."""
+"""float32 [L, H, 2, m]: log-sum-exp of the logits that each query had in its sample; then the same without the sample's
+first segment, which has the sinks."""
 
 OUTPUTS = "codebook_outputs"
-"""float16 [L, H, 2, m, d]: the attention's outputs over these two sets of keys."""
+"""float16 [L, H, 2, m, d]: attention outputs over these two sets of keys."""
 
 CODEBOOK = (QUERIES, MASSES, OUTPUTS)
-"""Statistics of heads."""
+"""Names of the codebook's statistics per head."""
 
 ROPE = ("rope_frequencies", "rope_order")
-"""How keys are turned, the same for all heads of a layer: [L, 1, r / 2] radians per position, and [L, 1, d], the
-dimensions with the first and the second ones of rotated pairs in front."""
+"""Names of the statistics about RoPE, equal for all heads of a layer: [L, 1, r / 2], radians per position; [L, 1, d],
+dimensions: first elements of the rotated pairs, then second elements, then the rest."""
 
 
 def codebook_faults(statistics: Mapping[str, np.ndarray], heads: tuple[int, ...], head_dim: int) -> Iterator[str]:
-    """The first defect of the codebook among a profile's statistics, if it has one. heads: (L, H)."""
+    """Yield what is wrong with the codebook in a profile's statistics, one reason each; nothing without a codebook.
+
+    Args:
+        heads: (L, H).
+    """
     if not set(CODEBOOK) & set(statistics):
         return
     missing = [name for name in (*CODEBOOK, *ROPE) if name not in statistics]
     if missing:
-        yield f"a codebook needs {', '.join(missing)}, too"
+        yield f"the codebook lacks {', '.join(missing)}"
         return
     queries, order = statistics[QUERIES], statistics[ROPE[1]]
     count = queries.shape[2] if queries.ndim > 2 else 0
@@ -50,4 +54,4 @@ def codebook_faults(statistics: Mapping[str, np.ndarray], heads: tuple[int, ...]
         if statistics[name].shape != shape:
             yield f"statistic {name} {statistics[name].shape} must be {list(shape)}"
     if 2 * pairs > head_dim or (np.sort(order, axis=-1) != np.arange(order.shape[-1])).any():
-        yield f"{' and '.join(ROPE)} are no rotation of {head_dim} dimensions"
+        yield f"{' and '.join(ROPE)} do not describe a rotation of {head_dim} dimensions"

@@ -1,4 +1,4 @@
-"""Fingerprint of a model's attention geometry: what ties a profile to the models that it fits."""
+"""Fingerprint of a model's attention geometry, which ties a profile to the models that it fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# Everything that decides which (layer, head) a budget belongs to and what its keys look like.
+# Everything that decides which (layer, head) a budget belongs to and how its keys are distributed.
 _KEYS = (
     "architectures",
     "num_hidden_layers",
@@ -23,13 +23,14 @@ _KEYS = (
 
 
 _LANGUAGE_MODELS = ("thinker_config", "llm_config", "language_config", "text_config")
-"""Where configs of models that take more than text have that of their language model; SGLang looks in this order."""
+"""Keys of the language model's config in configs of multimodal models, in SGLang's order of preference."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config, under the whole model's architecture; the config itself if it has none.
+    """Return the language model's part of a config with the whole model's architecture; the config itself if it has no
+    such part.
 
-    Models with the same language model are told apart by what surrounds it, whether its part is nested or not.
+    The architecture distinguishes models that share a language model.
     """
     for name in _LANGUAGE_MODELS:
         if isinstance(config.get(name), Mapping):
@@ -38,15 +39,14 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def config_fingerprint(config: Mapping[str, Any]) -> str:
-    """Fingerprint of a Hugging Face model config: 16 hex digits over its attention geometry.
+    """Compute the fingerprint of a Hugging Face model config: 16 hex digits over its attention geometry.
 
-    Finetunes that keep the geometry have the fingerprint of the model that they come from.
+    Finetunes that keep the geometry have the fingerprint of their base model.
 
     Args:
-        config: `config.json` as a mapping. Keys that are absent count as absent; `head_dim` falls back to
-            hidden_size / num_attention_heads and `num_key_value_heads` to num_attention_heads. `rope_theta` and
-            `rope_type` are found inside `rope_parameters` and `rope_scaling` too, so that the file and the loaded
-            config agree.
+        config: `config.json` as a mapping. `head_dim` falls back to hidden_size / num_attention_heads and
+            `num_key_value_heads` to num_attention_heads. `rope_theta` and `rope_type` are also read from
+            `rope_parameters` and `rope_scaling`, so that the file and the loaded config agree.
     """
     values = dict(config)
     rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}

@@ -1,4 +1,4 @@
-"""The shape of a model's attention: what budgets, layouts and profiles are made for."""
+"""Shape of a model's attention, for which budgets, layouts and profiles are made."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from sgl_ragged.profiles.fingerprint import config_fingerprint, text_config
 
 _WINDOWS_IGNORED = ("Qwen2", "Qwen3", "Mistral")
-"""Starts of architecture names whose sliding windows SGLang's model classes do not read: they attend to everything."""
+"""Prefixes of architecture names whose sliding windows SGLang ignores: all their layers have full attention."""
 
 
 @dataclass(frozen=True)
 class WindowedLayers:
-    """A model's sliding-window layers, whose keys and values SGLang keeps in a pool of its own.
+    """A model's sliding-window layers, whose keys and values SGLang stores in a separate pool.
 
-    layers: their numbers in the model, ascending.
-    window: tokens that a query sees, itself among them.
-    elements_per_token: of keys and values, of all these layers and heads together.
+    Args:
+        layers: numbers of the layers in the model, ascending.
+        window: number of tokens that a query sees, including its own.
+        elements_per_token: elements of keys and values in all these layers and heads together.
     """
 
     layers: tuple[int, ...]
@@ -28,11 +29,15 @@ class WindowedLayers:
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Heads and fingerprint of one model, and its layers with full attention; `name` is for messages.
+    """Layers, heads and fingerprint of one model.
 
-    num_layers: those that attend to everything; only they have budgets and lie in slabs.
-    windowed: the others, if there are any.
-    first_layer: number of the first of them, where they are a pipeline stage of the model.
+    Args:
+        name: name of the model in messages.
+        num_layers: number of full-attention layers; only these have budgets and are stored in slabs.
+        num_heads: KV heads per layer.
+        q_per_kv: query heads per KV head.
+        windowed: sliding-window layers, if there are any.
+        first_layer: number of the first layer in the model, if this is a pipeline stage.
     """
 
     name: str
@@ -46,19 +51,19 @@ class ModelGeometry:
 
     @property
     def all_layers(self) -> int:
-        """Layers of the model, those with windows among them."""
+        """Number of layers in the model, including sliding-window layers."""
         return self.num_layers + (len(self.windowed.layers) if self.windowed else 0)
 
     @property
     def layer_numbers(self) -> tuple[int, ...]:
-        """The model's numbers of its layers with full attention, ascending."""
-        others = set(self.windowed.layers) if self.windowed else set()
+        """Numbers of the full-attention layers in the model, ascending."""
+        windowed = set(self.windowed.layers) if self.windowed else set()
         numbers = range(self.first_layer, self.first_layer + self.all_layers)
-        return tuple(number for number in numbers if number not in others)
+        return tuple(number for number in numbers if number not in windowed)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str) -> ModelGeometry:
-        """From a Hugging Face config; KeyError if its language model lacks layers or heads."""
+        """Read a Hugging Face config. Raises KeyError if its language model lacks layers or heads."""
         config = text_config(config)
         query_heads = config["num_attention_heads"]
         heads = int(config.get("num_key_value_heads") or query_heads)
@@ -76,11 +81,11 @@ class ModelGeometry:
 
 
 def windowed_layers(config: Mapping[str, Any], num_heads: int, head_dim: int) -> WindowedLayers | None:
-    """The layers of a Hugging Face config whose queries see a window of tokens, as SGLang serves them; None without.
+    """Read the sliding-window layers of a Hugging Face config, as SGLang serves them; None if there are none.
 
     Args:
-        config: of the text model. It lists the kind of each layer, or says after how many windowed layers a full one
-            comes (a number, or a word with a letter for each layer).
+        config: config of the text model. `layer_types` lists the kind of each layer; or `sliding_window_pattern` gives
+            the period of full-attention layers, as a number or as a word with one letter per layer.
     """
     if any(name.startswith(_WINDOWS_IGNORED) for name in config.get("architectures") or ()):
         return None

@@ -1,4 +1,4 @@
-"""Where calibrated profiles are kept, so that a model is calibrated once: a file per model, scorer and samples."""
+"""Cache of calibrated profiles, so that a model is calibrated once: one file per model, scorer and set of samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profiles.profile import FORMAT_VERSION
 
 VARIABLE = "SGLANG_RAGGED_CACHE"
-"""Environment variable that names the folder to use instead of ~/.cache/sgl_ragged."""
+"""Environment variable with the cache folder; the default is ~/.cache/sgl_ragged."""
 
 _ELSEWHERE = f"set {VARIABLE} to another folder, or serve with --ragged-profile uniform or a profile of your own"
 
@@ -27,8 +27,12 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 class ProfileKey:
     """Everything that decides which profile a model gets.
 
-    model: last part of its path, for people. weights: `weights_identity`. fingerprint: of its attention geometry.
-    samples: hash of the samples and their version.
+    Args:
+        model: last part of the model's path, for a readable file name.
+        weights: identity of the weights (`weights_identity`).
+        fingerprint: fingerprint of the attention geometry.
+        scorer_weights: path of the scorer's weights file; empty without one.
+        samples: identity of the samples.
     """
 
     model: str
@@ -42,30 +46,30 @@ class ProfileKey:
 
     @property
     def path(self) -> Path:
-        """Path of the file in the cache, which need not exist."""
+        """Path of the file in the cache; the file may not exist."""
         content = json.dumps(asdict(self) | {"format_version": FORMAT_VERSION}, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
         return cache_folder() / f"{self.model}-{self.scorer}-{digest}.safetensors"
 
 
 def cache_folder() -> Path:
-    """Absolute path of the cache's folder, which need not exist.
+    """Return the absolute path of the cache folder; the folder may not exist.
 
     Raises:
-        RaggedConfigError: it is to be in a home folder, and there is none.
+        RaggedConfigError: the variable is not set, and there is no home folder.
     """
-    given = os.environ.get(VARIABLE)
+    folder = os.environ.get(VARIABLE)
     try:
-        return Path(given).expanduser().absolute() if given else Path.home() / ".cache" / "sgl_ragged"
+        return Path(folder).expanduser().absolute() if folder else Path.home() / ".cache" / "sgl_ragged"
     except RuntimeError as error:
         raise RaggedConfigError(f"there is no folder for the profile cache ({error}): {_ELSEWHERE}") from None
 
 
 def is_cached(path: Path) -> bool:
-    """True if the cache has this file.
+    """Return whether the cache has this file.
 
     Raises:
-        RaggedConfigError: the cache's folder may not be entered.
+        RaggedConfigError: the cache folder is not accessible.
     """
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -78,10 +82,10 @@ def is_cached(path: Path) -> bool:
 
 
 def weights_identity(source: Path) -> str:
-    """16 hex digits that change with the weights: names, sizes and times of their files, or the hub's names for them.
+    """Return 16 hex digits that change with the weights: over names, sizes and times of their files.
 
-    Files of a hub's snapshot are links to files that are named by their content; a whole snapshot is named by its
-    commit, which is known before its weights are there.
+    In a snapshot of a hub, the commit is the identity, since it is known before the weights are downloaded. Links
+    elsewhere are identified by their targets' names, which hubs derive from the content.
 
     Args:
         source: the model's folder, or its only file.
@@ -103,13 +107,16 @@ def _digest(state: object) -> str:
 
 @contextmanager
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[int]:
-    """Hold the lock of a file of the cache; `on_wait` is called once if another process holds it.
+    """Hold the lock of a file in the cache.
+
+    Args:
+        on_wait: called once if another process holds the lock.
 
     Yields:
-        The lock's file descriptor. A child process that inherits it holds the lock, too, for as long as it lives.
+        The lock's file descriptor. A child process that inherits it holds the lock until it ends.
 
     Raises:
-        RaggedConfigError: the folder cannot be written to.
+        RaggedConfigError: the folder is not writable.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,5 +140,5 @@ def _lock(file: int, on_wait: Callable[[], None]) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> RaggedConfigError:
-    """The error of a cache that cannot be written to, for any reason."""
+    """Make the error for a cache that is not writable."""
     return RaggedConfigError(f"the profile cache {folder} cannot be written to ({error.strerror}): {_ELSEWHERE}")

@@ -25,7 +25,7 @@ def test_queries_are_seen_from_the_ends_of_segments(dim, queries):
         ROPE[0]: torch.rand(1, dim // 4, generator=generator).double(),
         ROPE[1]: torch.randperm(dim, generator=generator)[None],
     }
-    references = References.of(made, 0.3)
+    references = References.from_statistics(made, 0.3)
     numbers = torch.tensor([0, 4000])
     for some in (references, references.heads(slice(1, 3)), references.heads(torch.tensor([2, 0]))):
         found, wanted = fit.seen_from(some, numbers, 64), torch_steps.seen_from(some, numbers, 64)
@@ -53,7 +53,7 @@ def test_rows_are_nearly_what_codes_give_back(centred, some):
     """Of heads that keep different numbers, where all or some rows are replaced."""
     generator = torch.Generator().manual_seed(int(some))
     totals = [5, 33, 20]
-    kept = Kept.of(totals, 64, "cpu")
+    kept = Kept.from_counts(totals, 64, "cpu")
     every = torch.randn(SEGMENTS, HEADS, 40, 24, generator=generator) * 2 + torch.linspace(-8, 8, 24)
     keys, ranks = every[:, :, : kept.most], None
     count = kept.most

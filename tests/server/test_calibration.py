@@ -149,7 +149,7 @@ def output_errors(model: Path, samples: list[dict], work: Path, profile: Profile
             book = {name: torch.from_numpy(profile.statistics[name][layer].copy()) for name in (*CODEBOOK, *ROPE)}
             ranked = rank_positions(scores[:, layer], torch.arange(len(scores)) == 0)
             own = queries.transpose(0, 1).unflatten(1, (len(keys), -1))[positions]
-            references = References.of(book, keys.shape[-1] ** -0.5)
+            references = References.from_statistics(book, keys.shape[-1] ** -0.5)
             of_layers.append(left_over(own, keys, values, positions, ranked, references, behind))
         found.append(torch.stack(of_layers))
     return torch.stack(found).mean(dim=0).numpy()
