@@ -24,7 +24,6 @@ from benchmarks.storm.material import scorer_statistics
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch import calibrating, calibration_process
 from sgl_ragged.launch.command_line import make_options
-from sgl_ragged.profiles.bundled import FOLDER
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.profiles.profile_cache import (

@@ -18,8 +18,7 @@ from sgl_ragged.launch.flags import flag
 from sgl_ragged.launch.plan import BudgetChoice, Rank, ServingPlan
 from sgl_ragged.launch.start import BudgetedStart, Start
 from sgl_ragged.mem_pool.sizing import PoolSizes, parse_bytes
-from sgl_ragged.profiles.budgets import profile_kept
-from sgl_ragged.profiles.profile import Profile
+from sgl_ragged.profiles.profile import Profile, profile_kept
 
 CASE = "--ragged-reservoir"
 
