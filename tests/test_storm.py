@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -15,7 +16,7 @@ from benchmarks.harness.launch import Server
 from benchmarks.storm.__main__ import names_of
 from benchmarks.storm.features import FEATURES, HIDING, STRICT, chosen, server_settings
 from benchmarks.storm.material import Material
-from benchmarks.storm.one_storm import Outcome, _compare, _signs, repeats
+from benchmarks.storm.one_storm import Outcome, _compare, _signs, before_ties
 from benchmarks.storm.pairs import cover, narrow, pairs_of, shown
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
 from benchmarks.storm.results import Results, refusal_table, table
@@ -82,11 +83,23 @@ def test_every_feature_makes_a_command_line(tmp_path):
             assert load_profile(profile).mu.max() > 4 * load_profile(profile).mu.min()
 
 
-def test_segments_that_repeat_themselves():
-    varied = list(range(64))
-    assert not repeats(varied + [5] * 40, 64), "not finished"
-    assert repeats(varied + [5, 6, 7, 8] * 16, 64)
-    assert not repeats(varied * 3, 64)
+def test_answers_are_cut_off_after_segments_that_repeat_themselves():
+    varied, same = list(range(64)), [5, 6, 7, 8] * 16
+
+    def left(prompt, answer):
+        logprobs = tuple(-float(place) for place in range(len(answer)))
+        cut = before_ties(Survivor(tuple(prompt), tuple(answer), logprobs, None, False, 0, 0), 64)
+        assert cut is None or cut.logprobs == logprobs[: len(cut.tokens)]
+        return 0 if cut is None else len(cut.tokens)
+
+    assert left(varied, [5] * 40) == 40, "the segment is not finished"
+    assert left(varied, [*same, *varied]) == 65
+    assert left(varied[:60], [1] * 4 + same + varied) == 4 + 64 + 1
+    assert left(varied * 2, varied) == 64
+    assert left(same, varied) == 1
+    assert left([*same, 1], varied) == 0
+    silent = Survivor(tuple(same), tuple(varied), None, None, False, 0, 0)
+    assert before_ties(silent, 64) == dataclasses.replace(silent, tokens=silent.tokens[:1])
 
 
 class Quiet(QuietServer):

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -53,11 +53,12 @@ class Outcome:
     """What became of a storm.
 
     ends: of requests, by kind. retractions: of the server. cached: prompt tokens from the cache, of all of survivors'.
-    alike: survivors that were not compared (`repeats`). compared: survivors beside the quiet server; largest:
-    difference of a log-probability, without ties. ties: survivors with another difference, which the quiet server
-    shows, too, when it computes in batches of other shapes; largest_tie: theirs. inexact: of features that have no
-    bound on differences, why. above: survivors that differ by more than rounding. problems: what must not be; empty for
-    a storm that was survived.
+    alike: survivors that were not compared, since their prompts repeat themselves (`before_ties`).
+    compared: survivors beside the quiet server; largest: difference of a log-probability, without ties.
+    ties: survivors with another difference, which the quiet server shows, too, when it computes in batches of other
+    shapes; largest_tie: theirs.
+    inexact: of features that have no bound on differences, why. above: survivors that differ by more than rounding.
+    problems: what must not be; empty for a storm that was survived.
     """
 
     features: tuple[str, ...]
@@ -148,7 +149,8 @@ def run_storm(
         try:
             segment = next((one.segment for one in features if one.segment), SEGMENT)
             chooses = "ratio-1" not in names
-            fit = [one for one in survivors if not (chooses and repeats([*one.prompt, *one.tokens], segment))]
+            cut = [before_ties(one, segment) if chooses else one for one in survivors]
+            fit = [one for one in cut if one is not None]
             outcome.alike = len(survivors) - len(fit)
             _compare(QuietServer(calm.result().url), fit[: limits.compared], outcome, "reservoir" in names, advance)
         except (ServerLost, ServerFailed) as error:
@@ -157,14 +159,20 @@ def run_storm(
     return outcome
 
 
-def repeats(tokens: Sequence[int], segment: int) -> bool:
-    """Whether one of the finished segments says the same over and over: half of its tokens are there already.
+def before_ties(survivor: Survivor, segment: int) -> Survivor | None:
+    """Cut an answer off where it depends on a finished segment that repeats itself; None if nothing is left.
 
-    Tokens that repeat themselves get equal scores, and which of them is kept is a matter of rounding.
+    Tokens that repeat themselves get equal scores, and rounding decides which of them are kept. A segment repeats
+    itself if fewer than half of its tokens are distinct. Queries after the segment read what is kept of it. The first
+    token after it is the answer to the last query of the segment, which reads the segment whole.
     """
-    whole = len(tokens) // segment * segment
-    parts = (tokens[start : start + segment] for start in range(0, whole, segment))
-    return any(len(set(part)) < segment // 2 for part in parts)
+    tokens = [*survivor.prompt, *survivor.tokens]
+    for end in range(segment, len(tokens) + 1, segment):
+        if len(set(tokens[end - segment : end])) < segment // 2:
+            count = end + 1 - len(survivor.prompt)
+            logprobs = None if survivor.logprobs is None else survivor.logprobs[: max(count, 0)]
+            return replace(survivor, tokens=survivor.tokens[:count], logprobs=logprobs) if count > 0 else None
+    return survivor
 
 
 def _afterwards(server: Server, adapters: Sequence[str]) -> list[str]:
