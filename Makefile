@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo report test test-all processors gpu-contract architectures peers wheel lint clean
+.PHONY: setup demo test test-all processors gpu-contract architectures peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -16,9 +16,6 @@ setup: .venv/.ready
 
 demo: setup
 	$(PYTHON) -m benchmarks.demo $(ARGS)
-
-report: setup
-	$(PYTHON) -m benchmarks.report $(ARGS)
 
 # Two processes, each with one that its servers are forked from. Both cores are taken then, so everything has one thread.
 test: setup

@@ -1,1 +1,0 @@
-"""One page of all results: `python -m benchmarks.report`."""
