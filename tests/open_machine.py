@@ -30,7 +30,8 @@ from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import NOW, Tails
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.serve import allocator as hooks
+from sgl_ragged.serve import allocation_hooks as hooks
+from sgl_ragged.serve.allocator import SlabAllocator
 from sgl_ragged.serve.radix_cache import OpenRadixCache
 from tests.pool_machine import LAYOUT, SEGMENT, STREAMS, VOCABULARY, expected_slab, kv
 
@@ -46,7 +47,7 @@ class OpenMachine(RuleBasedStateMachine):
         self.store.slabs[:] = torch.nan
         self.store.defer_copy = self._promise
         self.open = OpenSegments(self.store)
-        self.allocator = hooks.SlabAllocator(
+        self.allocator = SlabAllocator(
             PAGES * SEGMENT,
             page_size=SEGMENT,
             dtype=torch.float32,

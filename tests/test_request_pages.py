@@ -126,7 +126,7 @@ def test_what_is_pending_is_settled_before_pages_are_given_away():
         scheduler=SimpleNamespace(enable_overlap=True, device="cpu", forward_stream=torch.cpu.current_stream()),
     )
     request = SimpleNamespace(req=SimpleNamespace(kv=SimpleNamespace(req_pool_idx=2, kv_committed_len=20)))
-    found = destinations(None, lambda *_: np.array([3], np.int32), queue, request, None, SEGMENT)
+    found = destinations(lambda *_: np.array([3], np.int32), queue, request, None, SEGMENT)
     assert found.tolist() == [3, *range(30, 30 + server.open.pages.extra(20))]
     assert found.dtype == np.int32
     server.store.slabs[3] = 7
@@ -154,7 +154,7 @@ def test_a_decode_server_with_another_pool_is_not_taken_up(caplog):
     manager = SimpleNamespace(kv_args=SimpleNamespace(kv_item_lens=[4096]))
     peers = [SimpleNamespace(dst_kv_item_lens=lens, endpoint="other") for lens in ([4096], [4096, 4096], [512] * 8)]
     for peer in peers:
-        refuse_other_pools(None, lambda _, one: taken.append(one), manager, peer)
+        refuse_other_pools(lambda _, one: taken.append(one), manager, peer)
     assert taken == peers[:1]
     assert [record.message.count("start it with --kv-pool ragged") for record in caplog.records] == [1, 1]
 

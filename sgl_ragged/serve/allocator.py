@@ -1,4 +1,4 @@
-"""SGLang's allocators, which hand out pages to open segments, too; and the hooks that say whose they are.
+"""SGLang's allocator, which hands out pages to open segments, too (`allocation_hooks`).
 
 To SGLang a page is one segment's, and costs as many tokens. A request takes pages beside those while its segment is
 open: they are counted in the same tokens, so what SGLang admits and retracts by is what is there.
@@ -13,23 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from sgl_ragged.launch.plan import WorkerSettings
 from sgl_ragged.mem_pool.open_segments import OpenSegments
-from sgl_ragged.serve.feature import joined_features
-from sgl_ragged.serve.pool import slab_allocator
+from sgl_ragged.serve.pending_batch import PendingBatch
 from sgl_ragged.serve.prefill_budget import SlabBudget
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-_OPEN = "_sgl_ragged_allocator"
-"""Attribute of SGLang's request table that holds the allocator."""
-
 
 class SlabAllocator(PagedTokenToKVPoolAllocator):
     """Pages of slabs and of open segments. `open_segments` is the pool's.
 
-    resumes: whether requests may begin within a segment, as they do where open segments are kept.
+    resumes: True if requests may begin within a segment, as they do where the radix cache keeps open segments.
+    pending: the batch that the scheduler puts together.
     cut: the request whose prompt the last batch of prefill has cut, if any; SGLang goes on with it.
     """
 
@@ -38,8 +34,8 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
     def __init__(self, *args: Any, **more: Any) -> None:
         kvcache = more["kvcache"]
         self.open_segments: OpenSegments = kvcache.open_segments
-        self._reserved = torch.empty(0, dtype=torch.int64, device=more["device"])
-        self.resumes = True
+        self.resumes = False
+        self.pending = PendingBatch()
         self.cut: Req | None = None
         self._ahead = False
         super().__init__(*args, **more)
@@ -65,15 +61,20 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         return self._with_reserve(demand, lambda: super(SlabAllocator, self).alloc_extend(*given, *args, **more))
 
     def alloc_decode(self, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> torch.Tensor | None:
-        demand = self.open_segments.decode_demand(seq_lens_cpu.tolist())
+        demand = self.pending.decode_demand
+        assert demand is not None, "the hook around SGLang's allocation counts pages first"
         return self._with_reserve(
             demand, lambda: super(SlabAllocator, self).alloc_decode(seq_lens, seq_lens_cpu, last_loc)
         )
 
-    def take_reserved(self) -> torch.Tensor:
-        """Pages of open segments that the last allocation has put aside, int64."""
-        pages, self._reserved = self._reserved, self._reserved[:0]
-        return pages
+    def begin_batch(self) -> None:
+        """Forget what was promised to an earlier batch: the scheduler puts another one together."""
+        self.pending = PendingBatch()
+
+    def take_open_pages(self) -> torch.Tensor:
+        """Return the pages of open segments that the last allocation has set aside, int64."""
+        pages = self.pending.take_open_pages()
+        return self.free_pages[:0] if pages is None else pages
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
@@ -93,7 +94,6 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
     def _with_reserve(self, demand: int, allocate: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """Allocate, and put pages aside for open segments; nothing where there are not enough for both."""
         self._take_back()
-        assert not len(self._reserved), "pages were put aside, and nobody took them"
         if demand:
             self.merge_and_sort_free()
         before = self.free_pages
@@ -103,7 +103,8 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         if demand > len(self.free_pages):
             self.free_pages = before
             return None
-        self._reserved, self.free_pages = self.free_pages[:demand], self.free_pages[demand:]
+        self.pending.set_aside(self.free_pages[:demand])
+        self.free_pages = self.free_pages[demand:]
         return found
 
     def _take_back(self) -> None:
@@ -113,7 +114,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
     # What SGLang asks before it allocates.
 
     def create_prefill_budget(self, tree_cache: Any, **more: Any) -> Any:
-        self.resumes = begin_batch(tree_cache)
+        self.begin_batch()
         return SlabBudget(self, tree_cache, **more)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
@@ -144,16 +145,6 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         return super().check_decode_capacity(
             num_tokens=num_tokens + beside, tree_cache=tree_cache, requests=requests, **more
         )
-
-
-def begin_batch(tree_cache: Any) -> bool:
-    """Say to a cache that keeps open segments that what it found before was for nothing. False if it keeps none."""
-    from sgl_ragged.serve.radix_cache import OpenRadixCache
-
-    if not isinstance(tree_cache, OpenRadixCache):
-        return False
-    tree_cache.begin_batch()
-    return True
 
 
 def reserve_tokens(allocator: SlabAllocator) -> int:
@@ -199,74 +190,5 @@ def clipped_new_tokens(
 
 
 def lists(*lengths: Any) -> tuple[list[int], ...]:
-    """Of tensors."""
+    """Convert tensors to Python lists."""
     return tuple(length.tolist() for length in lengths)
-
-
-def release_row(table: Any, row: int) -> None:
-    """Take the pages of an open segment back from the request that gives up this row of SGLang's table."""
-    allocator = getattr(table, _OPEN)
-    allocator.free_page_ids(allocator.open_segments.release(row))
-
-
-# Hooks.
-
-
-def build_allocator(
-    serving: WorkerSettings, original: Callable, configurator: Any, *, token_to_kv_pool: Any, **more: Any
-) -> Any:
-    """Builds SGLang's allocator, and puts the one in its place that knows of open segments."""
-    found = original(configurator, token_to_kv_pool=token_to_kv_pool, **more)
-    if more["token_to_kv_pool_allocator"] is not None:
-        # A model that runs beside the served one shares its locations.
-        return found
-    common = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
-    joined = joined_features(serving.served_plan)
-    of_features = [feature.allocator(found, token_to_kv_pool, common) for feature, _ in joined]
-    made = next((one for one in of_features if one is not None), None)
-    if made is None:
-        assert type(found) is PagedTokenToKVPoolAllocator, f"SGLang chose {type(found).__name__}"
-        made = SlabAllocator(found.size, kvcache=token_to_kv_pool, **common)
-    setattr(more["req_to_token_pool"], _OPEN, slab_allocator(made))
-    return made
-
-
-def alloc_for_extend(original: Callable, batch: Any) -> Any:
-    """Gives open segments their pages, once the requests of a prefill batch have rows."""
-    from sgl_ragged.serve.radix_cache import open_cache_of
-
-    cache, allocator = open_cache_of(batch), slab_allocator(batch.token_to_kv_pool_allocator)
-    hits = {} if cache is None else cache.take_hits(batch.reqs)
-    allocator.cut = batch.chunked_req
-    found = original(batch)
-    rows = found[2].tolist()
-    for index, pages in hits.items():
-        allocator.open_segments.adopt(rows[index], pages)
-    allocator.open_segments.extend(rows, batch.prefix_lens, batch.seq_lens_cpu.tolist(), allocator.take_reserved())
-    return found
-
-
-def alloc_for_decode(original: Callable, batch: Any, token_per_req: int) -> Any:
-    """Gives open segments their pages for one token more."""
-    allocator = slab_allocator(batch.token_to_kv_pool_allocator)
-    lengths = (batch.seq_lens_cpu + token_per_req).tolist()
-    pages = len(lengths) + allocator.open_segments.decode_demand(lengths)
-    begin_batch(batch.tree_cache)
-    batch.token_to_kv_pool_allocator.evict_to_free_tokens(batch.tree_cache, pages * allocator.page_size)
-    found = original(batch, token_per_req)
-    allocator.open_segments.decode(batch.req_pool_indices_cpu.tolist(), lengths, allocator.take_reserved())
-    return found
-
-
-def free_rows(original: Callable, table: Any, indices: list[int]) -> None:
-    """Takes the pages of open segments back from requests that give up their rows."""
-    for row in indices:
-        release_row(table, row)
-    original(table, indices)
-
-
-def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
-    """Tokens that requests hold beside the tree, for SGLang's leak checks: open segments' pages among them."""
-    full, windows = original(checker)
-    allocator = slab_allocator(checker.token_to_kv_pool_allocator)
-    return full + allocator.open_segments.in_use * allocator.page_size, windows

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sgl_ragged import sglang_contract as sglang
 from sgl_ragged.contract_checks import check_contract, wrap
 from sgl_ragged.launch.plan import BACKEND, WorkerSettings
-from sgl_ragged.serve import allocator, metrics, prefill_budget, radix_cache, weight_updates, worker
+from sgl_ragged.serve import allocation_hooks, metrics, prefill_budget, radix_cache, weight_updates, worker
 from sgl_ragged.serve.feature import Hook, joined_features
 from sgl_ragged.serve.refusal import ending_worker
 
@@ -18,11 +18,11 @@ HOOKS = (
     *KV_BYTES_HOOKS,
     Hook(f"{sglang.CONFIGURATOR}._resolve_memory_pool_config", worker.size_pool, bound=True),
     Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool", worker.build_pool, bound=True),
-    Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool_allocator", allocator.build_allocator, bound=True),
-    Hook(f"{sglang.SCHEDULE_BATCH}.alloc_for_extend", allocator.alloc_for_extend),
-    Hook(f"{sglang.SCHEDULE_BATCH}.alloc_for_decode", allocator.alloc_for_decode),
-    Hook(sglang.FREE_ROWS, allocator.free_rows),
-    Hook(f"{sglang.CHECKER}._get_total_uncached_sizes", allocator.uncached_tokens),
+    Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool_allocator", allocation_hooks.build_allocator, bound=True),
+    Hook(f"{sglang.SCHEDULE_BATCH}.alloc_for_extend", allocation_hooks.alloc_for_extend),
+    Hook(f"{sglang.SCHEDULE_BATCH}.alloc_for_decode", allocation_hooks.alloc_for_decode),
+    Hook(sglang.FREE_ROWS, allocation_hooks.free_rows),
+    Hook(f"{sglang.CHECKER}._get_total_uncached_sizes", allocation_hooks.uncached_tokens),
     Hook(f"{sglang.REGISTRY}.create_unified_radix_cache", radix_cache.keep_open_segments),
     Hook(sglang.LOAD_WEIGHTS, worker.place_weights, bound=True),
     Hook(sglang.CPU_HEADS, worker.repeat_heads_on_cpus, bound=True),

@@ -62,13 +62,12 @@ class OpenRadixCache(UnifiedRadixCache):
 
     def __init__(self, params: Any) -> None:
         self.slabs: SlabAllocator = slab_allocator(params.token_to_kv_pool_allocator)
+        self.slabs.resumes = True
         self.entries = self.slabs.open_segments.kept
         self.below: Below | None = None
         # By single tokens, even where drafts are made from hidden states. For these SGLang takes pairs of tokens, since
         # what such a head keeps of a token depends on the next one: it finds one token less, and never another's.
         super().__init__(replace(params, is_eagle=False))
-        self._found: set[Entry] = set()
-        self._locations: dict[str, torch.Tensor] = {}
         self._kept_rows: dict[int, int] = {}
 
     def reset(self) -> None:
@@ -76,13 +75,10 @@ class OpenRadixCache(UnifiedRadixCache):
         self.entries.clear()
         if self.below is not None:
             self.below.clear()
-        self._found, self._locations, self._kept_rows = set(), {}, {}
+        self.slabs.begin_batch()
+        self._kept_rows = {}
 
     # What is found.
-
-    def begin_batch(self) -> None:
-        """Before requests of a batch are chosen: what has been found for others may go."""
-        self._found = set()
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
@@ -124,12 +120,12 @@ class OpenRadixCache(UnifiedRadixCache):
         best = max(hits, key=lambda hit: hit.tokens, default=None)
         if best is None:
             return 0
-        self._found.add(best.entry)
+        self.slabs.pending.found.add(best.entry)
         setattr(req, _HIT, best)
         return best.tokens
 
     def prefix_device_indices(self, req: Req) -> torch.Tensor:
-        locations = self._locations.get(req.rid)
+        locations = self.slabs.pending.locations.get(req.rid)
         if locations is None:
             return super().prefix_device_indices(req)
         root = self.root_node_handle(req.extra_key)
@@ -149,7 +145,8 @@ class OpenRadixCache(UnifiedRadixCache):
                 hit: Hit = getattr(req, _HIT)
                 assert hit.tokens == req.prefix_len - req.kv.cache_protected_len, (req.rid, hit, req.prefix_len)
                 hits.append((index, hit, 1 + self.slabs.open_segments.pages.extra(hit.tokens)))
-        self._locations, self._found = {}, {hit.entry for _, hit, _ in hits}
+        pending = self.slabs.pending
+        pending.locations, pending.found = {}, {hit.entry for _, hit, _ in hits}
         needed, size = sum(pages for _, _, pages in hits), self.page_size
         if not needed:
             return {}
@@ -170,10 +167,10 @@ class OpenRadixCache(UnifiedRadixCache):
                 self.below.restore(entry.pages[:pages], own)
             else:
                 own = self._copied(entry.pages[:pages])
-            self._locations[reqs[index].rid] = own[0] * size + torch.arange(hit.tokens, device=own.device)
+            pending.locations[reqs[index].rid] = own[0] * size + torch.arange(hit.tokens, device=own.device)
             given[index] = own[1:]
             self.entries.reused_tokens += hit.tokens
-        self._found = set()
+        pending.found = set()
         return given
 
     def _copied(self, pages: torch.Tensor, at_once: bool = False) -> torch.Tensor:
@@ -257,7 +254,7 @@ class OpenRadixCache(UnifiedRadixCache):
     def _evicted(self, original: Callable, params: Any, **more: Any) -> Any:
         """Drop entries first, those that have just been found last of all."""
         size, wanted = self.page_size, params.num_tokens
-        freed = self._drop(self.entries.oldest(-(-wanted // size), self._found))
+        freed = self._drop(self.entries.oldest(-(-wanted // size), self.slabs.pending.found))
         result = original(replace(params, num_tokens=max(wanted - freed, 0)), **more)
         result.num_tokens_evicted += freed
         return result
@@ -266,7 +263,7 @@ class OpenRadixCache(UnifiedRadixCache):
         """Tokens that it frees."""
         for entry in entries:
             if self.below is not None:
-                self.below.keep(entry, self._found)
+                self.below.keep(entry, self.slabs.pending.found)
             self.entries.remove(entry)
             self.slabs.free_page_ids(entry.pages)
         return sum(len(entry.pages) for entry in entries) * self.page_size

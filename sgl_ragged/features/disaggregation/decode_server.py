@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.utils import prepare_abort
 
 from sgl_ragged.features.disaggregation.agreement import disagreement
 from sgl_ragged.features.disaggregation.prefill_server import exchange_of, settle
-from sgl_ragged.serve.allocator import release_row
+from sgl_ragged.serve.allocation_hooks import release_row
 from sgl_ragged.serve.pool import slab_allocator
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def allocate(
     found = original(queue, req, prefix_indices, prefix_len, total_prefix_len)
     allocator, kv = slab_allocator(queue.token_to_kv_pool_allocator), req.kv
     begins = total_prefix_len or prefix_len or 0
-    allocator.open_segments.extend([kv.req_pool_idx], [begins], [kv.kv_committed_len], allocator.take_reserved())
+    allocator.open_segments.extend([kv.req_pool_idx], [begins], [kv.kv_committed_len], allocator.take_open_pages())
     return found
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from sgl_ragged.features.drafts.chains import as_chains, end_at_border
-from sgl_ragged.serve.allocator import begin_batch
 from sgl_ragged.serve.pool import slab_allocator, slab_pool
 
 
@@ -28,7 +27,7 @@ def alloc_for_chains(original: Callable, tree_cache: Any, req_to_token_pool: Any
     """Puts pages aside for open segments behind the next chain; SGLang's own, for two chains ahead, are for slabs."""
     allocator = slab_allocator(tree_cache.token_to_kv_pool_allocator)
     rows, lengths = [req.kv.req_pool_idx for req in reqs], [req.kv.kv_committed_len for req in reqs]
-    begin_batch(tree_cache)
+    allocator.begin_batch()
     with allocator.ahead():
         original(tree_cache, req_to_token_pool, reqs=reqs, **more)
     chains = allocator.open_segments.chains

@@ -9,7 +9,6 @@ from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 
 from sgl_ragged.serve.allocator import (
     SlabAllocator,
-    begin_batch,
     clipped_new_tokens,
     decode_tokens,
     extend_tokens,
@@ -53,7 +52,7 @@ class HybridAllocator(SWATokenToKVPoolAllocator):
         return new + demand <= self.full_attn_allocator.available_size() // size
 
     def create_prefill_budget(self, tree_cache: Any, **more: Any) -> Any:
-        self.full_attn_allocator.resumes = begin_batch(tree_cache)
+        self.full_attn_allocator.begin_batch()
         return HybridBudget(self, tree_cache, **more)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:

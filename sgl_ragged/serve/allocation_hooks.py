@@ -1,0 +1,82 @@
+"""Hooks around SGLang's allocation: which requests get the pages of open segments, and when they give them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from sgl_ragged.launch.plan import WorkerSettings
+from sgl_ragged.serve.allocator import SlabAllocator
+from sgl_ragged.serve.feature import joined_features
+from sgl_ragged.serve.pool import slab_allocator
+from sgl_ragged.serve.radix_cache import open_cache_of
+
+_OPEN = "_sgl_ragged_allocator"
+"""Attribute of SGLang's request table that holds the allocator."""
+
+
+def build_allocator(
+    serving: WorkerSettings, original: Callable, configurator: Any, *, token_to_kv_pool: Any, **more: Any
+) -> Any:
+    """Builds SGLang's allocator, and puts the one in its place that knows of open segments."""
+    found = original(configurator, token_to_kv_pool=token_to_kv_pool, **more)
+    if more["token_to_kv_pool_allocator"] is not None:
+        # A model that runs beside the served one shares its locations.
+        return found
+    common = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
+    joined = joined_features(serving.served_plan)
+    of_features = [feature.allocator(found, token_to_kv_pool, common) for feature, _ in joined]
+    made = next((one for one in of_features if one is not None), None)
+    if made is None:
+        assert type(found) is PagedTokenToKVPoolAllocator, f"SGLang chose {type(found).__name__}"
+        made = SlabAllocator(found.size, kvcache=token_to_kv_pool, **common)
+    setattr(more["req_to_token_pool"], _OPEN, slab_allocator(made))
+    return made
+
+
+def alloc_for_extend(original: Callable, batch: Any) -> Any:
+    """Gives open segments their pages, once the requests of a prefill batch have rows."""
+    cache, allocator = open_cache_of(batch), slab_allocator(batch.token_to_kv_pool_allocator)
+    hits = {} if cache is None else cache.take_hits(batch.reqs)
+    allocator.cut = batch.chunked_req
+    found = original(batch)
+    rows = found[2].tolist()
+    for index, pages in hits.items():
+        allocator.open_segments.adopt(rows[index], pages)
+    allocator.open_segments.extend(rows, batch.prefix_lens, batch.seq_lens_cpu.tolist(), allocator.take_open_pages())
+    return found
+
+
+def alloc_for_decode(original: Callable, batch: Any, token_per_req: int) -> Any:
+    """Gives open segments their pages for one token more."""
+    allocator = slab_allocator(batch.token_to_kv_pool_allocator)
+    lengths = (batch.seq_lens_cpu + token_per_req).tolist()
+    allocator.begin_batch()
+    allocator.pending.decode_demand = demand = allocator.open_segments.decode_demand(lengths)
+    pages = len(lengths) + demand
+    batch.token_to_kv_pool_allocator.evict_to_free_tokens(batch.tree_cache, pages * allocator.page_size)
+    found = original(batch, token_per_req)
+    allocator.open_segments.decode(batch.req_pool_indices_cpu.tolist(), lengths, allocator.take_open_pages())
+    return found
+
+
+def release_row(table: Any, row: int) -> None:
+    """Take the pages of an open segment back from the request that gives up this row of SGLang's table."""
+    allocator = getattr(table, _OPEN)
+    allocator.free_page_ids(allocator.open_segments.release(row))
+
+
+def free_rows(original: Callable, table: Any, indices: list[int]) -> None:
+    """Takes the pages of open segments back from requests that give up their rows."""
+    for row in indices:
+        release_row(table, row)
+    original(table, indices)
+
+
+def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
+    """Tokens that requests hold beside the tree, for SGLang's leak checks: open segments' pages among them."""
+    full, windows = original(checker)
+    allocator = slab_allocator(checker.token_to_kv_pool_allocator)
+    return full + allocator.open_segments.in_use * allocator.page_size, windows
