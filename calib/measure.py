@@ -133,19 +133,19 @@ def num_passes(scorers: Sequence[str]) -> int:
     return 2 if any(_has_calibrated_statistics(name) for name in scorers) else 1
 
 
-def _has_calibrated_statistics(scorer: str) -> bool:
+def _has_calibrated_statistics(name: str) -> bool:
     """Return whether the scorer needs statistics that calibration measures.
 
     Raises:
         RaggedConfigError: it needs statistics that calibration does not measure.
     """
-    found = get_scorer(scorer)
-    if not found.statistics or found.reads_hidden_states or found.trained:
+    scorer = get_scorer(name)
+    if not scorer.statistics or scorer.reads_hidden_states or scorer.trained:
         return False
-    unknown = set(found.statistics) - set(STATISTICS)
+    unknown = set(scorer.statistics) - set(STATISTICS)
     if unknown:
         raise RaggedConfigError(
-            f"scorer {scorer!r} needs {', '.join(sorted(unknown))}, which calibration does not measure; use another "
+            f"scorer {name!r} needs {', '.join(sorted(unknown))}, which calibration does not measure; use another "
             f"scorer"
         )
     return True

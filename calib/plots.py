@@ -106,13 +106,13 @@ def plot_retention(shares: np.ndarray, tasks: Sequence[str], budgets: np.ndarray
 
 def _draw_layer(axes: Axes, shares: np.ndarray, tasks: Sequence[str], budgets: np.ndarray) -> None:
     heads = np.argsort(budgets, kind="stable")
-    places = np.arange(1, len(heads) + 1)
-    axes.boxplot(100 * shares[:, heads], positions=places, widths=0.5, sym="", medianprops={"color": "0.3"})
+    columns = np.arange(1, len(heads) + 1)
+    axes.boxplot(100 * shares[:, heads], positions=columns, widths=0.5, sym="", medianprops={"color": "0.3"})
     for task, marker in zip(sorted(set(tasks)), cycle("ov^Ds*"), strict=False):
         means = shares[[name == task for name in tasks]].mean(axis=0)
-        axes.plot(places, 100 * means[heads], marker, markersize=4, label=task)
-    axes.step(places, 100 * budgets[heads], where="mid", color="black", linestyle="--", label="budget as served")
-    axes.set_xticks(places, [str(head) for head in heads])
+        axes.plot(columns, 100 * means[heads], marker, markersize=4, label=task)
+    axes.step(columns, 100 * budgets[heads], where="mid", color="black", linestyle="--", label="budget as served")
+    axes.set_xticks(columns, [str(head) for head in heads])
 
 
 def plot_grouping(reclaimed: Sequence[Reclaimed]) -> Figure:
@@ -165,8 +165,8 @@ def plot_roles(roles: RoleReport) -> Figure:
     figure.colorbar(image, ax=foreseen)
     for role, marker in zip(ROLES, "xo^s", strict=True):
         rows = [row for row in roles.heads if row.role == role]
-        places = [row.similarity for row in rows], [row.stability for row in rows]
-        kinds.plot(*places, marker, markersize=5, alpha=0.7, label=f"{role} ({len(rows)})")
+        points = [row.similarity for row in rows], [row.stability for row in rows]
+        kinds.plot(*points, marker, markersize=5, alpha=0.7, label=f"{role} ({len(rows)})")
     kinds.set(xlabel="similarity", ylabel="stability", xlim=(0, 1), ylim=(0, 1), title="roles")
     kinds.grid(alpha=0.3)
     kinds.legend(fontsize="small")

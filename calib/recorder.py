@@ -80,7 +80,7 @@ class Recorder:
 
     @property
     def keeps_hidden_states(self) -> bool:
-        """Whether this rank writes hidden states. They are equal on all ranks."""
+        """True for the rank that writes hidden states, which are equal on all ranks."""
         return self.reads_hidden_states and self.rank == 0
 
     def for_rank(self, rank: int) -> Recorder:

@@ -216,17 +216,17 @@ class Recording:
             windows = [first - past for first in self.windows if past <= first < seen]
             if windows:
                 self.attended[layer].append(most_attended(weights, windows))
-            chosen = [position for position in self.codebook if past <= position < seen]
-            if chosen:
+            recorded = [position for position in self.codebook if past <= position < seen]
+            if recorded:
                 assert self.rope is not None, "`start` empties the codebook without a rotary embedding"
-                rows = torch.tensor([position - past for position in chosen], device=device)
+                rows = torch.tensor([position - past for position in recorded], device=device)
                 self.queries[layer].append(
                     recorded_queries(
                         queries[start:stop][rows],
                         logits[:, :, rows],
                         all_values[:, :seen],
                         self.segment,
-                        chosen,
+                        recorded,
                         self.rope,
                     )
                 )

@@ -80,7 +80,7 @@ class ResidualStream:
 
     @property
     def known(self) -> bool:
-        """Whether the stream of the layer whose attention runs was observed. Fused norms may bypass the hooks."""
+        """True if the stream of the layer whose attention runs was observed. Fused norms may bypass the hooks."""
         return self._stream is not None and self._normed_layer is self._layer
 
     def after_attention(self, outputs: torch.Tensor) -> tuple[Added, torch.Tensor]:

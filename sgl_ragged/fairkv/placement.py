@@ -51,24 +51,24 @@ class Placement:
 
     @property
     def load(self) -> np.ndarray:
-        """int64 [num_layers, ranks]: tokens of each sealed segment that a rank stores, and reads in a decode step."""
+        """Tokens per sealed segment that a rank stores, and reads in a decode step: int64 [num_layers, ranks]."""
         return self.kept.sum(axis=2)
 
     @property
     def splits_heads(self) -> bool:
-        """Whether a head has more than one place in a layer."""
+        """True if a head has more than one place in a layer."""
         ordered = np.sort(self.heads.reshape(len(self.heads), -1), axis=1)
         return bool((ordered[:, 1:] == ordered[:, :-1]).any())
 
     @property
     def partial(self) -> np.ndarray:
-        """bool [num_layers, ranks, places]: whether the place stores less than the head keeps."""
+        """Places that store less than the head keeps: bool [num_layers, ranks, places]."""
         same = self.heads[:, :, :, None, None] == self.heads[:, None, None, :, :]
         return self.kept < (self.kept[:, None, None] * same).sum(axis=(3, 4))
 
     @property
     def first(self) -> np.ndarray:
-        """int64 [num_layers, ranks, places]: number of the head's kept tokens that lower ranks store."""
+        """Number of the head's kept tokens that lower ranks store: int64 [num_layers, ranks, places]."""
         same = self.heads[:, :, :, None, None] == self.heads[:, None, None, :, :]
         rank = np.arange(self.ranks)
         lower = (rank[:, None] > rank)[None, :, None, :, None]

@@ -95,8 +95,8 @@ def _whole_heads(kept: np.ndarray, heads: np.ndarray, mode: str) -> Placement:
 
 def _split_heads(kept: np.ndarray, ranks: int, mode: str) -> Placement:
     layers = [split_layer(row, ranks) for row in kept // UNIT]
-    heads = [[sorted(held) for held in shares] for shares in layers]
-    units = [[[held[head] for head in sorted(held)] for held in shares] for shares in layers]
+    heads = [[sorted(share) for share in shares] for shares in layers]
+    units = [[[share[head] for head in sorted(share)] for share in shares] for shares in layers]
     return Placement(heads=np.array(heads), kept=np.array(units) * UNIT, mode=mode)
 
 

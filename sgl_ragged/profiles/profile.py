@@ -123,11 +123,11 @@ class Profile:
         return state.hexdigest()[:16]
 
     def _tensors(self) -> dict[str, np.ndarray]:
-        named = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares", "held_out")}
-        named |= {STATISTIC + name: array for name, array in self.statistics.items()}
+        arrays = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares", "held_out")}
+        arrays |= {STATISTIC + name: array for name, array in self.statistics.items()}
         return {
             name: np.ascontiguousarray(array, dtype=np.float16 if array.dtype == np.float16 else np.float32)
-            for name, array in named.items()
+            for name, array in arrays.items()
             if array is not None
         }
 

@@ -70,15 +70,16 @@ def scorer_statistics(
 
 
 def _check_axes(scorer: Scorer, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, int], source: str) -> None:
-    known = dict(sizes)
+    lengths = dict(sizes)
     for name, axes in scorer.axes.items():
         shape = tuple(tensors[name].shape[2:])
-        wanted = tuple(known.get(axis, length) for axis, length in zip(axes, shape, strict=False))
-        if len(shape) != len(axes) or shape != wanted or 0 in shape:
-            expected = ", ".join(f"{known[axis]} ({axis})" if axis in known else axis for axis in axes)
-            found = tuple(tensors[name].shape)
-            raise RaggedConfigError(f"{source}: {name} {found} must be [layers, heads, {expected}]")
-        known |= zip(axes, shape, strict=True)
+        expected_shape = tuple(lengths.get(axis, length) for axis, length in zip(axes, shape, strict=False))
+        if len(shape) != len(axes) or shape != expected_shape or 0 in shape:
+            expected = ", ".join(f"{lengths[axis]} ({axis})" if axis in lengths else axis for axis in axes)
+            raise RaggedConfigError(
+                f"{source}: {name} {tuple(tensors[name].shape)} must be [layers, heads, {expected}]"
+            )
+        lengths |= zip(axes, shape, strict=True)
 
 
 def check_weights(scorer: Scorer, weights: str | Path | None) -> None:
