@@ -26,7 +26,7 @@ def queries_per_sample(samples: int) -> int:
 
 
 def choose_queries(length: int, segment: int, count: int) -> list[int]:
-    """Choose tokens after the first segment whose queries are recorded, ascending: one in each `count`-th part."""
+    """Choose tokens after the first segment whose queries are recorded: a random one in each of `count` equal parts."""
     count = min(count, length - segment)
     edges = np.linspace(segment, length, count + 1).astype(int)
     rng = np.random.default_rng([length, count])

@@ -102,7 +102,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         for check in (_metadata_faults, _share_faults, _coverage_faults, _sample_faults, _statistic_faults):
-            # Later checks rely on what earlier ones have found in order, so the first reason ends them.
+            # Later checks assume that earlier ones passed, so the first reason is raised.
             for reason in check(self):
                 raise RaggedConfigError(f"profile: {reason}")
 
