@@ -28,7 +28,7 @@ from sgl_ragged.scorers.statistics import check_weights
 def settle_profile(
     options: RaggedOptions, view: Any, geometry: ModelGeometry, share: float
 ) -> tuple[str, ProfileChoice]:
-    """The scorer that serves, and where its budgets come from.
+    """Return the scorer that serves, and where its budgets come from.
 
     Args:
         view: SGLang's resolved settings.
@@ -88,7 +88,7 @@ def calibrate_if_missing(
         view: SGLang's resolved settings.
 
     Raises:
-        RaggedConfigError: calibration fails, or the cache cannot be used; the message says how to serve without.
+        RaggedConfigError: calibration fails, or the cache cannot be used; the message names ways to serve without it.
     """
     if not isinstance(profile, CachedProfile):
         return profile

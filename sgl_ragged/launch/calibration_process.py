@@ -1,7 +1,7 @@
 """Runs `python -m calib run` for a server that has no profile yet: one at a time, and never longer than its starter.
 
-The process inherits the lock of the profile, so nobody starts a second one while it lives, and reads from a pipe that
-ends with whoever started it, however that ends. Every process records in a folder of its own; what an earlier one left
+The process inherits the lock of the profile, so no second one starts while it lives, and reads from a pipe that
+ends with its parent, however that ends. Every process records in a folder of its own; what an earlier one left
 there is taken over by the next, which holds the lock and so knows that its owner is gone.
 """
 
@@ -31,7 +31,7 @@ PASSED_ON = (
     *("json_model_override_args", "base_gpu_id", "download_dir", "model_loader_extra_config", "model_impl"),
     *("model_config_parser", "cpu_offload_gb"),
 )
-"""Settings of the server that its calibration must share, beside model, dtype and ranks."""
+"""Settings of the server that its calibration must share, in addition to model, dtype and ranks."""
 
 NEEDED = ("matplotlib", "rich", "scipy")
 """Packages that only calibration needs: the extra `calibrate` of this package."""
@@ -47,7 +47,7 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
         lock: file descriptor of the profile's lock, which the caller holds.
 
     Raises:
-        RaggedConfigError: calibration cannot start, or failed; the message says how to serve without.
+        RaggedConfigError: calibration cannot start, or failed; the message names ways to serve without it.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -93,7 +93,7 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
 
 
 def calibrator() -> list[str]:
-    """Start of a command line for the calibrator that is installed beside this package.
+    """Return the start of a command line for the calibrator that is installed with this package.
 
     Raises:
         RaggedConfigError: it is not installed.
@@ -121,12 +121,12 @@ def _recordings(path: Path) -> list[Path]:
 
 
 def say(text: str) -> None:
-    """Tell whoever starts the server."""
+    """Print a line for the user who starts the server."""
     print(f"sgl_ragged: {text}", file=sys.stderr, flush=True)
 
 
 def _run(command: list[str], lock: int) -> int:
-    """Exit status of a command that holds the lock while it lives, and ends when this process does."""
+    """Run a command that holds the lock while it lives and ends with this process; return its exit status."""
     theirs, ours = os.pipe()
     try:
         # Its table goes where its progress goes: standard output is the caller's.
@@ -136,7 +136,7 @@ def _run(command: list[str], lock: int) -> int:
     try:
         return process.wait()
     except KeyboardInterrupt:
-        # The child ends with the pipe. No traceback: whoever pressed Ctrl-C knows where it came from.
+        # The child ends with the pipe. A traceback would tell the user nothing about Ctrl-C.
         os.close(ours)
         ours = -1
         process.wait()

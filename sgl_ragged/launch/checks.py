@@ -34,8 +34,8 @@ def refuse_segment(segment: int, device: str) -> None:
 
 
 def refuse_environment(server_args: Any) -> None:
-    """Raise RaggedConfigError for environment variables of SGLang that do not go with --kv-pool ragged, and warn of one
-    that is in vain."""
+    """Raise RaggedConfigError for environment variables that do not go with --kv-pool ragged; warn of one without
+    effect."""
     from sglang.srt.environ import envs
 
     if envs.SGLANG_ENABLE_METADATA_GLUE_GRAPH.get():
@@ -131,8 +131,9 @@ def refuse_flags(server_args: Any, options: RaggedOptions) -> None:
 
 
 def refuse_port(view: Any) -> None:
-    """Raise RaggedConfigError for a server whose port another process listens on; calibration would come before SGLang
-    notices. Engines have no port.
+    """Raise RaggedConfigError if another process listens on the server's port.
+
+    SGLang would notice only after calibration. Engines have no port.
 
     Args:
         view: SGLang's resolved settings.
@@ -144,7 +145,7 @@ def refuse_port(view: Any) -> None:
 
 
 def refuse_unbound_ranks(view: Any) -> None:
-    """Raise RaggedConfigError for more ranks on a CPU than NUMA nodes, whose cores SGLang wants to be told."""
+    """Raise RaggedConfigError for more ranks on a CPU than NUMA nodes, unless their cores are named."""
     from sglang.srt.utils import get_cpu_ids_by_node
 
     ranks = view.tp_size * view.pp_size * view.dp_size // view.nnodes

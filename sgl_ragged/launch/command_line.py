@@ -30,7 +30,7 @@ if len(FLAGS) < len(_OWN) + sum(map(len, _OF_FEATURES.values())):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all flags to SGLang's parser. Values are read by `make_options`, which says what is wrong in one line."""
+    """Add all flags to SGLang's parser. Values are read by `make_options`, whose errors are one line."""
     group = parser.add_argument_group("sgl_ragged: a KV cache with a budget per attention head")
     for keyword, one in FLAGS.items():
         group.add_argument(dashed(keyword), **{k: v for k, v in one.metadata["parser"].items() if k != "type"})
@@ -44,7 +44,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
         observer: see OBSERVER.
 
     Returns:
-        The options, or None when nothing was asked of the plugin, which then stays inert.
+        The options, or None without any flag of the plugin, which then stays inert.
 
     Raises:
         RaggedConfigError: a value is out of range, or a --ragged-* flag was given without --kv-pool ragged.
@@ -68,13 +68,13 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
         observer=observer,
     )
     if options.slab_dtype == WIDE.name:
-        # What others can keep depends on the model's heads.
+        # For other formats this depends on the model's heads.
         check_budgets(WIDE_RATIO if options.ratio is None else options.ratio, options.segment)
     return options
 
 
 def _read(keyword: str, value: Any) -> Any:
-    """A flag's value as options have it. Raises RaggedConfigError for one that it cannot have."""
+    """Return a flag's value as options hold it. Raises RaggedConfigError for an invalid one."""
     parser = FLAGS[keyword].metadata["parser"]
     if "choices" in parser and value not in parser["choices"]:
         raise RaggedConfigError(f"unknown {dashed(keyword)} {value!r}; known: {', '.join(parser['choices'])}")

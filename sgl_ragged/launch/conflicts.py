@@ -93,7 +93,7 @@ def refuse_conflicts(start: Start) -> None:
 
 
 def table() -> str:
-    """All conflicts as a table in Markdown, a line each, those that refuse a start first."""
+    """Return all conflicts as a Markdown table, one line each, those that refuse a start first."""
     listed = sorted(conflicts(), key=lambda one: (REFUSED, STAYS_WIDE, STAYS_UNFITTED).index(one.effect))
     rows = [
         f"| {_shown(found.one)} | {_shown(found.other)} | {found.why} | {found.advice or '-'} | {found.effect} |"

@@ -1,8 +1,7 @@
-"""Which CUDA graphs SGLang captures of a model over slabs.
+"""The CUDA graphs that SGLang captures of a model over slabs.
 
-Of decode those over the whole step. Of prefill those that break at attention: the backend is called between their
-parts with the batch that runs, so what it makes and allocates by a chunk's lengths may differ from the capture. They
-are captured where they are asked for alone, as long as nothing here has been run on a GPU.
+Decode is captured as a whole step. Prefill is captured only if the flags ask for it, with breaks at attention: the
+backend is called between the parts with the batch that runs, so its tensors may differ from the capture.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ plans there."""
 
 
 def asked_graphs(server_args: Any) -> dict[str, str | None]:
-    """Kinds of CUDA graphs that the flags ask for, by SGLang's name of the phase; None where they do not say."""
+    """Return the kind of CUDA graphs in the flags by SGLang's name of the phase; None if it is not given."""
     from sglang.srt.model_executor.cuda_graph_config import Phase
 
     asked = {
@@ -59,13 +58,16 @@ def refuse_graphs(server_args: Any, options: RaggedOptions) -> None:
 
 
 def declared_graphs(server_args: Any, options: RaggedOptions) -> dict[str, str]:
-    """SGLang's settings to be declared before it sizes memory: it reserves for the graphs that it means to capture."""
+    """Return settings to declare before SGLang sizes memory, since it reserves memory for graphs."""
     declared = {} if options.kernel in CAPTURED_KERNELS else {"cuda_graph_backend_decode": DISABLED}
     return declared | {"cuda_graph_backend_prefill": BREAKABLE if captures_prefill(server_args) else DISABLED}
 
 
 def settled_graphs(config: Any, server_args: Any, *, captured: bool) -> Any:
-    """The graphs of SGLang's configuration that are captured. captured: whether kernels and device are those of graphs.
+    """Return SGLang's graph configuration with the graphs that are captured.
+
+    Args:
+        captured: True if kernels and device support graphs.
 
     Raises RaggedConfigError for graphs of decode that are not over the whole step, and for asked ones of prefill where
     there are none.

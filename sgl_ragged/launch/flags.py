@@ -12,7 +12,7 @@ from sgl_ragged.errors import RaggedConfigError
 def flag(
     default: Any, text: str, *, shown: str = "", check: Callable[[Any], None] = lambda _: None, **parser: Any
 ) -> Any:
-    """A field that is a flag: its default, its help, how the help names the default, and what refuses a bad value.
+    """Make a dataclass field that is a flag: default, help, the default's name in the help, and a check of values.
 
     `parser`: keywords of `add_argument`; `type` and `choices` hold for keywords of `Engine`, too.
     """
@@ -21,7 +21,7 @@ def flag(
 
 
 def flags_of(kind: type) -> dict[str, Field]:
-    """Fields of a dataclass that are flags, by keyword of `Engine`; with dashes it is the flag."""
+    """Return the fields of a dataclass that are flags, by keyword of `Engine`; with dashes it is the flag."""
     return {_keyword(one): one for one in fields(kind) if one.metadata}
 
 

@@ -1,4 +1,4 @@
-"""Which architectures SGLang has a class for, without importing its models: that takes half a minute."""
+"""Find out which architectures SGLang has a class for, without importing its models, which takes half a minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @functools.cache
 def _names() -> frozenset[str]:
-    """Every name in the sources of SGLang's models. Reading them takes 0.2 s."""
+    """Return every name in the sources of SGLang's models. Reading them takes 0.2 s."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
     folders = [Path(place) / "srt" / "models" for place in spec.submodule_search_locations or ()]
@@ -21,7 +21,7 @@ def _names() -> frozenset[str]:
 
 
 def has_class(architecture: str) -> bool:
-    """False for an architecture that no class of SGLang's models, nor of a registered package, can serve."""
+    """Return False if no class of SGLang's models or of a registered package serves an architecture."""
     if os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
         return True
     registry = getattr(sys.modules.get("sglang.srt.models.registry"), "ModelRegistry", None)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def add_model_options(parser: argparse.ArgumentParser, ratio: float | None = WIDE_RATIO) -> None:
-    """Add the model, and what the server's flags of the same names say about its budgets; `ratio`: the default."""
+    """Add --model and the server's flags for its budgets; `ratio`: the default."""
     parser.add_argument("--model", type=Path, required=True, help="folder with config.json")
     parser.add_argument("--ratio", type=float, default=ratio)
     parser.add_argument("--segment", type=int, default=256)
@@ -31,10 +31,10 @@ def add_model_options(parser: argparse.ArgumentParser, ratio: float | None = WID
 
 
 def read_model(options: argparse.Namespace) -> Any:
-    """SGLang's ModelConfig of the model, which takes seconds to import.
+    """Return SGLang's ModelConfig of the model; the import takes seconds.
 
     Raises:
-        RaggedConfigError: no such model, or one that the server refuses.
+        RaggedConfigError: the model does not exist, or the server refuses it.
     """
     check_segment(options.segment)
     model_config = load_model_config(options.model)
@@ -44,14 +44,14 @@ def read_model(options: argparse.Namespace) -> Any:
 
 
 def read_geometry(options: argparse.Namespace) -> ModelGeometry:
-    """The model as the server reads it, by `read_model`, with what that raises."""
+    """Return the model's geometry as the server reads it; raises as `read_model` does."""
     return model_geometry(read_model(options))
 
 
 def choose_kept(
     options: argparse.Namespace, geometry: ModelGeometry, share: Share | None = None, itemsize: int = 2
 ) -> BudgetChoice:
-    """The choice of budgets, for slabs beside a cache of `itemsize` bytes per element; wide ones if nothing is said.
+    """Return budgets for slabs of a cache of `itemsize` bytes per element; wide slabs unless `share` is given.
 
     Raises:
         RaggedConfigError: budgets that do not fit the model.
@@ -63,10 +63,10 @@ def choose_kept(
 
 
 def read_sizes(folder: Path, make: Callable[[Mapping[str, Any]], T]) -> T:
-    """Make something from the folder's config.json of the text model.
+    """Call `make` with the text model's part of the folder's config.json.
 
     Raises:
-        RaggedConfigError: there is no such file, or it lacks a key.
+        RaggedConfigError: the file does not exist, or lacks a key.
     """
     path = folder / "config.json"
     try:

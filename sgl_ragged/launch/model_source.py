@@ -1,4 +1,4 @@
-"""What a model path stands for: a folder, a GGUF file, a hub's name; its configuration, its tokenizer, its weights.
+"""Read what a model path names, be it a folder, a GGUF file or a hub's name: configuration, tokenizer, weights.
 
 Everything is read by SGLang's own functions with the server's settings, so that calibration sees what is served.
 """
@@ -22,7 +22,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def model_folder(view: Any) -> Path:
-    """Where the model's files are: its path (a folder or a GGUF file), or the hub's snapshot of it.
+    """Return where the model's files are: its path (a folder or a GGUF file), or the hub's snapshot of it.
 
     Args:
         view: SGLang's resolved settings; a ModelScope name is a folder by then, a hub's GGUF file a path.
@@ -37,8 +37,8 @@ def model_folder(view: Any) -> Path:
         return path
     if is_remote_url(view.model_path):
         raise RaggedConfigError(
-            f"the weights of {view.model_path} are not on this machine, so they cannot be told from others that may "
-            f"come to lie there: copy the model to a folder and name that as --model-path"
+            f"the weights of {view.model_path} are not on this machine, so they cannot be told from weights that "
+            f"may replace them: copy the model to a folder and name that as --model-path"
         )
     from transformers.utils import cached_file
 
@@ -53,7 +53,7 @@ def model_folder(view: Any) -> Path:
 
 
 def cached_config(name: str, revision: str | None = None) -> Path | None:
-    """Path of a hub model's config.json in Hugging Face's cache on this machine; None if it is not there."""
+    """Return the path of a hub model's config.json in Hugging Face's cache on this machine, or None."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -65,7 +65,7 @@ def cached_config(name: str, revision: str | None = None) -> Path | None:
 
 
 def config_folder(model: str, revision: str | None = None) -> Path:
-    """Folder of a model's config.json, without network.
+    """Return the folder of a model's config.json, without network.
 
     Args:
         model: folder, path of a config.json, or name of a hub's model.
@@ -90,7 +90,7 @@ def config_folder(model: str, revision: str | None = None) -> Path:
 
 
 def weights_sample(view: Any) -> str | None:
-    """16 hex digits of the weights that are the same on every machine: names and sizes of files, and samples of them.
+    """Return 16 hex digits of the weights, equal on all machines: names, sizes and samples of files.
 
     `profile_cache.weights_identity` names times, which copies of a file do not share, and hashing all of it would take
     as long as loading it. None where there are no weights yet, or none at all.
@@ -116,7 +116,7 @@ def weights_sample(view: Any) -> str | None:
 
 
 def read_config(model: str, settings: Mapping[str, Any]) -> Any:
-    """SGLang's ModelConfig of a model that may be anything the server takes.
+    """Return SGLang's ModelConfig of any model that the server takes.
 
     Args:
         settings: the server's, by their names in SGLang; absent ones have SGLang's defaults.
@@ -143,7 +143,7 @@ def read_config(model: str, settings: Mapping[str, Any]) -> Any:
 
 
 def load_tokenizer(model: str, settings: Mapping[str, Any]) -> Any:
-    """The tokenizer that the server has, or would have without --skip-tokenizer-init.
+    """Return the tokenizer that the server has, or would have without --skip-tokenizer-init.
 
     Args:
         settings: as in `read_config`.

@@ -1,7 +1,7 @@
-"""Which models --kv-pool ragged serves: one answer for the launcher, the workers and the command line.
+"""Judge which models --kv-pool ragged serves, for the launcher, the workers and the command line.
 
-It is given from SGLang's ModelConfig alone, before weights are read. What only the loaded model tells, such as layers
-that share their keys, is refused where the attention backend is made.
+Only SGLang's ModelConfig is read, before weights are. Properties that only the loaded model shows, such as layers that
+share their keys, are refused where the attention backend is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMED_KV_DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-"""Values of --kv-cache-dtype that are served, beside auto."""
+"""Values of --kv-cache-dtype that are served, in addition to auto."""
 
 _BIDIRECTIONAL = (
     "BertModel",
@@ -40,9 +40,11 @@ _BIDIRECTIONAL = (
 
 
 def load_model_config(folder: Path, draft: bool = False, dtype: str = "auto") -> Any:
-    """SGLang's ModelConfig of a model on disk, as a server reads it when only the folder is given.
+    """Return SGLang's ModelConfig of a model on disk, as a server reads it when only the folder is given.
 
-    draft: of what drafts, which may be some layers of the checkpoint. dtype: as --dtype.
+    Args:
+        draft: True for a draft model, which may be some layers of the checkpoint.
+        dtype: value of --dtype.
 
     Raises:
         RaggedConfigError: there is no config.json, or SGLang cannot make sense of it.
@@ -67,7 +69,7 @@ def load_model_config(folder: Path, draft: bool = False, dtype: str = "auto") ->
 
 
 def model_geometry(model_config: Any) -> ModelGeometry:
-    """Geometry of the whole model, as SGLang sees it (model_config is its ModelConfig)."""
+    """Return the geometry of the whole model from SGLang's ModelConfig."""
     heads = model_config.get_total_num_kv_heads()
     config = model_config.hf_text_config.to_dict() | {"architectures": model_config.hf_config.architectures}
     windowed = windowed_layers(config, heads, model_config.head_dim)
@@ -83,10 +85,10 @@ def model_geometry(model_config: Any) -> ModelGeometry:
 
 
 def pipeline_stages(geometry: ModelGeometry, count: int) -> tuple[tuple[int, int], ...]:
-    """First layer of each of --pp-size stages, and that behind its last, as SGLang divides them; empty for one stage.
+    """Return [first, end) layers of each of --pp-size stages, as SGLang divides them; empty for one stage.
 
     Raises:
-        RaggedConfigError: there are not as many layers, or SGLANG_PP_LAYER_PARTITION does not fit them.
+        RaggedConfigError: there are fewer layers than stages, or SGLANG_PP_LAYER_PARTITION does not fit them.
     """
     from sglang.srt.distributed.utils import get_pp_indices
 
@@ -164,12 +166,12 @@ def _refuse_attention(model_config: Any, arch: str) -> None:
 
 
 def architecture(model_config: Any) -> str:
-    """The model's architecture, as messages name it."""
+    """Return the model's architecture for messages."""
     return (model_config.hf_config.architectures or ["this model"])[0]
 
 
 def expected_kv_dtype(model_config: Any, kv_cache_dtype: str) -> torch.dtype:
-    """The dtype that workers will give the cache, as far as the launcher can know: it reads no weights.
+    """Return the cache's dtype in the workers, as far as the launcher can know without weights.
 
     SGLang decides in the worker, and `refuse_kv_dtype` sees what it decided. A checkpoint turns --kv-cache-dtype auto
     into FP8 by what ModelOpt or compressed-tensors write into config.json or, on this disk, into hf_quant_config.json.
@@ -219,7 +221,7 @@ def _is_static(scheme: dict[str, Any]) -> bool:
 
 
 def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
-    """Sliding windows that are not served, with the reasons."""
+    """Return (applies, reason) for sliding windows that are not served."""
     text = model_config.hf_text_config
     geometry = model_geometry(model_config)
     windowed = geometry.windowed.layers if geometry.windowed else ()
@@ -251,9 +253,9 @@ def _window_reasons(model_config: Any) -> tuple[tuple[bool, str], ...]:
 
 
 def hybrid_overrides(geometry: ModelGeometry, given: str | None) -> str | None:
-    """--json-model-override-args by which SGLang gives sliding-window layers a pool of their own; None without such.
+    """Return --json-model-override-args with which SGLang gives sliding-window layers a pool of their own, or None.
 
-    SGLang lists some such models as hybrid itself; of others it keeps everything, windows or not.
+    SGLang lists some models as hybrid itself; of the other ones it keeps all tokens in all layers.
 
     Args:
         given: the user's overrides.

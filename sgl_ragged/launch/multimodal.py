@@ -2,7 +2,7 @@
 
 Their language model is what --kv-pool ragged compresses; to it, a picture is a run of tokens like any other, as long as
 its attention stays causal. SGLang's models hand masks of their own to backends that they know by class, and say nothing
-to others: a model that is not known here could lose its mask in silence.
+to other backends: a model that is not listed here could lose its mask in silence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ backend alone."""
 
 
 def media_reason(model_config: Any, arch: str) -> str | None:
-    """Why a model that takes more than text is not served; None if it is, or takes text alone.
+    """Return why a model that takes more than text is not served; None if it is served or takes text alone.
 
     Args:
         model_config: SGLang's ModelConfig; it does not call a model multimodal whose other towers it leaves out.
@@ -50,7 +50,7 @@ def media_reason(model_config: Any, arch: str) -> str | None:
 
 
 def counts_pictures(text_config: Any) -> bool:
-    """True if RoPE's positions are others than places in the sequence (M-RoPE); `text_config` as below."""
+    """Return True if RoPE positions differ from places in the sequence (M-RoPE); `text_config` as below."""
     rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
     return "mrope_section" in rope
 
@@ -58,7 +58,7 @@ def counts_pictures(text_config: Any) -> bool:
 def refuse_positions(text_config: Any, scorer: str) -> None:
     """Raise RaggedConfigError for a scorer that turns keys by their place in the sequence, where that is not RoPE's.
 
-    With M-RoPE the tokens of a picture have three positions each, and text behind it goes on from the largest of them.
+    With M-RoPE the tokens of a picture have three positions each, and the text after it continues from the largest.
 
     Args:
         text_config: of the language model, as SGLang reads it.

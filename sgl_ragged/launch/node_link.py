@@ -1,7 +1,7 @@
-"""A connection between the launchers of two nodes: JSON, and the bytes of files beside it.
+"""A connection between the launchers of two nodes, for JSON and the bytes of files.
 
 A message is the length of its JSON in eight bytes, the JSON, and the files that it lists. Nothing of it is executed,
-and whoever speaks otherwise is no node.
+and a peer that sends anything else is no node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_JSON, _MOST_FILE = 2**24, 2**33
 """Bytes of a message's JSON, and of one of its files, at most."""
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A node that has lost its power or its network says nothing; 25 seconds later it counts as gone."""
+"""A node that has lost its power or its network sends nothing; 25 seconds later it counts as gone."""
 
 
 class LinkLost(Exception):
@@ -92,11 +92,11 @@ class Link:
                 self.socket.settimeout(None)
 
     def leave_to_parent(self) -> None:
-        """In a fork: this process has no part in the connection, which ends with the parent."""
+        """Close this process's copy of the socket after a fork, so that the connection ends with the parent."""
         self.socket.close()
 
     def close(self) -> None:
-        """Close this end; the other one notices."""
+        """Close this end; the other node notices."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

@@ -1,4 +1,4 @@
-"""What the launchers of several nodes tell each other: who they are, and what the first has decided."""
+"""Messages between the launchers of several nodes: introductions, and the first node's decisions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Choices:
-    """What each launcher settles before budgets are chosen.
+    """Choices that each launcher makes before budgets are chosen.
 
     kernel: as in ServingPlan. share: ratio and format of slabs. joining: features and their first settings.
     """
@@ -50,7 +50,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Decided:
-    """What the first node has decided: all that a plan is made from and that another node might see otherwise.
+    """Decisions of the first node: all inputs of a plan that another node might see otherwise.
 
     scorer, profile, source: as in ServingPlan. kept: int64 [layers, heads], before features joined.
     placement: None for SGLang's own order. files: contents of the profile and of the scorer's weights, by the flags'
@@ -66,7 +66,7 @@ class Decided:
     digest: str
 
     def message(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """As a node tells it: JSON, and safetensors by name."""
+        """Return the message to send: JSON, and safetensors by name."""
         arrays = {"kept": self.kept}
         if self.placement is not None:
             arrays |= {"heads": self.placement.heads, "placed": self.placement.kept}
@@ -77,7 +77,7 @@ class Decided:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any], files: Mapping[str, bytes]) -> Decided:
-        """The reverse of `message`."""
+        """Read what `message` returned."""
         arrays = load(files["arrays"])
         placement = None
         if message["mode"] is not None:
@@ -88,7 +88,7 @@ class Decided:
 
 
 def introduce(start: ModelStart, choices: Choices) -> Introduction:
-    """What this node says of itself to others."""
+    """Return this node's introduction to the other nodes."""
     options, view = start.options, start.view
     facts = {
         "sgl-ragged": sgl_ragged.__version__,
@@ -108,7 +108,7 @@ def introduce(start: ModelStart, choices: Choices) -> Introduction:
 
 
 def _flags(options: RaggedOptions) -> dict[str, Any]:
-    """The plugin's flags as given, but for files."""
+    """Return the plugin's flags as given, except those that name files."""
     given = {one.name: getattr(options, one.name) for one in fields(options) if one.metadata}
     given |= {one.name: getattr(of, one.name) for of in options.of_features for one in fields(of) if one.metadata}
     return {

@@ -1,8 +1,8 @@
-"""How the launchers of several nodes meet before anything starts, and how they end together.
+"""Have the launchers of several nodes meet before any worker starts, and end together.
 
-They meet at --dist-init-addr, where the workers will meet later: the first node listens there until all others have
-come, so no other port is needed. The connections stay, and nothing is sent on them once the start is agreed on: what
-can be read then is that a node has ended.
+They meet at --dist-init-addr, where the workers will meet later: the first node listens there until all other nodes
+have come, so no other port is needed. The connections stay open, and nothing is sent on them once the start is agreed
+on: they only show when a node has ended.
 """
 
 from __future__ import annotations
@@ -36,17 +36,19 @@ REMEDIES = MappingProxyType(
         "weights": "give all nodes the same model",
     }
 )
-"""What to do about a fact that differs between nodes; about all others, to give the same flags."""
+"""Advice for a fact that differs between nodes; for facts that are not listed, to give the same flags."""
 
 
 class NodesDiffer(RaggedConfigError):
-    """A reason that names the nodes already, and is the same on all of them."""
+    """The nodes differ. The message names them and is the same on all of them."""
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a node says of itself. number: --node-rank. facts: what must be equal on all nodes, values of JSON by name;
-    None for what it does not know."""
+    """A node's introduction.
+
+    number: --node-rank. facts: values of JSON by name that must be equal on all nodes; None for an unknown one.
+    """
 
     number: int
     host: str
@@ -58,7 +60,7 @@ class Introduction:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Introduction:
-        """What `asdict` made of one. Raises NoNode for anything else."""
+        """Read an introduction that was sent as `asdict` of one. Raises NoNode for anything else."""
         said = message.get("node")
         if not isinstance(said, dict) or set(said) != {"number", "host", "facts"}:
             raise NoNode("no introduction")
@@ -68,7 +70,7 @@ class Introduction:
 
 
 def difference(first: Introduction, other: Introduction) -> str | None:
-    """One line about the first fact that differs, with both nodes' names; None where all are equal."""
+    """Return one line about the first fact that differs, with both nodes' names; None if all are equal."""
     for what in dict.fromkeys((*first.facts, *other.facts)):
         here, there = first.facts.get(what), other.facts.get(what)
         if what == "weights" and None in (here, there):
@@ -80,11 +82,11 @@ def difference(first: Introduction, other: Introduction) -> str | None:
 
 
 class Nodes:
-    """The other nodes, as one of them sees them: the first sees all, each other one the first.
+    """Connections to the other nodes: the first node has one to each, the other nodes one to the first.
 
     Args:
-        own: who this is.
-        links: to the others, by their names.
+        own: this node's introduction.
+        links: connections by the other nodes' names.
     """
 
     def __init__(self, own: Introduction, links: Mapping[str, Link]) -> None:
@@ -92,7 +94,7 @@ class Nodes:
         self._links = links
 
     def tell(self, message: Mapping[str, Any], files: Mapping[str, bytes] = MappingProxyType({})) -> None:
-        """Send a message to all. Raises NodesDiffer where one is gone."""
+        """Send a message to all nodes. Raises NodesDiffer if one is gone."""
         for name, link in self._links.items():
             try:
                 link.send(message, files)
@@ -100,7 +102,7 @@ class Nodes:
                 raise self._gone(name) from None
 
     def hear(self) -> dict[str, tuple[dict[str, Any], dict[str, bytes]]]:
-        """Wait for a message of each; returns them and their files, by name.
+        """Wait for a message of each node; return messages and files by name.
 
         Raises:
             NodesDiffer: one of them does not start, or is gone.
@@ -120,19 +122,19 @@ class Nodes:
         return heard
 
     def refuse(self, why: str) -> None:
-        """Tell those that are still there why nothing is served, and part."""
+        """Tell the nodes that are still there why nothing is served, and disconnect."""
         for link in self._links.values():
             with contextlib.suppress(LinkLost):
                 link.send({"refused": why})
         self.close()
 
     def close(self) -> None:
-        """Part; the others notice."""
+        """Disconnect; the other nodes notice."""
         for link in self._links.values():
             link.close()
 
     def watch(self) -> None:
-        """From now on this process ends, and all that it has started, when another node has ended."""
+        """End this process, and all that it has started, when another node ends."""
         for link in self._links.values():
             os.register_at_fork(after_in_child=link.leave_to_parent)
         threading.Thread(target=self._end_with_others, name="sgl_ragged nodes", daemon=True).start()
@@ -149,7 +151,7 @@ class Nodes:
 
 
 def end_process(why: str) -> None:
-    """End this process and all that it has started, at once, with one line: workers would log that nobody answers."""
+    """End this process and all that it has started at once, with one line, before workers log timeouts."""
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
@@ -159,12 +161,12 @@ def end_process(why: str) -> None:
 
 @contextlib.contextmanager
 def meeting(own: Introduction, address: tuple[str, int], count: int, within_s: float) -> Iterator[Nodes]:
-    """Meet the other nodes, part with a reason if the block raises, watch them if it does not.
+    """Meet the other nodes; disconnect with a reason if the block raises, watch them if it does not.
 
     Args:
         address: host and port of --dist-init-addr.
         count: nodes, this one among them.
-        within_s: seconds to wait for the others.
+        within_s: seconds to wait for the other nodes.
 
     Raises:
         RaggedConfigError: they cannot meet, or differ; the line is the same on all of them.
@@ -187,10 +189,10 @@ def meeting(own: Introduction, address: tuple[str, int], count: int, within_s: f
 
 
 def await_nodes(own: Introduction, address: tuple[str, int], count: int, within_s: float) -> dict[str, Link]:
-    """On the first node: links to all others, by their names, once all have come and none differs.
+    """Return the first node's links to all other nodes by name, once all have come and none differs.
 
     Raises:
-        RaggedConfigError: nobody can listen at the address, nodes differ, or do not come in time.
+        RaggedConfigError: the address cannot be used, nodes differ, or do not come in time.
     """
     shown, deadline = f"{address[0]}:{address[1]}", time.monotonic() + within_s
     found: dict[int, tuple[Introduction, Link]] = {}
@@ -240,7 +242,7 @@ def await_nodes(own: Introduction, address: tuple[str, int], count: int, within_
 
 
 def join_first(own: Introduction, address: tuple[str, int], within_s: float) -> dict[str, Link]:
-    """On another node: the link to the first, by its name, once all have come and none differs.
+    """Return another node's link to the first, by its name, once all have come and none differs.
 
     Raises:
         RaggedConfigError: the first node cannot be reached, is none, or finds a difference.

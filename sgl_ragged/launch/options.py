@@ -104,5 +104,5 @@ class RaggedOptions:
         return self.kv_pool == "ragged"
 
     def of(self, kind: type[T]) -> T:
-        """Flags of a feature, as given; `kind`: their dataclass."""
+        """Return the flags of a feature as given; `kind`: their dataclass."""
         return next((one for one in self.of_features if isinstance(one, kind)), kind())

@@ -1,4 +1,4 @@
-"""Which rank serves which heads: decided once in the launcher, from the budgets, and carried to every worker."""
+"""Decide which rank serves which heads, once in the launcher, from the budgets."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from sgl_ragged.profiles.geometry import ModelGeometry
 logger = logging.getLogger(__name__)
 
 _LOAD_FORMATS = ("auto", "safetensors", "pt", "fastsafetensors")
-"""What SGLang's default loader reads tensor by tensor, under the checkpoint's own names."""
+"""Formats that SGLang's default loader reads tensor by tensor, under the checkpoint's own names."""
 
 
 def place_heads(plan: ServingPlan, start: ModelStart) -> ServingPlan:
-    """The plan with the mode of `fairkv` and its placement.
+    """Return the plan with the mode of `fairkv` and its placement.
 
-    Not given means permute where that is possible, else none with a warning that says why.
+    Without the flag the mode is permute where that is possible, else none with a warning and its reason.
 
     Raises:
         RaggedConfigError: --ragged-fairkv names a mode that is not possible here.
@@ -50,8 +50,9 @@ def place_heads(plan: ServingPlan, start: ModelStart) -> ServingPlan:
 
 
 def place_stages(plan: ServingPlan, mode: str, cost: CostModel) -> Placement:
-    """Where heads are in all layers, balanced within each pipeline stage; over the whole model where stages would want
-    different numbers of places, since SGLang knows one."""
+    """Return the placement of heads in all layers, balanced within each pipeline stage.
+
+    It is balanced over the whole model if stages need different numbers of places, since SGLang has one number."""
     bounds = plan.stages or ((0, len(plan.kept)),)
     parts = [plan_placement(plan.kept[first:end], plan.ranks, mode, cost=cost) for first, end in bounds]
     if len({part.places for part in parts}) > 1:
@@ -61,7 +62,7 @@ def place_stages(plan: ServingPlan, mode: str, cost: CostModel) -> Placement:
 
 
 def take_placement(plan: ServingPlan, placement: Placement | None, start: ModelStart) -> ServingPlan:
-    """The plan with a placement that another node has made; the rest as in `place_heads`.
+    """Return the plan with a placement that another node has made.
 
     Raises:
         RaggedConfigError: heads cannot be moved here.
@@ -73,7 +74,7 @@ def take_placement(plan: ServingPlan, placement: Placement | None, start: ModelS
 
 
 def model_overrides(plan: ServingPlan, given: str) -> str | None:
-    """SGLang's --json-model-override-args that give every rank a head for each of its places; None if it has them.
+    """Return --json-model-override-args that give every rank a head for each of its places; None if it has them.
 
     Args:
         given: the arguments so far.
@@ -87,7 +88,7 @@ def model_overrides(plan: ServingPlan, given: str) -> str | None:
 
 
 def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
-    """Raise RaggedConfigError unless the model with `model_overrides` has as many heads as there are places."""
+    """Raise RaggedConfigError unless the model with `model_overrides` has one head per place."""
     placement, geometry = plan.placement, plan.geometry
     assert placement is not None
     found = (expanded.num_heads, expanded.q_per_kv, expanded.head_dim)
@@ -99,7 +100,7 @@ def require_places(plan: ServingPlan, expanded: ModelGeometry) -> None:
 
 
 def _cost(plan: ServingPlan, model_config: Any, kv_itemsize: int) -> CostModel:
-    """Costs of a place; other weights are the same in all placements."""
+    """Return the costs of a place; all placements share the costs of other weights."""
     return CostModel(
         hidden=model_config.hidden_size,
         head_dim=plan.geometry.head_dim,
@@ -133,7 +134,7 @@ def _require_movable(plan: ServingPlan, start: ModelStart) -> None:
 
 
 def _checkpoint_names(folder: Path) -> list[str]:
-    """Names of all tensors of a local safetensors checkpoint; empty where there is none.
+    """Return the names of all tensors of a local safetensors checkpoint; empty if there is none.
 
     Checkpoints that are still to be fetched, and other files, are checked while they are loaded.
     """

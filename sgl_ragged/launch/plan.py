@@ -1,4 +1,4 @@
-"""What the launcher decides about serving, once, for all ranks."""
+"""The plan: what the launcher decides once for all ranks, and all that workers know of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sgl_ragged.scorers.statistics import scorer_statistics
 
 
 class FeatureSettings:
-    """What the launcher hands to a feature's half in the workers. Every method has a default that takes nothing."""
+    """Settings that the launcher hands to a feature's half in the workers. Every method has a default of no cost."""
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ class FeatureSettings:
         return 0
 
     def side_pages(self, rank: Rank, prefill: Prefill) -> SidePages | None:
-        """Pages of a second pool; at most one feature of a plan needs such."""
+        """Pages of a second pool; at most one feature of a plan needs them."""
         return None
 
     def describe(self, sizes: PoolSizes) -> str | None:
@@ -61,10 +61,10 @@ class Joined:
 
 @dataclass(frozen=True, eq=False)
 class ServingPlan:
-    """Pickled along to the workers, which open no file of their own.
+    """Decisions of the launcher, pickled for the workers, which open no file themselves.
 
     geometry: the model as its checkpoint has it. ranks: tensor-parallel ranks.
-    ratio, segment: the flags. form: how kept rows lie in slabs. scorer: its name. profile: "uniform" or a path, for
+    ratio, segment: the flags. form: format of slabs. scorer: its name. profile: "uniform" or a path, for
         operators.
     kernel: which operations serve, as `attention.kernel_choice.choose_kernel` names them.
     kept: int64 [layers, heads], tokens of each segment that the model's heads keep. source: where they are from, for
@@ -74,7 +74,7 @@ class ServingPlan:
     fairkv: how heads are placed. placement: where; None for SGLang's own order.
     unfitted: why kept keys and values stay as they are; None where they are fitted, by CODEBOOK among `statistics`.
     features: what joins, in the order in which it does.
-    stages: first layer of each pipeline stage, and that behind its last; empty where there is one.
+    stages: [first, end) layers of each pipeline stage; empty if there is one.
     """
 
     geometry: ModelGeometry
@@ -96,7 +96,7 @@ class ServingPlan:
     stages: tuple[tuple[int, int], ...] = ()
 
     def settings_of(self, feature: str) -> Any:
-        """Settings of a feature by its name; None where it has not joined."""
+        """Return the settings of a feature by its name; None if it has not joined."""
         return next((one.settings for one in self.features if one.name == feature), None)
 
     @property
@@ -108,7 +108,7 @@ class ServingPlan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """15 hex digits: workers with equal digests lay slabs out, place heads and score alike, and see alike."""
+        """15 hex digits: workers with equal digests have equal layouts, placements, scores and views."""
         settings: list[Any] = [
             self.geometry.fingerprint,
             self.ranks,
@@ -151,7 +151,7 @@ class ServingPlan:
         return np.tile(np.arange(first, first + count), (self.geometry.num_layers, 1))
 
     def layout(self, rank: int) -> SlabLayout:
-        """The slab layout of a rank."""
+        """Return the slab layout of a rank."""
         kept = np.take_along_axis(self.kept, self.heads(rank), axis=1)
         if self.placement is None or not self.placement.splits_heads:
             return SlabLayout(kept=kept, head_dim=self.geometry.head_dim, segment=self.segment, form=self.form)
@@ -167,12 +167,11 @@ class ServingPlan:
 
     @property
     def layouts(self) -> list[SlabLayout]:
-        """Those of all ranks, with the layers of all stages."""
+        """Slab layouts of all ranks, with the layers of all stages."""
         return [self.layout(rank) for rank in range(self.ranks)]
 
     def stage(self, number: int) -> ServingPlan:
-        """What of it a pipeline stage serves: the same with the layers of the stage alone. Digest and log are those of
-        the whole."""
+        """Return the plan with the layers of one pipeline stage. Digest and log lines are those of the whole plan."""
         if not self.stages:
             return self
         first, end = self.stages[number]
@@ -187,17 +186,20 @@ class ServingPlan:
 
     @property
     def slab_layouts(self) -> list[SlabLayout]:
-        """Those of all ranks of all stages."""
+        """Slab layouts of all ranks of all stages."""
         return [layout for number in range(max(len(self.stages), 1)) for layout in self.stage(number).layouts]
 
     def stage_slab_bytes(self, itemsize: int) -> list[int]:
-        """The largest slab of each stage, in bytes. All stages have equally many pages, so the largest of them decides
-        how many; itemsize: bytes per element of the cache."""
+        """Return the largest slab of each stage in bytes. The largest stage decides the number of pages of all.
+
+        Args:
+            itemsize: bytes per element of the cache.
+        """
         stages = [self.stage(number) for number in range(max(len(self.stages), 1))]
         return [max(layout.slab_bytes(itemsize) for layout in stage.layouts) for stage in stages]
 
     def describe_stages(self, itemsize: int) -> str:
-        """The part of the start-up line about pipeline stages; itemsize as in `stage_slab_bytes`."""
+        """Return the start-up line about pipeline stages; itemsize as in `stage_slab_bytes`."""
         slabs, layers = self.stage_slab_bytes(itemsize), [end - first for first, end in self.stages]
         return (
             f"{len(slabs)} pipeline stages with {'/'.join(map(str, layers))} layers, slabs of "
@@ -205,7 +207,7 @@ class ServingPlan:
         )
 
     def rank_statistics(self, rank: int) -> list[dict[str, np.ndarray]]:
-        """Per layer, the scorer's tensors [heads of the rank, ...], [1, ...] those that heads share."""
+        """Return the scorer's tensors per layer, [heads of the rank, ...]; [1, ...] for those that heads share."""
         heads = self.heads(rank)
         return [
             {name: array if name in self.shared else array[heads[layer]] for name, array in tensors.items()}
@@ -236,10 +238,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What the launcher hands to its workers, pickled with SGLang's ServerArgs.
+    """Settings that the launcher hands to its workers, pickled with SGLang's ServerArgs.
 
     plan: None with SGLang's own pool. kv_bytes: bytes per rank, or None. from_command_line: False for `Engine`.
-    observer: what the attention backend calls (`serve.backend.Observer`), or None. scorer_weights: the flag's path.
+    observer: a `serve.backend.Observer`, or None. scorer_weights: the flag's path.
     """
 
     plan: ServingPlan | None = field(compare=False)
@@ -377,7 +379,7 @@ def make_plan(
 
 
 def kept_share(geometry: ModelGeometry, ratio: float, segment: int, form: SlabFormat, itemsize: int) -> float:
-    """Share of the tokens that heads keep on average for a ratio of bytes.
+    """Return the share of the tokens that heads keep on average for a ratio of bytes.
 
     Raises:
         RaggedConfigError: the guards alone take more, or the format cannot hold heads of this dimension.
@@ -388,7 +390,7 @@ def kept_share(geometry: ModelGeometry, ratio: float, segment: int, form: SlabFo
 
 
 def why_unfitted(chosen: BudgetChoice, segment: int) -> str | None:
-    """Why what heads keep cannot be fitted with these budgets; None if it can."""
+    """Return why kept keys and values cannot be fitted with these budgets, or None."""
     if (chosen.kept == segment).all():
         return "every token is kept"
     if chosen.profile is None:

@@ -1,4 +1,4 @@
-"""Script that runs the calibrator installed beside this package; started by `calibration_process` with `python -P`.
+"""Run the calibrator that is installed with this package; started by `calibration_process` with `python -P`.
 
 `python -m calib` would take a `calib` in the working folder first. Processes that the calibrator starts inherit
 `sys.path`, so they find the same modules.

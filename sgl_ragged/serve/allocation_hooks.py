@@ -20,10 +20,10 @@ _OPEN = "_sgl_ragged_allocator"
 def build_allocator(
     serving: WorkerSettings, original: Callable, configurator: Any, *, token_to_kv_pool: Any, **more: Any
 ) -> Any:
-    """Builds SGLang's allocator, and puts the one in its place that knows of open segments."""
+    """Build SGLang's allocator and replace it by one that hands out pages to open segments."""
     found = original(configurator, token_to_kv_pool=token_to_kv_pool, **more)
     if more["token_to_kv_pool_allocator"] is not None:
-        # A model that runs beside the served one shares its locations.
+        # A draft model shares the locations of the served one.
         return found
     common = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
     joined = joined_features(serving.served_plan)
@@ -37,7 +37,7 @@ def build_allocator(
 
 
 def alloc_for_extend(original: Callable, batch: Any) -> Any:
-    """Gives open segments their pages, once the requests of a prefill batch have rows."""
+    """Give open segments their pages, once the requests of a prefill batch have rows."""
     cache, allocator = open_cache_of(batch), slab_allocator(batch.token_to_kv_pool_allocator)
     hits = {} if cache is None else cache.take_hits(batch.reqs)
     allocator.cut = batch.chunked_req
@@ -50,7 +50,7 @@ def alloc_for_extend(original: Callable, batch: Any) -> Any:
 
 
 def alloc_for_decode(original: Callable, batch: Any, token_per_req: int) -> Any:
-    """Gives open segments their pages for one token more."""
+    """Give open segments the pages that one more token per request needs."""
     allocator = slab_allocator(batch.token_to_kv_pool_allocator)
     lengths = (batch.seq_lens_cpu + token_per_req).tolist()
     allocator.begin_batch()
@@ -69,14 +69,14 @@ def release_row(table: Any, row: int) -> None:
 
 
 def free_rows(original: Callable, table: Any, indices: list[int]) -> None:
-    """Takes the pages of open segments back from requests that give up their rows."""
+    """Take the pages of open segments back from requests that give up their rows."""
     for row in indices:
         release_row(table, row)
     original(table, indices)
 
 
 def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
-    """Tokens that requests hold beside the tree, for SGLang's leak checks: open segments' pages among them."""
+    """Return the tokens that requests hold outside of the tree, with pages of open segments, for leak checks."""
     full, windows = original(checker)
     allocator = slab_allocator(checker.token_to_kv_pool_allocator)
     return full + allocator.open_segments.in_use * allocator.page_size, windows

@@ -1,7 +1,7 @@
 """SGLang's allocator, which hands out pages to open segments, too (`allocation_hooks`).
 
-To SGLang a page is one segment's, and costs as many tokens. A request takes pages beside those while its segment is
-open: they are counted in the same tokens, so what SGLang admits and retracts by is what is there.
+To SGLang a page holds one segment and counts as many tokens. While its segment is open, a request holds further pages.
+They are counted in the same tokens, so SGLang admits and retracts by the pages that exist.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class SlabAllocator(PagedTokenToKVPoolAllocator):
-    """Pages of slabs and of open segments. `open_segments` is the pool's.
+    """Allocator of pages for slabs and open segments.
+
+    open_segments: the pool's.
 
     resumes: True if requests may begin within a segment, as they do where the radix cache keeps open segments.
     pending: the batch that the scheduler puts together.
@@ -78,7 +80,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is allocated within is for tokens that may never come: open segments take no pages for it."""
+        """Allocate for tokens that may never come, within this context: open segments take no pages for them."""
         self._ahead = True
         try:
             yield
@@ -86,13 +88,13 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
             self._ahead = False
 
     def take_pages(self, tree_cache: Any, count: int) -> torch.Tensor | None:
-        """Pages for open segments, int64 [count], for which cached ones go; None where there are not so many."""
+        """Return pages for open segments, int64 [count], evicting cached ones for them; None if there are too few."""
         self.evict_to_free_tokens(tree_cache, count * self.page_size)
         found = self.alloc(count * self.page_size)
         return None if found is None else found[:: self.page_size] // self.page_size
 
     def _with_reserve(self, demand: int, allocate: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Allocate, and put pages aside for open segments; nothing where there are not enough for both."""
+        """Allocate and set pages aside for open segments; change nothing and return None if there are too few."""
         self._take_back()
         if demand:
             self.merge_and_sort_free()
@@ -111,23 +113,24 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         for pages in self.open_segments.take_back():
             self._release_page_ids(pages)
 
-    # What SGLang asks before it allocates.
+    # Questions of SGLang's scheduler before it allocates.
 
     def create_prefill_budget(self, tree_cache: Any, **more: Any) -> Any:
         self.begin_batch()
         return SlabBudget(self, tree_cache, **more)
 
     def request_slot_reserve(self, *, has_req_pool_slot: bool, prefill_tokens: int = 0) -> int:
-        # A request with a row goes on with its prompt. More than 0 would have SGLang leave it out of a batch by an
-        # estimate of what others may come to need, and lose the first token of its answer; `SlabBudget` pays for it.
+        # A request with a row goes on with its prompt. With more than 0 SGLang would leave it out of a batch by an
+        # estimate of what other requests may come to need, and lose the first token of its answer. `SlabBudget`
+        # reserves instead.
         return 0 if has_req_pool_slot else self.open_reserve()
 
     def open_reserve(self) -> int:
-        """Tokens that a request may come to need besides those of its segments, one page each."""
+        """Return the tokens that a request may come to need in addition to one page per segment."""
         return reserve_tokens(self)
 
     def next_chunk_pages(self, tokens: int) -> int:
-        """Pages that the next chunk of the cut prompt takes, if it has this many tokens."""
+        """Return the pages that the next chunk of the cut prompt takes, if it has this many tokens."""
         assert self.cut is not None, "SGLang goes on with a prompt that no batch has cut"
         start, end = self.cut.prefix_len, self.cut.prefix_len + tokens
         slabs = -(-end // self.page_size) - -(-start // self.page_size)
@@ -148,7 +151,7 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
 
 
 def reserve_tokens(allocator: SlabAllocator) -> int:
-    """Tokens that a request may come to need beside those of its segments, one page each."""
+    """Return the tokens that a request may come to need in addition to one page per segment."""
     open_segments, size = allocator.open_segments, allocator.page_size
     pages = open_segments.pages.transient if allocator.resumes else open_segments.pages.most
     if open_segments.chains is not None:
@@ -159,13 +162,13 @@ def reserve_tokens(allocator: SlabAllocator) -> int:
 
 
 def extend_tokens(allocator: SlabAllocator, prefix_lens_cpu: Any, seq_lens_cpu: Any) -> int:
-    """The same of a batch of chunks."""
+    """Return the tokens that open segments need for a batch of chunks."""
     lengths = lists(prefix_lens_cpu, seq_lens_cpu)
     return allocator.open_segments.extend_demand(*lengths) * allocator.page_size
 
 
 def decode_tokens(allocator: SlabAllocator, requests: Any) -> int:
-    """The same of the next decode step of some requests."""
+    """Return the tokens that open segments need for the next decode step of these requests."""
     kvs, open_segments = [request.kv for request in requests or ()], allocator.open_segments
     if open_segments.chains is not None:
         demand = open_segments.chains.demand([kv.req_pool_idx for kv in kvs], [kv.kv_committed_len for kv in kvs])
@@ -177,9 +180,9 @@ def decode_tokens(allocator: SlabAllocator, requests: Any) -> int:
 def clipped_new_tokens(
     allocator: SlabAllocator, original: Callable, input_tokens: int, *args: Any, token_capacity: int, **more: Any
 ) -> int | None:
-    """Tokens that a request may generate where it is alone; None where not even its prompt fits.
+    """Return the tokens that a request may generate if it runs alone; None if not even its prompt fits.
 
-    Where requests do not hold all of their history, what fits is not a matter of their length.
+    With bounded histories the length of a request does not decide what fits.
     """
     if allocator.get_kvcache().views is not None:
         return original(input_tokens, *args, token_capacity=token_capacity, **more)

@@ -1,4 +1,4 @@
-"""The SGLang attention backend: one class, operations behind it."""
+"""The SGLang attention backend: one class that describes batches and calls the attention operations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ read hidden states (`Operations.token_inputs`)."""
 
 
 class Observer(Protocol):
-    """Looks at what prefill stores and attends; `calib.recorder` is one."""
+    """Interface for watching prefill; `calib.recorder` implements it."""
 
     reads_hidden_states: bool
     """True where `extend` is to be given what enters the attention layers."""
@@ -83,8 +83,8 @@ class RaggedAttnBackend(AttentionBackend):
         """
         Args:
             make_operations: gives the operations for a store and the most segments that a sequence can have.
-            epilogues: what is done behind attention before the pool's own epilogues.
-            others: attends in layers that are not in slabs; None where all are.
+            epilogues: run after attention, before the pool's own epilogues.
+            others: backend of layers that are not in slabs; None if all are.
         """
         super().__init__()
         pool = slab_pool(model_runner.token_to_kv_pool)
@@ -124,7 +124,7 @@ class RaggedAttnBackend(AttentionBackend):
         self.forward_metadata: Any = None
 
     def found_scales(self) -> list[KvScales]:
-        """The FP8 scales that the model's layers have now, those of sliding windows last. `kv_scales` are in use.
+        """Return the FP8 scales on the model's layers, those of sliding windows last; `kv_scales` are the ones in use.
 
         Raises:
             RaggedConfigError: as `kv_scales.kv_scales` and `KvScales` do.
@@ -132,7 +132,7 @@ class RaggedAttnBackend(AttentionBackend):
         return kv_scales(self._with_scales, get_model().quantization_param_path)
 
     def use_scales(self, scales: list[KvScales]) -> None:
-        """Store and read by these from now on. Nothing may be stored yet."""
+        """Store and read with these scales. The cache must be empty."""
         full = len(self.layer_indices)
         self.kv_scales, self.store.kv_scales = scales, scales[:full]
         if scales[full:]:
@@ -165,7 +165,7 @@ class RaggedAttnBackend(AttentionBackend):
         prefixes, lengths = list(forward_batch.extend_prefix_lens_cpu), list(forward_batch.extend_seq_lens_cpu)
         rows = forward_batch.req_pool_indices
         seen = None
-        # Batches that SGLang makes up to tune kernels name no requests: all of their tokens lie in row 0.
+        # Batches that SGLang makes up to tune kernels name no requests: all of their tokens are in row 0.
         if self.views is not None and forward_batch.rids is not None:
             seen = self.views.seen(forward_batch.req_pool_indices_cpu.tolist(), prefixes, lengths)
         self.forward_metadata = self.operations.describe_extend(self.req_to_token, rows, prefixes, lengths, seen)
@@ -175,7 +175,7 @@ class RaggedAttnBackend(AttentionBackend):
             epilogue.describe(forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Before any graph is captured: batches are padded to sizes that may exceed the rows of the request table."""
+        """Reserve buffers before any graph is captured: padded batches may exceed the rows of the request table."""
         if not self.operations.captures_graphs:
             raise RaggedConfigError("these attention kernels cannot be captured; use --disable-cuda-graph")
         self.operations.reserve(max_bs)
@@ -183,12 +183,11 @@ class RaggedAttnBackend(AttentionBackend):
             self.others.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Padded requests have one token, in row 0, which belongs to no request."""
+        """Return 1: padded requests have one token, in row 0, which belongs to no request."""
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Before the graph of a decode step, or of one that verifies chains, is captured or replayed: seal, then
-        describe the batch.
+        """Seal, then describe the batch, before the graph of a decode or verification step is captured or replayed.
 
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
@@ -242,7 +241,7 @@ class RaggedAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: Any,
     ) -> torch.Tensor:
-        """Attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim].
+        """Compute attention of a chunk; q is [tokens, query heads * head_dim], k and v [tokens, heads, head_dim].
 
         Raises RaggedConfigError where the model asks for more than that (`_refuse_call`).
         """
@@ -269,7 +268,7 @@ class RaggedAttnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **more: Any,
     ) -> torch.Tensor:
-        """Attention of one token per request; shapes and errors as in `forward_extend`."""
+        """Compute attention of one token per request; shapes and errors as in `forward_extend`."""
         if layer.layer_id not in self.layer_indices:
             return self._other().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **more)
         sinks, token_inputs = more.pop("sinks", None), more.pop(TOKEN_INPUTS, None)
@@ -291,7 +290,7 @@ class RaggedAttnBackend(AttentionBackend):
         sinks: torch.Tensor | None,
         token_inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Heads]:
-        """The output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs.
+        """Return the output of `operation` for one layer, [tokens, query heads * head_dim], and `_heads` of its inputs.
 
         sinks: [query heads], the layer's learned sinks, or None. token_inputs: TOKEN_INPUTS of the call.
         """
@@ -314,7 +313,7 @@ class RaggedAttnBackend(AttentionBackend):
     def _heads(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, token_inputs: Any
     ) -> Heads:
-        """Tensors that the model hands over, by heads."""
+        """Return the model's tensors split by heads."""
         heads, dim = layer.tp_k_head_num, layer.head_dim
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
         scorer_inputs = None
@@ -325,7 +324,7 @@ class RaggedAttnBackend(AttentionBackend):
         return queries, k.reshape(-1, heads, dim), v.reshape(-1, heads, dim), scorer_inputs
 
     def _read_hidden_states(self, model: torch.nn.Module) -> None:
-        """Before an attention layer runs, score its tokens from what enters it, or keep that for the observer."""
+        """Hook attention layers: score tokens from the hidden states that enter, or keep these for the observer."""
         for parent in model.modules():
             for child in parent.children():
                 if isinstance(child, RadixAttention) and child.layer_id in self.layer_indices:
@@ -333,7 +332,7 @@ class RaggedAttnBackend(AttentionBackend):
                     child.register_forward_pre_hook(self._hand_over, with_kwargs=True)
 
     def _hand_over(self, _layer: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Give an attention layer what has just been made of what entered its parent.
+        """Give an attention layer the scorer inputs made of its parent's hidden states.
 
         As an argument: graphs of prefill call the backend again with the arguments of their capture, and each size of
         chunk has buffers of its own.
@@ -363,7 +362,7 @@ class RaggedAttnBackend(AttentionBackend):
 
 
 def _refuse_call(layer: RadixAttention, k: Any, v: Any, save_kv_cache: bool, more: dict[str, Any]) -> None:
-    """Raise RaggedConfigError for what a model asks of attention beyond causal attention to keys that it brings.
+    """Raise RaggedConfigError for calls beyond causal attention to the keys that they bring.
 
     SGLang hands a layer's extra keywords on to the backend; one that is dropped would change the output in silence.
     """
@@ -380,7 +379,7 @@ def _refuse_call(layer: RadixAttention, k: Any, v: Any, save_kv_cache: bool, mor
 
 
 def _attention_layers(model: torch.nn.Module, pool: RaggedTokenToKVPool) -> list[RadixAttention]:
-    """The model's layers with full attention, in order.
+    """Return the model's layers with full attention, in order.
 
     Raises:
         RaggedConfigError: these are not the layers that the pool holds, or their attention is of another kind.

@@ -1,4 +1,4 @@
-"""The platform class behind `sgl_ragged.serve.platform`; imports SGLang."""
+"""The platform class that `sgl_ragged.serve.platform` names; imports SGLang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_ragged.features.drafts import cpu_workers
 from sgl_ragged.features.drafts.torch_verify import extend_locations
 
 _BY_MODEL = ("STANDALONE", "EAGLE", "EAGLE3")
-"""SGLang's names of drafts by a model; NEXTN has become EAGLE when it asks."""
+"""SGLang's names of algorithms with a draft model; it has renamed NEXTN to EAGLE before it reads this."""
 
 
 _named_device_module = torch.get_device_module
@@ -23,7 +23,7 @@ _named_device_module = torch.get_device_module
 
 @functools.lru_cache(None)  # As PyTorch's own: its compiler looks for __wrapped__.
 def _device_module(device: torch.device | str | None = None) -> ModuleType:
-    """`torch.get_device_module` on a machine whose only device is the CPU: torch.cpu unless a device is given."""
+    """Replace `torch.get_device_module` on a CPU-only machine: torch.cpu unless a device is given."""
     return _named_device_module("cpu" if device is None else device)
 
 

@@ -9,7 +9,7 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales
 
 
 def kv_scales(layers: list[RadixAttention], path: str | None) -> list[KvScales]:
-    """The scales of each layer, 1 where the checkpoint and a file with scales give none.
+    """Return the FP8 scales of each layer, 1 where neither the checkpoint nor a file with scales gives any.
 
     path: --quantization-param-path.
 

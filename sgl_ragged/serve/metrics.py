@@ -2,7 +2,7 @@
 
 The hooks run in the scheduler, but for one in the process that starts the replicas of --dp-size. SGLang writes its
 metrics once per prefill and every --decode-log-interval steps of decode; ours are written at the same moments and when
-the cache was flushed, from numbers that the host has anyway.
+the cache was flushed, from numbers that are on the host already.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COUNTERS = {
 
 
 def rank_imbalance(layouts: list[SlabLayout]) -> float:
-    """Largest / mean kept elements of a segment over the ranks."""
+    """Return the largest / mean kept elements of a segment over the ranks."""
     elems = [layout.slab_elems for layout in layouts]
     return max(elems) * len(elems) / sum(elems)
 
@@ -99,7 +99,7 @@ class RaggedMetrics:
 
     @property
     def _totals(self) -> dict[tuple[str, str], float]:
-        """Counts by the counter's name and, of features that have a label, its value."""
+        """Return counts by counter name and label value, which is empty for counters without a label."""
         seals = self._pool.store.seal_meter
         totals: dict[tuple[str, str], float] = {
             ("sealed_segments", ""): seals.segments,
@@ -112,7 +112,7 @@ class RaggedMetrics:
 
 
 def settings(serving: WorkerSettings, pool: RaggedTokenToKVPool) -> dict[str, Any]:
-    """`ragged` in /server_info: the flags, and the settings that result from them.
+    """Return `ragged` of /server_info: the flags, and the settings that result from them.
 
     Kept tokens are over the heads of all ranks; slots, tokens and bytes are of the rank that answers, the first.
     """
@@ -153,7 +153,7 @@ def settings(serving: WorkerSettings, pool: RaggedTokenToKVPool) -> dict[str, An
 
 
 def scheduler_ready(serving: WorkerSettings, original: Callable, scheduler: Any) -> dict[str, Any]:
-    """Adds the ragged settings to what the scheduler reports when it is ready, and creates the metrics."""
+    """Add the ragged settings to the scheduler's report that it is ready, and create the metrics."""
     allocator = scheduler.token_to_kv_pool_allocator
     pool, layouts = slab_pool(allocator.get_kvcache()), serving.served_plan.slab_layouts
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
@@ -165,7 +165,7 @@ def scheduler_ready(serving: WorkerSettings, original: Callable, scheduler: Any)
 
 
 def controller_ready(original: Callable, controller: Any) -> dict[str, Any]:
-    """Hands on what the scheduler that was ready first said of its pool; SGLang's controller of replicas drops it."""
+    """Pass on the pool's settings from the first ready scheduler, which SGLang's controller of replicas drops."""
     return {**original(controller), "ragged": controller._scheduler_init_infos[0]["ragged"]}
 
 
@@ -177,7 +177,7 @@ def write_metrics(scheduler: Any) -> None:
 
 
 def log_stats(original: Callable, collector: Any, stats: Any) -> None:
-    """Writes our metrics where SGLang writes those of its scheduler."""
+    """Write our metrics when SGLang writes those of its scheduler."""
     original(collector, stats)
     metrics = getattr(collector, _METRICS, None)
     if metrics is not None:

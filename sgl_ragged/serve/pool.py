@@ -18,7 +18,7 @@ from sgl_ragged.scorers import Scorer
 
 @runtime_checkable
 class Attached(Protocol):
-    """A part of the worker beside the pool, as operators see it.
+    """A component attached to the pool, as operators see it.
 
     gauges, counters: by name, what they mean. label: what the counters are counted by, if by anything.
     """
@@ -33,12 +33,12 @@ class Attached(Protocol):
     def label(self) -> str: ...
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """Values of gauges and counters, by name and the label's value, which is empty where there is none."""
+        """Return values of gauges and counters by name and label value, which is empty without a label."""
         ...
 
 
 class Views(Protocol):
-    """Which sealed segments requests see, where these are not all; `history.histories.Histories` is one.
+    """The sealed segments that requests see, if not all; `history.histories.Histories` implements it.
 
     limit: most segments that a request sees.
     """
@@ -48,11 +48,11 @@ class Views(Protocol):
 
     @property
     def table(self) -> torch.Tensor:
-        """As `Operations.in_view`."""
+        """Table of visible segments, as `Operations.in_view` has it."""
         ...
 
     def seen(self, rows: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Any:
-        """As `seen` of `Operations.describe_extend`, for chunks of requests. Changes the state."""
+        """Return the argument `seen` of `Operations.describe_extend` for chunks of requests. Changes the state."""
         ...
 
     def refresh(self) -> None:
@@ -63,8 +63,8 @@ class Views(Protocol):
 class RaggedTokenToKVPool(MHATokenToKVPool):
     """The token-to-KV pool whose pages SGLang's allocator and radix tree hand out.
 
-    Page i is slab i of `store`. There is no buffer that can be indexed by token: whoever asks for one would
-    read or write the wrong bytes, so those calls raise instead. Features put what they run here: `attached` by their
+    Page i is slab i of `store`. There is no buffer that can be indexed by token, so methods that return
+    one raise: their callers would read or write the wrong bytes. Features put what they run here: `attached` by their
     names, `views` where requests do not see all of their history, `epilogues` behind attention.
     """
 
@@ -80,7 +80,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         layer_numbers: Sequence[int],
         query_dtype: torch.dtype | None = None,
     ) -> None:
-        """`q_per_kv`, `dtype`, `query_dtype` and statistics as in `SlabStore`, the others but one are SGLang's.
+        """Make the pool; `q_per_kv`, `dtype`, `query_dtype` and statistics as in `SlabStore`.
 
         Args:
             layer_numbers: which of the model's layers these are; the pool counts them from 0.
@@ -110,7 +110,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     @property
     def observed(self) -> list[Attached]:
-        """Those that are attached and have something to show."""
+        """Return the attached components that have metrics."""
         return [one for one in self.attached.values() if isinstance(one, Attached)]
 
     def _create_buffers(self) -> None:
@@ -136,7 +136,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         return half, half
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """SGLang asks for it once drafts have been accepted. Chains need it not (`require_chains`, with its errors)."""
+        """Do nothing: accepted drafts of chains are in place already (`require_chains`, with its errors)."""
         require_chains(tgt_loc, src_loc)
 
     def _no_token_access(self, *_: Any, **__: Any) -> NoReturn:

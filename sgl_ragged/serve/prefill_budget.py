@@ -1,13 +1,13 @@
-"""Budgets by which SGLang's scheduler admits prefill; a chunked prompt goes on before others are admitted.
+"""Budgets by which SGLang's scheduler admits prefill; a cut prompt goes on before new requests are admitted.
 
-SGLang leaves a cut prompt out of a batch where its budget finds no room for the next chunk, admits others instead, and
-counts a chunk for the prompt all the same. Its last chunk is then taken for one in the middle, and the first token of
-the answer is thrown away. The budgets of this module therefore
+SGLang leaves a cut prompt out of a batch if its budget has no room for the next chunk, admits other requests instead,
+and still counts a chunk for the prompt. Its last chunk is then taken for one in the middle, and the first token of the
+answer is lost. The budgets of this module therefore
 
-- ask for the pages that the next chunk takes, not for an estimate of what running requests may come to need: these
-  pages were set aside when the prompt was admitted, and SGLang's own pool asks for nothing there;
-- admit nobody while a cut prompt finds no room. The batch then has no prefill, SGLang counts nothing, and the decode
-  step that follows ends requests or retracts them.
+- count the pages that the next chunk takes, not an estimate of what running requests may come to need: these pages were
+  reserved when the prompt was admitted, and SGLang's own pool reserves nothing there;
+- admit no request while a cut prompt finds no room. The batch then has no prefill, SGLang counts no chunk, and the
+  decode step that follows ends requests or retracts them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sgl_ragged.serve.pool import slab_allocator
 
 
 class _CutPromptFirst(PrefillBudget):
-    """The two rules above, on any budget of SGLang."""
+    """The two rules of this module, for any budget of SGLang."""
 
     def __init__(self, allocator: Any, tree_cache: Any, **more: Any) -> None:
         super().__init__(allocator, tree_cache, **more)
@@ -82,7 +82,7 @@ class HybridBudget(_CutPromptFirst, SWAPrefillBudget):
 
 
 def cut_one_request(original: Callable, adder: Any, req: Any) -> Any:
-    """Nobody is admitted behind a request that was cut, as SGLang does it wherever it counts in pages.
+    """Admit no request after one that was cut, as SGLang does where it counts in pages.
 
     With --disable-radix-cache it admits requests that ignore EOS in another way, which counts in tokens. Decode within
     prefill leaves less than a page of the batch, and the next prompt is cut to that. The scheduler goes on with the

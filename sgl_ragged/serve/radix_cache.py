@@ -1,9 +1,9 @@
-"""SGLang's radix cache, which keeps open segments, too: a prompt is found to its last token, not to its last border.
+"""SGLang's radix cache, extended by open segments: a prompt is found to its last token, not to its last border.
 
-What the tree holds ends at a border. Behind it an entry of `mem_pool.open_cache` may go on: to SGLang the prefix is
-that much longer, and what is beyond the tree's part is the request's own, as with a session. Its pages are copies: the
-entry stays for others. When a request ends, its open segment's pages become an entry; when a prompt has been prefilled,
-a copy of them does. Entries go before anything of the tree does: to the tier below, where there is one (`Below`).
+A prefix in the tree ends at a border. An entry of `mem_pool.open_cache` may continue it: SGLang sees a longer prefix,
+and the part outside of the tree belongs to the request, as with a session. Its pages are copies, so the entry stays for
+other requests. When a request ends, its open segment's pages become an entry; when a prompt has been prefilled,
+a copy of them does. Entries are evicted before nodes of the tree, to the tier below if there is one (`Below`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HIT = "_sgl_ragged_open_hit"
 
 @dataclass(frozen=True)
 class Hit:
-    """The first `tokens` of an entry; `below`: whose pages are not the device's."""
+    """A prefix of `tokens` tokens of an entry. below: True if its pages are in the tier below."""
 
     entry: Entry
     tokens: int
@@ -42,23 +42,23 @@ class Hit:
 
 
 class Below(Protocol):
-    """Where entries go that leave the device; `host_tier.open_store.OpenStore` is one."""
+    """Tier for entries that leave the device; `host_tier.open_store.OpenStore` implements it."""
 
     def clear(self) -> None:
         """Forget everything."""
 
     def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
-        """As `OpenCache.find`; the entry's pages are those of this tier."""
+        """Find an entry as `OpenCache.find` does; its pages are those of this tier."""
 
     def keep(self, entry: Entry, spared: Collection[Entry]) -> None:
-        """Take over an entry of the device. None of those spared goes for it."""
+        """Take over an entry of the device, without evicting those in `spared`."""
 
     def restore(self, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        """Have pages of this tier copied to those of the pool, int64 [n] each, once the next batch is described."""
+        """Copy pages of this tier to pages of the pool, int64 [n] each, when the next batch is described."""
 
 
 class OpenRadixCache(UnifiedRadixCache):
-    """See above."""
+    """Radix cache of SGLang that finds open segments after the last node of a prefix."""
 
     def __init__(self, params: Any) -> None:
         self.slabs: SlabAllocator = slab_allocator(params.token_to_kv_pool_allocator)
@@ -78,12 +78,12 @@ class OpenRadixCache(UnifiedRadixCache):
         self.slabs.begin_batch()
         self._kept_rows = {}
 
-    # What is found.
+    # Lookup.
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
         key, req, prefix = params.key, params.req, result.device_prefix_len
-        # SGLang calls off every hit then, but not what is said of a hit's last tokens.
+        # SGLang then drops every hit, but not `cache_protected_len`.
         if envs.SGLANG_RADIX_FORCE_MISS.get():
             return result
         if self.disable or req is None or result.host_hit_length or result.cache_protected_len is not None:
@@ -94,7 +94,7 @@ class OpenRadixCache(UnifiedRadixCache):
         return result._replace(device_prefix_len=prefix + count, cache_protected_len=prefix)
 
     def init_load_back(self, params: Any) -> Any:
-        """As SGLang's; behind segments that come back from below, an open one may come back, too."""
+        """Load segments from the tier below as SGLang does, and the open segment that follows them."""
         loaded, req = super().init_load_back(params), params.req
         if loaded is None or not super().load_back_is_cache_owned():
             return loaded
@@ -107,15 +107,15 @@ class OpenRadixCache(UnifiedRadixCache):
         return count + self._find(req, sealed, (req.extra_key, req.cache_salt or None), tokens, end), node
 
     def load_back_is_cache_owned(self) -> bool:
-        """False: an open segment that comes back is the request's own, so `init_load_back` says what is the cache's."""
+        """Return False: a loaded open segment is the request's own, so `init_load_back` sets the cache's part."""
         return False
 
     def _find(self, req: Req, prefix: int, name: Hashable, tokens: array, end: int) -> int:
-        """How many tokens behind those that are sealed an entry has for a request, up to position `end`."""
+        """Return the tokens that an entry has for a request after its sealed prefix, up to position `end`."""
         end = min(end, prefix + min(self.slabs.open_segments.reusable, self.page_size - 1))
         tiers = (self.entries, self.below) if self.below is not None else (self.entries,)
         found = [(tier.find(prefix, name, tokens, end), tier is self.below) for tier in tiers]
-        # Of equally many, those of the device.
+        # Of equal lengths, the entry on the device.
         hits = [Hit(one[0], one[1], below) for one, below in found if one is not None]
         best = max(hits, key=lambda hit: hit.tokens, default=None)
         if best is None:
@@ -134,10 +134,10 @@ class OpenRadixCache(UnifiedRadixCache):
         return torch.cat([path, locations])
 
     def take_hits(self, reqs: list[Req]) -> dict[int, torch.Tensor]:
-        """Pages for what requests of a prefill batch were promised of open segments, with their tokens.
+        """Take pages for the open segments that requests of a prefill batch were promised.
 
         Returns:
-            Extra pages, int64, by index of the request. They are the caller's; a page of its own has the request.
+            Pages after the first one, int64, by index of the request. The caller owns them; the request the first.
         """
         hits: list[tuple[int, Hit, int]] = []
         for index, req in enumerate(reqs):
@@ -174,16 +174,17 @@ class OpenRadixCache(UnifiedRadixCache):
         return given
 
     def _copied(self, pages: torch.Tensor, at_once: bool = False) -> torch.Tensor:
-        """New pages with the same content, once the next batch is described. There must be free ones.
+        """Copy pages to new ones when the next batch is described. There must be free pages.
 
-        at_once: while nothing else waits to be copied or sealed.
+        Args:
+            at_once: copy at once; no seal or copy may be pending.
         """
         own, store = self._new_pages(len(pages)), self.slabs.open_segments.store
         if at_once:
             store.tails.copy(pages, own)
         else:
             store.defer_copy(pages, own)
-        # What others have at these locations stays there when the segment is sealed.
+        # A draft model's tokens at these locations stay there when the segment is sealed.
         for told in self.slabs.open_segments.on_copy:
             store.defer_beside(functools.partial(told, pages[:1], own[:1]))
         return own
@@ -194,7 +195,7 @@ class OpenRadixCache(UnifiedRadixCache):
             raise RuntimeError(f"no room for {count} pages of open segments: {self.available_and_evictable_str()}")
         return own[:: self.page_size] // self.page_size
 
-    # What is kept.
+    # Insertion.
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         kv, chains = req.kv, self.slabs.open_segments.chains
@@ -243,7 +244,7 @@ class OpenRadixCache(UnifiedRadixCache):
             ranges = [(start, end) for start, end in ranges if start < end]
         super().free_kv_row(kv, ranges)
 
-    # What goes.
+    # Eviction.
 
     def evict(self, params: Any) -> Any:
         return self._evicted(super().evict, params)
@@ -252,7 +253,7 @@ class OpenRadixCache(UnifiedRadixCache):
         return self._evicted(super().evict_for_alloc, params, **more)
 
     def _evicted(self, original: Callable, params: Any, **more: Any) -> Any:
-        """Drop entries first, those that have just been found last of all."""
+        """Evict entries before nodes of the tree; entries promised to the pending batch go last."""
         size, wanted = self.page_size, params.num_tokens
         freed = self._drop(self.entries.oldest(-(-wanted // size), self.slabs.pending.found))
         result = original(replace(params, num_tokens=max(wanted - freed, 0)), **more)
@@ -260,7 +261,7 @@ class OpenRadixCache(UnifiedRadixCache):
         return result
 
     def _drop(self, entries: list[Entry]) -> int:
-        """Tokens that it frees."""
+        """Evict entries; return the tokens that this frees."""
         for entry in entries:
             if self.below is not None:
                 self.below.keep(entry, self.slabs.pending.found)
@@ -276,7 +277,7 @@ class OpenRadixCache(UnifiedRadixCache):
 
 
 def keep_open_segments(original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
-    """Has SGLang make this cache where it makes its own, with nothing beside slabs in its pages."""
+    """Have SGLang make this cache in place of its own, if pages hold slabs alone."""
     if cache_class is None and not ctx.disable_radix_cache and not ctx.is_hybrid_swa and not ctx.is_hybrid_ssm:
         return original(ctx, cache_class=OpenRadixCache)
     cause = "sliding windows" if cache_class is None else cache_class.__name__
@@ -285,5 +286,5 @@ def keep_open_segments(original: Callable, ctx: Any, *, cache_class: Any = None)
 
 
 def open_cache_of(batch: Any) -> OpenRadixCache | None:
-    """The cache of a batch, if it keeps open segments."""
+    """Return the cache of a batch if it keeps open segments, or None."""
     return batch.tree_cache if isinstance(batch.tree_cache, OpenRadixCache) else None

@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks agree on at start."""
+"""Agreement of tensor-parallel ranks at start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_equal_digests(digest: str, ranks: int, group: torch.distributed.Proc
 
 
 def least_over_ranks(value: int, ranks: int, group: torch.distributed.ProcessGroup | None) -> int:
-    """Smallest value of all ranks of the group; all of them must call.
+    """Return the smallest value of all ranks of the group; all of them must call.
 
     Budgets differ between the heads of ranks, page numbers must not.
     """

@@ -62,13 +62,13 @@ class ServedWeights:
         return self.updates > 0 and bool(self._derived)
 
     def count_update(self) -> None:
-        """The served weights have changed."""
+        """Count an update of the served weights; log the first one."""
         self.updates += 1
         if self.updates == 1 and self._derived:
             logger.warning(PROFILE_STAYS, self._derived)
 
     def read_scales(self, cache_is_empty: bool) -> str | None:
-        """Take the scales that the model's layers have now, unless the cache holds what was stored with others.
+        """Use the scales on the model's layers, unless the cache holds keys stored with other scales.
 
         Returns:
             Why the scales of the new weights cannot be used, or None.
@@ -90,7 +90,7 @@ class ServedWeights:
         return None
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """Return metric values by name and label, as `serve.pool.Attached` asks for."""
+        """Return metric values by name and label."""
         return {
             ("profile_of_first_weights", ""): float(self.profile_of_first_weights),
             ("kv_scales_wait", ""): float(self.scales_wait),
@@ -120,14 +120,14 @@ def attach(plan: ServingPlan, backend: RaggedAttnBackend, model_runner: Any) -> 
 
 
 def _found(scheduler: Any) -> tuple[ServedWeights, bool]:
-    """The rank's `ServedWeights`, and whether nothing is stored in its cache."""
+    """Return the rank's `ServedWeights`, and True if its cache is empty."""
     allocator = scheduler.token_to_kv_pool_allocator
     pages = slab_allocator(allocator)
     return slab_pool(allocator.get_kvcache()).attached[NAME], pages.available_size() == pages.size
 
 
 def weights_changed(original: Callable, manager: Any, request: Any, success: bool, message: str) -> tuple[bool, str]:
-    """SGLang calls it after each update of the served weights, to flush the cache if the request asks for it."""
+    """Count an update of weights; read FP8 scales after SGLang has flushed the cache, if the request wants that."""
     _found(manager.scheduler)[0].count_update()
     success, message = original(manager, request, success, message)
     weights, empty = _found(manager.scheduler)
@@ -137,7 +137,7 @@ def weights_changed(original: Callable, manager: Any, request: Any, success: boo
 
 
 def update_session_ended(original: Callable, manager: Any, request: Any) -> Any:
-    """At the end of a session SGLang's layers have the scales that arrived in it, or were written without a call."""
+    """Read FP8 scales at the end of an update session, in which they may have been written without a call."""
     session = manager._session
     answer = original(manager, request)
     if session is None or not answer.success:
@@ -151,7 +151,7 @@ def update_session_ended(original: Callable, manager: Any, request: Any) -> Any:
 
 
 def cache_flushed(scheduler: Any) -> None:
-    """Nothing is stored any more: scales that waited for it are used."""
+    """Use FP8 scales that waited for an empty cache."""
     weights, _ = _found(scheduler)
     error = weights.read_scales(cache_is_empty=True)
     if error is not None:
@@ -159,7 +159,7 @@ def cache_flushed(scheduler: Any) -> None:
 
 
 def internal_state(original: Callable, scheduler: Any, request: Any) -> Any:
-    """Adds `ragged` to the state of a scheduler in /server_info, which is asked for at each request."""
+    """Add `ragged` to a scheduler's state in /server_info, which is read at each request."""
     answer = original(scheduler, request)
     weights, _ = _found(scheduler)
     answer.internal_state["ragged"] = {
@@ -171,7 +171,7 @@ def internal_state(original: Callable, scheduler: Any, request: Any) -> Any:
 
 
 def flush_cache(original: Callable, scheduler: Any, *args: Any, **more: Any) -> bool:
-    """Uses FP8 scales that waited for an empty cache, and writes our metrics.
+    """Use FP8 scales that waited for an empty cache, and write our metrics.
 
     SGLang writes none until the next batch, or half a minute later.
     """

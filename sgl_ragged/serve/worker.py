@@ -33,16 +33,16 @@ NO_WEIGHT_UPDATES = (
     "weights cannot be updated at run time while heads are placed on other ranks than the checkpoint's order gives; "
     "restart with --ragged-fairkv none"
 )
-"""What SGLang answers to requests that would write weights in the checkpoint's order."""
+"""SGLang's answer to requests that would write weights in the checkpoint's order."""
 
 
 def kv_bytes(serving: WorkerSettings, original: Callable, configurator: Any, pre_model_load_memory: int) -> int:
-    """Uses --kv-bytes instead of profiling free memory, for either pool."""
+    """Use --kv-bytes instead of profiling free memory, for either pool."""
     return serving.kv_bytes if serving.kv_bytes is not None else original(configurator, pre_model_load_memory)
 
 
 def size_pool(serving: WorkerSettings, original: Callable, configurator: Any, pre_model_load_memory: int) -> Any:
-    """Computes slots and request rows from the KV budget, instead of tokens from bytes per token."""
+    """Compute slots and request rows from the KV budget, instead of tokens from bytes per token."""
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
@@ -81,9 +81,9 @@ def place_weights(serving: WorkerSettings, original: Callable, model: Any, weigh
 def repeat_heads_on_cpus(
     serving: WorkerSettings, original: Callable, model_config: Any, load_config: Any, tp_size: int
 ) -> Any:
-    """With more ranks than heads, every head on several ranks, as on GPUs; and no change to a model with more heads.
+    """Repeat heads over ranks as on GPUs if there are more ranks than heads; leave other models unchanged.
 
-    On CPUs SGLang adds heads of zeros instead, which budgets know nothing of; and without AMX it cannot load them.
+    On CPUs SGLang adds heads of zeros instead, which budgets do not count, and without AMX it cannot load them.
     """
     plan = serving.served_plan
     if tp_size > plan.geometry.num_heads or (plan.placement is not None and plan.placement.splits_heads):
@@ -94,7 +94,7 @@ def repeat_heads_on_cpus(
 def build_pool(
     serving: WorkerSettings, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **more: Any
 ) -> Any:
-    """Builds the ragged pool instead of SGLang's, and logs the start-up line. Features may have pools of their own."""
+    """Build the ragged pool instead of SGLang's, or a feature's own, and log the start-up lines."""
     import torch
 
     plan = serving.served_plan
@@ -138,12 +138,12 @@ def build_pool(
 
 
 def no_fused_kv_write(original: Callable, forward_batch: Any) -> bool:
-    """Makes models hand K and V to the backend: a kernel that writes them by token location would miss the slabs."""
+    """Have models hand K and V to the backend: a kernel that writes by token location would miss the slabs."""
     return False
 
 
 def create_backend(serving: WorkerSettings, model_runner: Any) -> Any:
-    """SGLang's factory of the attention backend called `launch.plan.BACKEND`."""
+    """Make the attention backend `launch.plan.BACKEND` for SGLang."""
     from sglang.srt.runtime_context import get_parallel
 
     plan = serving.served_plan
@@ -189,7 +189,7 @@ def _feature(plan: ServingPlan, name: str) -> ServeFeature:
 
 
 def _needs(plan: ServingPlan, configurator: Any) -> RankNeeds:
-    """What this rank needs, with the plan of its pipeline stage."""
+    """Return this rank's needs, with the plan of its pipeline stage."""
     from sglang.srt.runtime_context import get_parallel, get_schedule
 
     parallel, schedule = get_parallel(), get_schedule()
