@@ -13,9 +13,9 @@ from sgl_ragged.serve.feature import Hook, joined_features
 from sgl_ragged.serve.refusal import ending_worker
 
 KV_BYTES_HOOKS = (Hook(sglang.PROFILE_BYTES, worker.kv_bytes, bound=True),)
+"""Hooks of a worker with SGLang's own pool and --kv-bytes."""
 
 HOOKS = (
-    *KV_BYTES_HOOKS,
     Hook(f"{sglang.CONFIGURATOR}._resolve_memory_pool_config", worker.size_pool, bound=True),
     Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool", worker.build_pool, bound=True),
     Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool_allocator", allocation_hooks.build_allocator, bound=True),

@@ -37,7 +37,7 @@ NO_WEIGHT_UPDATES = (
 
 
 def kv_bytes(serving: WorkerSettings, original: Callable, configurator: Any, pre_model_load_memory: int) -> int:
-    """Use --kv-bytes instead of profiling free memory, for either pool."""
+    """Use --kv-bytes instead of profiling free memory, for SGLang's own pool."""
     return serving.kv_bytes if serving.kv_bytes is not None else original(configurator, pre_model_load_memory)
 
 
@@ -50,7 +50,9 @@ def size_pool(serving: WorkerSettings, original: Callable, configurator: Any, pr
     plan, schedule, parallel = serving.served_plan, get_schedule(), get_parallel()
     ranks, group = parallel.world_group.world_size, parallel.world_group.cpu_group
     require_equal_digests(plan.digest, ranks, group)
-    budget = configurator._profile_available_bytes(pre_model_load_memory)
+    budget = serving.kv_bytes
+    if budget is None:
+        budget = configurator._profile_available_bytes(pre_model_load_memory)
     needs = _needs(plan, configurator)
     sizes = needs.fit(budget, schedule.max_running_requests, schedule.max_total_tokens)
     tokens = least_over_ranks(sizes.max_total_tokens, ranks, group)
