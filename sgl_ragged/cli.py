@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_ragged.contract_checks import check_contract, installed_release
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.command_line import FLAGS, make_options
+from sgl_ragged.launch.command_line import all_flags, make_options
 from sgl_ragged.launch.conflicts import refuse_conflicts, table
 from sgl_ragged.launch.decide import choose_share, decide_without_calibrating
 from sgl_ragged.launch.feature import launch_features
@@ -126,7 +126,7 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         help="folder, config.json, or name of a model whose config is in Hugging Face's cache",
     )
     parser.add_argument("--revision", help="as SGLang's")
-    for keyword, one in FLAGS.items():
+    for keyword, one in all_flags().items():
         if keyword == "kv_pool":
             parser.add_argument("--kv-pool", choices=("ragged",), default="ragged", help=argparse.SUPPRESS)
             continue
@@ -158,7 +158,7 @@ def layout_also() -> list[str]:
 
 def show_layout(options: argparse.Namespace) -> None:
     """Print what a server with these flags would decide, and the sizes of its first rank."""
-    asked = make_options({name: getattr(options, name) for name in FLAGS}, from_command_line=True)
+    asked = make_options({name: getattr(options, name) for name in all_flags()}, from_command_line=True)
     assert asked is not None, "a pool is asked for"
     check_layout(options, asked.segment)
     start = read_start(options, asked)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_ragged.contract_checks import installed_release, resolve
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.command_line import FLAGS, OBSERVER, add_flags, make_options
+from sgl_ragged.launch.command_line import OBSERVER, add_flags, all_flags, make_options
 from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.plan import ATTRIBUTE, WorkerSettings
 from sgl_ragged.sglang_contract import REMEDY
@@ -62,11 +62,14 @@ def _refuse_unless_hooked() -> None:
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
-    add_flags(parser)
+    try:
+        add_flags(parser)
+    except RaggedConfigError as error:
+        raise SystemExit(f"sgl_ragged: {error}") from None
 
 
 def _from_cli_args(original: Callable, cls: type, args: argparse.Namespace) -> Any:
-    given = {name: getattr(args, name, None) for name in FLAGS}
+    given = {name: getattr(args, name, None) for name in all_flags()}
     try:
         options = make_options(given, from_command_line=True)
         if options is not None:
@@ -81,7 +84,7 @@ def _server_args_from_kwargs(**kwargs: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     observer = kwargs.pop(OBSERVER, None)
-    given = {name: kwargs.pop(name, None) for name in FLAGS}
+    given = {name: kwargs.pop(name, None) for name in all_flags()}
     options = make_options(given, from_command_line=False, observer=observer)
     if options is not None:
         _refuse_unless_hooked()

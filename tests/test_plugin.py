@@ -23,7 +23,7 @@ from sgl_ragged.contract_checks import resolve
 from sgl_ragged.errors import TO_ENGINE, RaggedConfigError
 from sgl_ragged.features.host_tier import launch as host_tier
 from sgl_ragged.launch import checks, resolution
-from sgl_ragged.launch.command_line import FLAGS, make_options
+from sgl_ragged.launch.command_line import all_flags, make_options
 from sgl_ragged.launch.flags import dashed
 from sgl_ragged.launch.plan import ATTRIBUTE
 from sgl_ragged.serve.hooks import HOOKS
@@ -368,7 +368,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
     with pytest.raises(SystemExit):
         prepare_server_args(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    for keyword, one in FLAGS.items():
+    for keyword, one in all_flags().items():
         assert dashed(keyword) in shown
         assert one.default is None or f"[{one.default}]" in shown
     assert "Host memory of all ranks together" in shown

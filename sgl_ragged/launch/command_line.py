@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import Field
 from typing import Any
 
@@ -18,21 +19,29 @@ OBSERVER = "ragged_observer"
 
 _OWN = flags_of(RaggedOptions)
 
-_OF_FEATURES: dict[type, dict[str, Field]] = {
-    feature.flags: flags_of(feature.flags) for feature in launch_features() if feature.flags is not None
-}
 
-FLAGS: dict[str, Field] = _OWN | {keyword: one for own in _OF_FEATURES.values() for keyword, one in own.items()}
-"""Field of `RaggedOptions`, or of a feature's flags, by keyword of `Engine`; with dashes it is the flag."""
+def _feature_flags() -> dict[type, dict[str, Field]]:
+    return {one.flags: flags_of(one.flags) for one in launch_features() if one.flags is not None}
 
-if len(FLAGS) < len(_OWN) + sum(map(len, _OF_FEATURES.values())):
-    raise RaggedConfigError("two features have a flag of the same name; remove the package of one of them")
+
+@functools.cache
+def all_flags() -> dict[str, Field]:
+    """Return fields of `RaggedOptions` and of features' flags by keyword of `Engine`; with dashes it is the flag.
+
+    Raises:
+        RaggedConfigError: a feature of another package cannot be loaded, or two features have the same flag.
+    """
+    of_features = _feature_flags().values()
+    flags = _OWN | {keyword: one for own in of_features for keyword, one in own.items()}
+    if len(flags) < len(_OWN) + sum(map(len, of_features)):
+        raise RaggedConfigError("two features have a flag of the same name; remove the package of one of them")
+    return flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all flags to SGLang's parser. Values are read by `make_options`, whose errors are one line."""
     group = parser.add_argument_group("sgl_ragged: a KV cache with a budget per attention head")
-    for keyword, one in FLAGS.items():
+    for keyword, one in all_flags().items():
         group.add_argument(dashed(keyword), **{k: v for k, v in one.metadata["parser"].items() if k != "type"})
 
 
@@ -40,7 +49,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
     """Check the plugin's flags.
 
     Args:
-        given: values by keyword (FLAGS); absent or None means not given.
+        given: values by keyword (`all_flags`); absent or None means not given.
         observer: see OBSERVER.
 
     Returns:
@@ -50,7 +59,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
         RaggedConfigError: a value is out of range, or a --ragged-* flag was given without --kv-pool ragged.
     """
     given = {keyword: value for keyword, value in given.items() if value is not None}
-    kv_pool = _read("kv_pool", given.get("kv_pool", FLAGS["kv_pool"].default))
+    kv_pool = _read("kv_pool", given.get("kv_pool", all_flags()["kv_pool"].default))
     if kv_pool == "token":
         stray = [dashed(keyword) for keyword in given if keyword.startswith("ragged_")]
         if stray:
@@ -63,7 +72,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
 
     options = RaggedOptions(
         **values(_OWN),
-        of_features=tuple(kind(**own) for kind, flags in _OF_FEATURES.items() if (own := values(flags))),
+        of_features=tuple(kind(**own) for kind, flags in _feature_flags().items() if (own := values(flags))),
         from_command_line=from_command_line,
         observer=observer,
     )
@@ -75,7 +84,7 @@ def make_options(given: dict[str, Any], *, from_command_line: bool, observer: An
 
 def _read(keyword: str, value: Any) -> Any:
     """Return a flag's value as options hold it. Raises RaggedConfigError for an invalid one."""
-    parser = FLAGS[keyword].metadata["parser"]
+    parser = all_flags()[keyword].metadata["parser"]
     if "choices" in parser and value not in parser["choices"]:
         raise RaggedConfigError(f"unknown {dashed(keyword)} {value!r}; known: {', '.join(parser['choices'])}")
     try:
@@ -84,5 +93,5 @@ def _read(keyword: str, value: Any) -> Any:
         raise
     except ValueError:
         raise RaggedConfigError(f"{dashed(keyword)} {value!r} is not a number") from None
-    FLAGS[keyword].metadata["check"](value)
+    all_flags()[keyword].metadata["check"](value)
     return value

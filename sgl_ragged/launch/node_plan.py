@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 import sgl_ragged
 from sgl_ragged.contract_checks import installed_release
 from sgl_ragged.fairkv.placement import Placement
-from sgl_ragged.launch.command_line import FLAGS
+from sgl_ragged.launch.command_line import all_flags
 from sgl_ragged.launch.feature import LaunchFeature
 from sgl_ragged.launch.flags import dashed
 from sgl_ragged.launch.model_source import weights_sample
@@ -113,6 +113,6 @@ def _flags(options: RaggedOptions) -> dict[str, Any]:
     given |= {one.name: getattr(of, one.name) for of in options.of_features for one in fields(of) if one.metadata}
     return {
         dashed(keyword): given.get(one.name, one.default)
-        for keyword, one in FLAGS.items()
+        for keyword, one in all_flags().items()
         if keyword not in OF_FIRST_NODE
     }

@@ -102,7 +102,7 @@ def test_one_that_cannot_be_loaded_is_named(installed, llama, tmp_path):
     folder = tmp_path / "broken-0.1.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 0.1\n")
-    (folder / "entry_points.txt").write_text("[sgl_ragged.features]\nbroken = no_such_module:BROKEN\n")
+    (folder / "entry_points.txt").write_text("[sgl_ragged.launch_features]\nbroken = no_such_module:BROKEN\n")
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), installed["PYTHONPATH"]])}
     done = run(paths, "-m", "sgl_ragged.cli", "conflicts")
     assert done.returncode != 0
