@@ -106,7 +106,7 @@ class Recording:
         positions = query_positions(length, self.segment)
         if positions is None or self.stream is None or not self.stream.known:
             return
-        device, scale = keys.device, store.scales[layer]
+        device, scale = keys.device, store.softmax_scales[layer]
         scores = self.error_request[SCORES][: length // self.segment, layer].to(device)
         names = [name for name in (*CODEBOOK, *ROPE) if name in self.error_request]
         book = {name: self.error_request[name][layer].to(device) for name in names}
@@ -170,7 +170,7 @@ class Recording:
                 to_segments(values),
                 last_queries,
                 token_scores,
-                store.scales[layer],
+                store.softmax_scales[layer],
                 statistics,
                 segment_indices,
             )
@@ -203,7 +203,7 @@ class Recording:
             if past == 0:
                 continue
             positions = torch.arange(past, seen, device=device)
-            block = queries[start:stop].permute(1, 2, 0, 3).float() * store.scales[layer]
+            block = queries[start:stop].permute(1, 2, 0, 3).float() * store.softmax_scales[layer]
             logits = block @ all_keys[:, None, :seen].transpose(-1, -2)
             later = torch.arange(seen, device=device) > positions[:, None]
             logits = logits.masked_fill(later, -torch.inf)

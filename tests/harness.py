@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -20,7 +21,7 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
-from sgl_ragged.mem_pool.slab_store import SlabStore, open_pages
+from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore, open_pages, seal_in_torch
 from sgl_ragged.scorers import get_scorer
 from tests.bounded_oracle import views
 from tests.oracle import Tokens, visible
@@ -36,6 +37,19 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 SCALES = KvScales(keys=0.0625, values=0.03)
 
+
+@dataclass(frozen=True)
+class Kernel:
+    """How a test's store seals and attends.
+
+    operations: for a store, the most segments of a request, and the table of segments in view. sealer: for a layout.
+    """
+
+    operations: Callable[[SlabStore, int, torch.Tensor | None], Operations]
+    sealer: Callable[[SlabLayout], Sealer]
+
+
+TORCH = Kernel(lambda store, _, in_view: TorchOps(store, in_view), lambda _: seal_in_torch)
 
 Seen = Callable[[int], list[int]]
 """Numbers, ascending, of the sealed segments that queries in the segment of a number see."""
@@ -144,7 +158,8 @@ class Harness:
         segments: int,
         per_head: int = 2,
         *,
-        make_operations: Callable[[SlabStore, int], Operations] = lambda store, _: TorchOps(store),
+        kernel: Kernel = TORCH,
+        softmax_scales: list[float] | None = None,
         dtype: torch.dtype = torch.float32,
         placement: Placement | None = None,
         rank: int = 0,
@@ -192,17 +207,10 @@ class Harness:
             statistics=[{"query_mean": mean[row], "query_covariance": covariance[row], **rope} for row in self.heads],
             pages=pages,
             query_dtype=dtypes[1],
+            softmax_scales=softmax_scales or [0.5] * len(kept),
+            kv_scales=[scales] * len(kept),
+            sealer=kernel.sealer(layout),
         )
-        self.store.scales = [0.5] * len(kept)
-        self.store.kv_scales = [scales] * len(kept)
-        self.operations = make_operations(self.store, segments)
-        self.gives_lse = gives_lse or placement is not None
-        self.gives_lse |= sinks is not None and not self.operations.adds_sinks
-        # Whatever is read by mistake shows: nothing may depend on memory that was not written.
-        self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
-        # Extra pages and stages for each request: those of the open segment, and those of the one before.
-        beside = torch.randperm(2 * requests * most, generator=torch.Generator().manual_seed(1)) + count + 1
-        self.store.tails.table[1:] = beside.view(requests, 2, most)
         slots = torch.randperm(count, generator=torch.Generator().manual_seed(0)).view(requests, segments) + 1
         locations = slots[:, :, None] * SEGMENT + torch.arange(SEGMENT)
         self.table = torch.zeros(requests + 1, segments * SEGMENT, dtype=torch.int32)
@@ -211,7 +219,15 @@ class Harness:
         if bound is not None:
             scores = None if bound.by_age else SegmentScores(self.store, bound.score)
             self.histories = Histories(bound, self.table, SEGMENT, scores)
-            self.operations.in_view = self.histories.table
+        in_view = None if self.histories is None else self.histories.table
+        self.operations = kernel.operations(self.store, segments, in_view)
+        self.gives_lse = gives_lse or placement is not None
+        self.gives_lse |= sinks is not None and not self.operations.adds_sinks
+        # Whatever is read by mistake shows: nothing may depend on memory that was not written.
+        self.store.slabs[1:] = 0x7B if form.quantised else min(1e4, torch.finfo(dtype).max)
+        # Extra pages and stages for each request: those of the open segment, and those of the one before.
+        beside = torch.randperm(2 * requests * most, generator=torch.Generator().manual_seed(1)) + count + 1
+        self.store.tails.table[1:] = beside.view(requests, 2, most)
 
     def extend(self, sequences: list[Sequence], starts: list[int], ends: list[int]) -> list[torch.Tensor]:
         """One batch with a chunk of each sequence: each output [chunk, layers, heads, q_per_kv, d]."""

@@ -76,7 +76,7 @@ class OpenMachine(RuleBasedStateMachine):
         self.promised: set[int] = set()
 
     def _describe(self) -> None:
-        self.store.batches += 1
+        self.store.begin_batch()
         self.store.flush_pending_seals()
         self.promised.clear()
 

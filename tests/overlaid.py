@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
-from sgl_ragged.attention.operations import Operations
 from sgl_ragged.features.retrieval.overlay import add_overlay, attend_overlay
-from sgl_ragged.mem_pool.slab_store import SlabStore
-from tests.harness import KEPT, SEGMENT, Harness, Sequence
+from tests.harness import KEPT, SEGMENT, Harness, Kernel, Sequence
 from tests.oracle import Tokens, visible
 
 MOST, DIM, PER_HEAD = 5, 16, 2
@@ -24,11 +20,11 @@ def dropped(sequence: Sequence, kept: np.ndarray, head: int) -> list[int]:
     return np.flatnonzero(~visible(sequence.scorer, Tokens(keys, keys), int(kept[0, head]), SEGMENT)[-1]).tolist()
 
 
-def check_overlays(make_operations: Callable[[SlabStore, int], Operations], lengths: list[int]) -> None:
+def check_overlays(kernel: Kernel, lengths: list[int]) -> None:
     """The last token of prompts of these lengths, and then one decoded token, see overlays; one head's is empty."""
     kept = KEPT[:1]
     sequences = [Sequence(n + 1, 1, kept.shape[1], PER_HEAD, DIM, "keydiff", seed) for seed, n in enumerate(lengths)]
-    harness = Harness(kept, DIM, "keydiff", len(lengths), 8, PER_HEAD, make_operations=make_operations, gives_lse=True)
+    harness = Harness(kept, DIM, "keydiff", len(lengths), 8, PER_HEAD, kernel=kernel, gives_lse=True)
     ends = harness.extend(sequences, [0] * len(lengths), lengths)
     sums = [lse[-1] for lse in harness.lse[0].split(lengths)]
     check(harness, [cut(s, n) for s, n in zip(sequences, lengths, strict=True)], torch.stack([e[-1, 0] for e in ends]),

@@ -23,7 +23,7 @@ from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_segments import OpenSegments
-from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore, seal_in_torch
 from sgl_ragged.mem_pool.tails import NOW
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve.allocator import SlabAllocator
@@ -76,12 +76,16 @@ class Request:
 
 
 class PoolMachine(RuleBasedStateMachine):
+    def make_sealer(self, layout: SlabLayout) -> Sealer:
+        return seal_in_torch
+
     def make_operations(self, store: SlabStore) -> Operations:
         return TorchOps(store)
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = SlabStore(LAYOUT, get_scorer(SCORER), SLOTS, ROWS, torch.float32, "cpu")
+        sealer = self.make_sealer(LAYOUT)
+        self.store = SlabStore(LAYOUT, get_scorer(SCORER), SLOTS, ROWS, torch.float32, "cpu", sealer=sealer)
         self.open = OpenSegments(self.store)
         self.allocator = SlabAllocator(
             (SLOTS - 1) * SEGMENT,
@@ -139,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.running.append(Request(tokens=list(tokens), row=row, node=node, shared=shared, pages=pages))
 
     def _extend(self, row: int, tokens: list[int], begin: int, end: int) -> None:
-        self.store.batches += 1
+        self.store.begin_batch()
         self.store.flush_pending_seals()
         batch = self.operations.describe_extend(self.table.req_to_token, torch.tensor([row]), [begin], [end - begin])
         content = kv(tokens[begin:end], begin)
@@ -206,7 +210,7 @@ class PoolMachine(RuleBasedStateMachine):
             self._decode_step()
 
     def _decode_step(self) -> None:
-        self.store.batches += 1
+        self.store.begin_batch()
         self.store.flush_pending_seals()
         rows = torch.tensor([request.row for request in self.running])
         lengths = torch.tensor([len(request.tokens) for request in self.running])

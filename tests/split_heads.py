@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
-from sgl_ragged.attention.operations import Operations
-from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
-from sgl_ragged.mem_pool.slab_store import SlabStore
-from tests.harness import KEPT, SEGMENT, Harness, Sequence
+from tests.harness import KEPT, SEGMENT, TORCH, Harness, Kernel, Sequence
 
 # Three ranks of two places for two heads: a head in three parts, in two with nothing between, a place for nothing at
 # all, and one before the head's first entries.
@@ -67,7 +62,7 @@ def check_parts(
     case: str,
     scorer: str,
     steps: int = SEGMENT + 5,
-    make_operations: Callable[[SlabStore, int], Operations] = lambda store, _: TorchOps(store),
+    kernel: Kernel = TORCH,
     form: SlabFormat = WIDE,
 ) -> None:
     """Prefill at ragged edges, a second chunk, and decode, over a border if there are enough steps."""
@@ -76,7 +71,7 @@ def check_parts(
     sequences = [Sequence(length + 30 + steps, *kept.shape, 2, 16, scorer, i) for i, length in enumerate(lengths)]
     expected = [sequence.expected(kept, form=form.name, placement=placement) for sequence in sequences]
     rigs = [
-        Harness(kept, 16, scorer, 3, 6, placement=placement, rank=rank, make_operations=make_operations, form=form)
+        Harness(kept, 16, scorer, 3, 6, placement=placement, rank=rank, kernel=kernel, form=form)
         for rank in range(placement.ranks)
     ]
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.fitting.fitted import use_codebook
+from sgl_ragged.fitting.fitted import StoreFit, without_codebook
 from sgl_ragged.fitting.references import References
-from sgl_ragged.mem_pool.kv_dtype import KvScales, movable
+from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_format import FORMATS
-from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore, seal_in_torch
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
 from tests.open_segments import full_segments
 from tests.test_attention_matching import DIM, HEADS, SEGMENT, codebook, matched, segments
@@ -25,15 +27,31 @@ BESIDE = 5
 """The slot from which on open segments have pages beside their own."""
 
 
-def store(form: str = "wide", dtype: torch.dtype = torch.float32, fitted: bool = True, **parts) -> SlabStore:
+def store(
+    form: str = "wide",
+    dtype: torch.dtype = torch.float32,
+    fitted: bool = True,
+    make_sealer: Callable[[SlabLayout], Sealer] = lambda _: seal_in_torch,
+    **parts,
+) -> SlabStore:
     layout = SlabLayout(parts.pop("kept", KEPT), DIM, SEGMENT, form=FORMATS[form], **parts)
-    statistics = [codebook(layer) if fitted else {} for layer in range(LAYERS)]
-    sizes = dict(statistics=statistics, query_dtype=torch.float32)
-    made = SlabStore(layout, get_scorer("keydiff"), BESIDE + 3 * SEGMENT, 4, dtype, "cpu", **sizes)
-    made.kv_scales = [KvScales(0.05, 0.03)] * LAYERS
-    use_codebook(made)
-    assert (made.corrector is not None) == fitted
-    return made
+    statistics, scales = [codebook(layer) if fitted else {} for layer in range(LAYERS)], [DIM**-0.5] * LAYERS
+    corrector = StoreFit.from_statistics(layout, statistics, scales, fp8=is_fp8(dtype))
+    assert (corrector is not None) == fitted
+    return SlabStore(
+        layout,
+        get_scorer("keydiff"),
+        BESIDE + 3 * SEGMENT,
+        4,
+        dtype,
+        "cpu",
+        statistics=without_codebook(statistics),
+        query_dtype=torch.float32,
+        softmax_scales=scales,
+        kv_scales=[KvScales(0.05, 0.03)] * LAYERS,
+        sealer=make_sealer(layout),
+        corrector=corrector,
+    )
 
 
 def sealed(made: SlabStore, *, in_tails: bool) -> SlabStore:

@@ -24,6 +24,7 @@ from sgl_ragged.features.host_tier.tier_meter import TierMeter
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve.backend import RaggedAttnBackend
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
@@ -44,16 +45,10 @@ class Tier:
     def __init__(self, device_pages: int, score: str | None = None) -> None:
         sizes = PoolSizes(LAYOUT, 4, OpenPages(SEGMENT, 28), num_slots=device_pages + 1 + OPEN_PAGES, num_rows=3)
         self.beside = device_pages + 1
-        self.pool = RaggedTokenToKVPool(
-            sizes,
-            get_scorer("keydiff"),
-            [{}] * 2,
-            q_per_kv=1,
-            dtype=torch.float32,
-            device="cpu",
-            layer_numbers=range(2),
+        self.store = SlabStore(
+            LAYOUT, get_scorer("keydiff"), sizes.num_slots, sizes.num_rows, torch.float32, "cpu", pages=sizes.open_pages
         )
-        self.store = self.pool.store
+        self.pool = RaggedTokenToKVPool(sizes, self.store, device="cpu", layer_numbers=range(2))
         if score is not None:
             self.scores = SegmentScores(self.store, score)
             self.table = torch.zeros((3, 4 * SEGMENT), dtype=torch.int32)

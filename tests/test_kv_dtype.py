@@ -58,7 +58,7 @@ def test_scales_that_cannot_be_divided_by_are_refused(scale):
 @pytest.mark.parametrize("dtype", FP8)
 def test_scorers_see_what_the_cache_holds_and_sides_stay_wide(dtype):
     store = fp8_store("snapkv", dtype)
-    store.kv_scales = [KvScales(0.5, 4.0)]
+    store.use_kv_scales([KvScales(0.5, 4.0)] * LAYOUT.num_layers)
     assert store.tails.inputs.dtype == torch.bfloat16
     assert store.tails.data.dtype == store.slabs.dtype == dtype
     assert store.tails.inputs[0].nbytes == side_bytes(
@@ -74,17 +74,17 @@ def test_scorers_see_what_the_cache_holds_and_sides_stay_wide(dtype):
         # What has been stored once is not divided again.
         again = store.to_cache(0, *store.to_cache(0, keys, values))[part]
         assert torch.equal(movable(again), movable(stored))
-    assert store.logit_scale(0) == 0.5 * store.scales[0]
+    assert store.logit_scale(0) == 0.5 * store.softmax_scales[0]
     assert store.value_scale(0) == 4.0
 
 
 def test_a_wide_store_is_not_scaled():
     store = SlabStore(LAYOUT, get_scorer("keydiff"), 3, 2, torch.bfloat16, "cpu")
-    store.kv_scales = [KvScales(0.5, 4.0)]
+    store.use_kv_scales([KvScales(0.5, 4.0)] * LAYOUT.num_layers)
     keys = torch.randn(5, 2, 16)
     assert torch.equal(store.to_cache(0, keys, keys)[0], keys.bfloat16())
     assert store.from_cache(0, 0, keys) is keys
-    assert (store.logit_scale(0), store.value_scale(0)) == (store.scales[0], None)
+    assert (store.logit_scale(0), store.value_scale(0)) == (store.softmax_scales[0], None)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_pages_are_known_by_dtype_and_scales():
     tier = TierPlan(codec="exact", served="", sized=False, restore="load")
     stores = [fp8_store("keydiff", dtype) for dtype in (*FP8, torch.bfloat16)]
     stores.append(fp8_store("keydiff", FP8[0]))
-    stores[-1].kv_scales = [KvScales(0.5, 1.0)]
+    stores[-1].use_kv_scales([KvScales(0.5, 1.0)] * LAYOUT.num_layers)
     assert len({tier.rank_identity(0, store.stored_as) for store in stores}) == len(stores)
 
 

@@ -16,12 +16,12 @@ def test_pages_of_what_a_batch_finishes_are_not_for_the_same_batch():
     open_segments = OpenSegments(store)
     full = open_segments.pages.extra(SEGMENT)
     open_segments.extend([1], [0], [SEGMENT - 1], torch.arange(1, 1 + full))
-    store.batches += 1
+    store.begin_batch()
     open_segments.extend([1], [SEGMENT - 1], [SEGMENT + 1], torch.tensor([9]))
     assert open_segments.take_back() == []
     assert open_segments.returning == 0
     assert open_segments.in_use == full + 1
-    store.batches += 1
+    store.begin_batch()
     assert open_segments.returning == full + 1
     back = torch.cat(open_segments.take_back())
     assert sorted(back.tolist()) == [*range(1, 1 + full), 9]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.attention.operations import Operations
-from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.mem_pool.slab_format import FORMATS
-from sgl_ragged.mem_pool.slab_store import SlabStore
-from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Sequence
+from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, TORCH, Harness, Kernel, Sequence
 from tests.test_quantise import compare
 
 DIM = 16
@@ -20,7 +15,7 @@ MIXED, FULL = KEPT[:1], KEPT[2:]
 
 
 def check_pages(
-    make_operations: Callable[[SlabStore, int], Operations],
+    kernel: Kernel,
     kept: np.ndarray,
     scorer: str,
     tokens: int,
@@ -37,7 +32,7 @@ def check_pages(
     ends = [starts[0] + 1, starts[1] + tokens, SEGMENT - 1, 2 * SEGMENT + 1, SEGMENT - 2]
     tolerance = 5e-3 if dtype == torch.float16 else 1e-4
     sequences = [Sequence(n + steps, *kept.shape, 2, DIM, scorer, seed) for seed, n in enumerate(ends)]
-    sizes = dict(make_operations=make_operations, form=FORMATS[form], dtype=dtype, page_tokens=tokens)
+    sizes = dict(kernel=kernel, form=FORMATS[form], dtype=dtype, page_tokens=tokens)
     harness = Harness(kept, DIM, scorer, len(ends), 4, **sizes)
     assert harness.store.tails.open_pages.most == -(-SEGMENT // tokens)
     # NaN in whatever dtype it is read; the padding page is written to, and never full of it.
@@ -73,16 +68,16 @@ CASES = [
 
 @pytest.mark.parametrize(("kept", "scorer", "tokens"), CASES)
 def test_pages_of_any_size(kept, scorer, tokens):
-    check_pages(lambda store, _: TorchOps(store), kept, scorer, tokens, steps=8)
+    check_pages(TORCH, kept, scorer, tokens, steps=8)
 
 
 @pytest.mark.parametrize("form", ["int8", "k8v4", "k6v4", "k4v4"])
 @pytest.mark.parametrize(("scorer", "tokens"), [("keydiff", 3), ("fastkvzip", 5)])
 def test_pages_beside_codes(form, scorer, tokens):
-    check_pages(lambda store, _: TorchOps(store), KEPT, scorer, tokens, form, steps=8)
+    check_pages(TORCH, KEPT, scorer, tokens, form, steps=8)
 
 
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize(("scorer", "tokens"), [("keydiff", 9), ("h2o", 3)])
 def test_pages_of_an_fp8_cache(dtype, scorer, tokens):
-    check_pages(lambda store, _: TorchOps(store), KEPT, scorer, tokens, dtype=dtype)
+    check_pages(TORCH, KEPT, scorer, tokens, dtype=dtype)

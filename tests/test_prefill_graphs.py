@@ -18,8 +18,9 @@ from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.backend import RaggedAttnBackend, attention_layers
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 SEGMENT, SEGMENTS, DIM, LAYERS, HEADS, PER_HEAD, HIDDEN, ROW = 64, 5, 8, 2, 2, 2, 12, 1
@@ -47,23 +48,28 @@ class Served:
     def __init__(self) -> None:
         beside = torch.arange(2 * SEGMENTS, 2 * (SEGMENTS + 2 * 3))
         layout = SlabLayout(KEPT, DIM, SEGMENT)
-        self.pool = RaggedTokenToKVPool(
-            PoolSizes(layout, 4, OpenPages(SEGMENT, 28), 2 * SEGMENTS + len(beside), 2),
+        sizes = PoolSizes(layout, 4, OpenPages(SEGMENT, 28), 2 * SEGMENTS + len(beside), 2)
+        self.layers = torch.nn.ModuleList(map(Attention, range(LAYERS)))
+        store = SlabStore(
+            layout,
             get_scorer("gate"),
-            [statistics(number) for number in range(LAYERS)],
+            sizes.num_slots,
+            sizes.num_rows,
+            torch.float32,
+            "cpu",
             q_per_kv=PER_HEAD,
-            dtype=torch.float32,
-            device="cpu",
-            layer_numbers=range(LAYERS),
+            statistics=[statistics(number) for number in range(LAYERS)],
+            pages=sizes.open_pages,
+            softmax_scales=[layer.scaling for layer in attention_layers(self.layers, range(LAYERS))],
         )
+        self.pool = RaggedTokenToKVPool(sizes, store, device="cpu", layer_numbers=range(LAYERS))
         self.pool.store.tails.table[:] = beside.view(2, 2, 3)
         pages = torch.arange(2 * SEGMENTS).view(2, SEGMENTS, 1) * SEGMENT
         self.table = (pages + torch.arange(SEGMENT)).flatten(1).int()
-        self.layers = torch.nn.ModuleList(map(Attention, range(LAYERS)))
         runner = SimpleNamespace(
             token_to_kv_pool=self.pool, model=self.layers, req_to_token_pool=SimpleNamespace(req_to_token=self.table)
         )
-        self.backend = RaggedAttnBackend(runner, lambda store, _: TorchOps(store))
+        self.backend = RaggedAttnBackend(runner, lambda store, _, in_view: TorchOps(store, in_view))
         self.graphs: dict[int, Graph] = {}
 
     def prefill(self, prefix: int, length: int) -> torch.Tensor:

@@ -68,8 +68,8 @@ def record(
     """
     layout = SlabLayout(np.full((LAYERS, HEADS), SEGMENT), DIM, SEGMENT)
     scorer = get_scorer("streaming")
-    store = SlabStore(layout, scorer, 8, 2, dtype, "cpu", q_per_kv=PER_HEAD, query_dtype=torch.float32)
-    store.kv_scales = [KvScales(0.25, 0.25)] * LAYERS
+    sizes = dict(q_per_kv=PER_HEAD, query_dtype=torch.float32, kv_scales=[KvScales(0.25, 0.25)] * LAYERS)
+    store = SlabStore(layout, scorer, 8, 2, dtype, "cpu", **sizes)
     operations = TorchOps(store)
     table = torch.zeros(2, 8 * SEGMENT, dtype=torch.int32)
     slots = torch.tensor([5, 2, 7, 1, 3, 4, 6])

@@ -14,8 +14,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
-from sgl_ragged.serve.backend import RaggedAttnBackend, _attention_layers
+from sgl_ragged.serve.backend import RaggedAttnBackend, attention_layers
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 HARMLESS = {
@@ -68,10 +69,9 @@ HARMLESS = {
 def pool():
     layout = SlabLayout(kept=np.full((2, 2), 16), head_dim=16, segment=32)
     plan = PoolSizes(layout=layout, itemsize=4, open_pages=OpenPages(layout.segment, 16), num_slots=4, num_rows=2)
-    scorer = get_scorer("keydiff")
-    return RaggedTokenToKVPool(
-        plan, scorer, [{}, {}], q_per_kv=1, dtype=torch.float32, device="cpu", layer_numbers=(0, 1)
-    )
+    sizes = plan.num_slots, plan.num_rows, torch.float32, "cpu"
+    store = SlabStore(layout, get_scorer("keydiff"), *sizes, pages=plan.open_pages)
+    return RaggedTokenToKVPool(plan, store, device="cpu", layer_numbers=(0, 1))
 
 
 def test_everything_that_sglang_asks_of_a_pool_is_overridden_or_harmless():
@@ -134,11 +134,11 @@ class Block(torch.nn.Module):
 )
 def test_a_model_whose_attention_is_another_is_refused(block, words):
     with pytest.raises(RaggedConfigError, match=words) as refused:
-        _attention_layers(block(), SimpleNamespace(layer_numbers=(0,)))
+        attention_layers(block(), (0,))
     assert "loaded model" in str(refused.value)
 
 
 def test_layers_in_slabs_are_those_without_windows():
     model = torch.nn.Sequential(Block(2), Block(1, sliding_window_size=64), Block(0))
-    found = _attention_layers(model, SimpleNamespace(layer_numbers=(0, 2)))
+    found = attention_layers(model, (0, 2))
     assert [layer.layer_id for layer in found] == [0, 2]

@@ -66,7 +66,7 @@ class Server:
         return torch.arange(self.next - count, self.next)
 
     def _describe(self) -> None:
-        self.store.batches += 1
+        self.store.begin_batch()
         self.store.flush_pending_seals()
 
     def _compute(self, operation, batch, begin: int, end: int) -> list[torch.Tensor]:

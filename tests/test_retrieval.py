@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.retrieval.drift import attended, candidates, median_overlap, spread, top_tokens
 from sgl_ragged.features.retrieval.overlay import Overlays, add_overlay, attend_overlay
@@ -21,6 +20,7 @@ from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from tests.examples import examples
+from tests.harness import TORCH
 from tests.open_segments import full_segments
 from tests.oracle import Tokens, kept_tokens
 from tests.overlaid import check_overlays
@@ -44,7 +44,7 @@ def softmax_over(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 
 
 def test_heads_attend_to_slabs_tails_and_overlays():
-    check_overlays(lambda store, _: TorchOps(store), [3 * SEGMENT + 7, 2 * SEGMENT, 5 * SEGMENT + 1])
+    check_overlays(TORCH, [3 * SEGMENT + 7, 2 * SEGMENT, 5 * SEGMENT + 1])
 
 
 def test_overlay_and_the_rest_are_attention_to_both():

@@ -26,6 +26,7 @@ from sgl_ragged.features.retrieval.watching import Watching
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve.backend import RaggedAttnBackend
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
@@ -49,10 +50,11 @@ class Served:
         sizes = PoolSizes(
             SlabLayout(KEPT, DIM, SEGMENT), 4, OpenPages(SEGMENT, 28), rows * SEGMENTS + len(beside), rows
         )
-        self.pool = RaggedTokenToKVPool(
-            sizes, get_scorer("keydiff"), [{}] * LAYERS, q_per_kv=PER_HEAD, dtype=torch.float32, device="cpu",
-            layer_numbers=range(LAYERS),
+        store = SlabStore(
+            sizes.layout, get_scorer("keydiff"), sizes.num_slots, rows, torch.float32, "cpu", q_per_kv=PER_HEAD,
+            pages=sizes.open_pages,
         )  # fmt: skip
+        self.pool = RaggedTokenToKVPool(sizes, store, device="cpu", layer_numbers=range(LAYERS))
         self.pool.store.tails.table[:] = beside.view(rows, 2, 3)
         pages = torch.arange(rows * SEGMENTS).view(rows, SEGMENTS, 1) * SEGMENT
         self.table = (pages + torch.arange(SEGMENT)).flatten(1).int()
@@ -70,7 +72,7 @@ class Served:
             model=self.layers,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table),
         )
-        self.backend = RaggedAttnBackend(self.runner, lambda store, _: TorchOps(store))
+        self.backend = RaggedAttnBackend(self.runner, lambda store, _, in_view: TorchOps(store, in_view))
 
     def attend(self, batch, tokens: int, seed: int) -> torch.Tensor:
         """The layers of one forward pass: [layers, tokens, ..]."""

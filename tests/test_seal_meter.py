@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.seal_meter import SealMeter
+from sgl_ragged.mem_pool.slab_store import SealMeter
 from sgl_ragged.serve.metrics import rank_imbalance
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -16,7 +16,6 @@ from sgl_ragged.attention.view import DecodeView
 from sgl_ragged.features.retrieval import drift
 from sgl_ragged.features.retrieval.overlay import attend_overlay
 from sgl_ragged.features.retrieval.settings import CANDIDATES
-from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.segments import InChunk, InTails
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.scorers.gate import FoldedGate, Gate
@@ -54,11 +53,18 @@ def _measured(context: Context, calls: Iterator[tuple[str, Timed]]) -> Iterator[
         }
 
 
-def _stage(context: Context, case: BesideCase, requests: int, tokens: int, scorer: str = "keydiff") -> Stage:
+def _stage(
+    context: Context,
+    case: BesideCase,
+    requests: int,
+    tokens: int,
+    scorer: str = "keydiff",
+    codebook: Mapping[str, torch.Tensor] | None = None,
+) -> Stage:
     model = case.model
     shape = model.head_dim, model.q_per_kv, model.segment
     kept = kept_counts(model, PREFILL_RATIO)
-    return make_stage(kept, *shape, requests, tokens, context.dtype, context.device, scorer)
+    return make_stage(kept, *shape, requests, tokens, context.dtype, context.device, scorer, codebook=codebook)
 
 
 def _steps(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
@@ -158,8 +164,7 @@ def _fitting(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
     keys, values = torch.randn((2, case.chunk, model.heads, model.head_dim), device=device).to(context.dtype)
     firsts = torch.arange(0, case.chunk, model.segment, dtype=torch.int32, device=device)
     for name in ("sealed", "sealed and fitted"):
-        stage = _stage(context, case, 1, case.chunk)
-        store = stage.store
+        codebook = None
         if name != "sealed":
             shape = (model.heads, case.queries)
             codebook = {
@@ -169,8 +174,8 @@ def _fitting(context: Context, case: BesideCase) -> Iterator[tuple[str, Timed]]:
                 ROPE[0]: torch.rand((1, model.head_dim // 2), device=device).double(),
                 ROPE[1]: torch.arange(model.head_dim, device=device)[None],
             }
-            store.statistics = [codebook] * store.layout.num_layers
-            use_codebook(store)
+        stage = _stage(context, case, 1, case.chunk, codebook=codebook)
+        store = stage.store
         stage.operations("exact", FALLBACK_RESIDENT, 1)
         chunk = InChunk(
             firsts, stage.table[1, :: model.segment] // model.segment, firsts // model.segment, keys, values, None

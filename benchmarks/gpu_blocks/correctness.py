@@ -71,8 +71,8 @@ class Trial:
             poisoned=True,
             form=case.form,
             cache=cache,
+            kv_scales=FP8_SCALES,
         )
-        self.stage.store.kv_scales = [FP8_SCALES] * len(self.kept)
         batch = len(self.lengths) + PADDING
         resident, _ = measured_residents(self.stage, batch)
         self.operations: TritonOps = self.stage.operations(case.method, resident, batch)
@@ -215,7 +215,7 @@ def check(trial: Trial) -> list[Row]:
             wrong_seals += wrong
             mask = visible(kept, length + STEPS + 1, case.segment, trial.device)
             past = past_rows(*own, case.form)
-            reference = attention(tokens.q[:, layer, head], own, past, mask, store.scales[layer], case.segment)
+            reference = attention(tokens.q[:, layer, head], own, past, mask, store.softmax_scales[layer], case.segment)
             for name, part in parts.items():
                 wanted[name].append(reference[part])
                 given[name].append(outputs[part, layer, head])

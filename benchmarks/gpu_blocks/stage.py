@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 from sgl_ragged.attention.cta_map import build_cta_map
 from sgl_ragged.attention.occupancy import resident_ctas
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
+from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.attention.view import DecodeView
-from sgl_ragged.mem_pool.kv_dtype import is_fp8
+from sgl_ragged.fitting.fitted import StoreFit
+from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.mem_pool.slab_store import SlabStore, open_pages
@@ -69,6 +72,8 @@ def make_stage(
     poisoned: bool = False,
     form: SlabFormat = WIDE,
     cache: torch.dtype | None = None,
+    kv_scales: KvScales | None = None,
+    codebook: Mapping[str, torch.Tensor] | None = None,
 ) -> Stage:
     """A store in which each request has the slots for `tokens` tokens, scattered over the slabs, and the pages that its
     open segment and the one before may need beside their own.
@@ -77,11 +82,13 @@ def make_stage(
         dtype: of queries, and of the cache unless `cache` says otherwise.
         poisoned: whether memory is full of NaN, in whatever dtype it is read. Else there are random numbers in slabs
             and in the open segments of requests with `tokens` tokens, as it matters for time what is multiplied.
+        kv_scales: of every layer of an FP8 cache.
+        codebook: what segments are fitted to, in every layer; None leaves them as chosen.
     """
     segments = -(-tokens // segment)
     count = requests * segments
     layout = SlabLayout(kept=kept, head_dim=head_dim, segment=segment, form=form)
-    cache = cache or dtype
+    cache, scales = cache or dtype, [head_dim**-0.5] * layout.num_layers
     most = open_pages(get_scorer(scorer), [layout], q_per_kv, cache, dtype).most
     store = SlabStore(
         layout,
@@ -92,6 +99,10 @@ def make_stage(
         device,
         q_per_kv=q_per_kv,
         query_dtype=dtype,
+        softmax_scales=scales,
+        kv_scales=None if kv_scales is None else [kv_scales] * layout.num_layers,
+        sealer=TritonSealer(layout, device),
+        corrector=StoreFit.from_statistics(layout, [codebook or {}] * layout.num_layers, scales, fp8=is_fp8(cache)),
     )
     slots = torch.randperm(count, device=device).view(requests, segments) + 1
     table = torch.zeros((requests + 1, segments * segment), dtype=torch.int32, device=device)

@@ -102,8 +102,7 @@ class FlashInferOps(TritonOps):
     the device is computing.
 
     Args:
-        store: its scales must be final.
-        max_batch, max_segments: as for `TritonOps`.
+        max_batch, max_segments, in_view: as for `TritonOps`.
         make_wrapper: called as `flashinfer.BatchDecodeWithPagedKVCacheWrapper` is, which it defaults to.
 
     Raises:
@@ -119,13 +118,14 @@ class FlashInferOps(TritonOps):
         max_batch: int,
         max_segments: int,
         make_wrapper: Callable[..., DecodeWrapper] | None = None,
+        in_view: torch.Tensor | None = None,
     ) -> None:
         layout, device = store.layout, store.slabs.device
         _check_supported(layout.head_dim, store.slabs.dtype)
         if make_wrapper is None:
             make_wrapper = flashinfer_wrapper(device)
         # One CTA per head: of the kernel's rows only the tail is left.
-        super().__init__(store, build_cta_map(layout.kept, 1, [1], "none"), max_batch, max_segments)
+        super().__init__(store, build_cta_map(layout.kept, 1, [1], "none"), max_batch, max_segments, in_view=in_view)
         workspace = torch.zeros(FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Plan, DecodeWrapper] = {}
         for layer, bands in enumerate(layout.bands):
@@ -153,7 +153,7 @@ class FlashInferOps(TritonOps):
             ) from error
 
     def _plan_of(self, layer: int, band: Band) -> _Plan:
-        return _Plan(band.kept, len(band.heads), self.store.scales[layer])
+        return _Plan(band.kept, len(band.heads), self.store.softmax_scales[layer])
 
     def _layer_calls(self, layer: int, bands: Sequence[Band]) -> _LayerCalls:
         order = torch.cat([self.store.band_heads(layer, index) for index in range(len(bands))])

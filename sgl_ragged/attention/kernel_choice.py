@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from sgl_ragged.attention.operations import Operations
-    from sgl_ragged.mem_pool.slab_store import SlabStore
+    from sgl_ragged.mem_pool.layout import SlabLayout
+    from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,34 @@ def device_capability(device: str) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
 
 
-def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operations:
-    """The operations for a store, as large as its rows allow.
+def make_sealer(kernel: str, layout: SlabLayout, device: str | torch.device) -> Sealer:
+    """Make the sealer of a store: in torch or by Triton kernels.
 
     Args:
         kernel: from `choose_kernel`.
-        max_segments: most segments of a sequence.
+        layout: of the store.
+        device: of the store.
+    """
+    if kernel == "torch":
+        from sgl_ragged.mem_pool.slab_store import seal_in_torch
+
+        return seal_in_torch
+    import torch
+
+    from sgl_ragged.attention.triton_seal import TritonSealer
+
+    return TritonSealer(layout, torch.device(device))
+
+
+def make_operations(
+    kernel: str, store: SlabStore, max_segments: int, in_view: torch.Tensor | None = None
+) -> Operations:
+    """Make the operations for a store, as large as its rows allow.
+
+    Args:
+        kernel: from `choose_kernel`; the store's sealer must be of the same kernel (`make_sealer`).
+        max_segments: most segments that a request sees.
+        in_view: as in `Operations`.
 
     Raises:
         RaggedConfigError: the kernel cannot take heads of this shape or this cache, or FlashInfer is missing.
@@ -86,11 +109,11 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
     if kernel == "torch":
         from sgl_ragged.attention.torch_ops import TorchOps
 
-        return TorchOps(store)
+        return TorchOps(store, in_view)
     if kernel == "flashinfer":
         from sgl_ragged.attention.flashinfer_ops import FlashInferOps
 
-        with_flashinfer = FlashInferOps(store, max_batch, max_segments)
+        with_flashinfer = FlashInferOps(store, max_batch, max_segments, in_view=in_view)
         with_flashinfer.warm_up()
         return with_flashinfer
     from sgl_ragged.attention.cta_map import batch_buckets, build_cta_map, imbalance
@@ -111,7 +134,7 @@ def make_operations(kernel: str, store: SlabStore, max_segments: int) -> Operati
         max(ctas),
         max(imbalance(kept, counts).max() for counts in cta_map.counts_by_batch.values()),
     )
-    operations = TritonOps(store, cta_map, max_batch, max_segments, chunk_ctas)
+    operations = TritonOps(store, cta_map, max_batch, max_segments, chunk_ctas, in_view)
     logger.info("%d bytes for partial results of decode, outside the KV budget", operations.scratch_bytes)
     operations.warm_up()
     return operations

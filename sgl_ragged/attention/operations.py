@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -56,8 +56,6 @@ class Operations(ABC):
     batch: padding has row 0 and length 0 or 1.
     """
 
-    store: SlabStore
-
     captures_graphs: bool
     """True where decode may be captured in a CUDA graph: between `describe_decode` and the last layer it works on the
     device alone, in memory that stays where it is, on a grid that depends on the padded batch only."""
@@ -69,8 +67,14 @@ class Operations(ABC):
     block_m: int | None = None
     """Rows of a tile in prefill (`ExtendView.tiles`); None for operations without tiles."""
 
-    in_view: torch.Tensor | None = None
-    """`Histories.table`, where histories are bounded: what the requests of a decode batch see."""
+    def __init__(self, store: SlabStore, in_view: torch.Tensor | None = None) -> None:
+        """
+        Args:
+            in_view: int32 [rows of the request table, limit], segments that requests see in decode
+                (`Histories.table`); None where they see all of theirs.
+        """
+        self.store: Final = store
+        self.in_view: Final = in_view
 
     def token_scores(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, heads, 1]: `Scorer.token_scores` of hidden states [tokens, hidden size]."""

@@ -62,8 +62,8 @@ class TorchOps(Operations):
 
     captures_graphs = False
 
-    def __init__(self, store: SlabStore) -> None:
-        self.store = store
+    def __init__(self, store: SlabStore, in_view: torch.Tensor | None = None) -> None:
+        super().__init__(store, in_view)
         layout = store.layout
         widest = max(len(band.heads) * band.kept for bands in layout.bands for band in bands)
         # Codes are numbers of 32 bits once they are unpacked.

@@ -20,7 +20,7 @@ from sgl_ragged.attention.kernels.newest import Newest
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_chains import ChainBatch, ChainRoom
-from sgl_ragged.attention.triton_seal import TritonSealer
+from sgl_ragged.attention.triton_seal import layer_heads
 from sgl_ragged.attention.triton_warmup import warm_up
 from sgl_ragged.attention.view import DecodeView, ExtendView
 from sgl_ragged.mem_pool.layout import Band
@@ -70,6 +70,7 @@ class TritonOps(Operations):
         max_batch: most requests of a decode batch, padding included.
         max_segments: most segments of a sequence.
         chunk_ctas: CTAs of the extend kernel that the device holds at once; 0 leaves heads whole in prefill.
+        in_view: as in `Operations`.
 
     Raises:
         RaggedConfigError: the heads have a shape that the kernels do not take.
@@ -79,11 +80,17 @@ class TritonOps(Operations):
     adds_sinks = True
 
     def __init__(
-        self, store: SlabStore, cta_map: CtaMap, max_batch: int, max_segments: int, chunk_ctas: int = 0
+        self,
+        store: SlabStore,
+        cta_map: CtaMap,
+        max_batch: int,
+        max_segments: int,
+        chunk_ctas: int = 0,
+        in_view: torch.Tensor | None = None,
     ) -> None:
+        super().__init__(store, in_view)
         layout, device = store.layout, store.slabs.device
         tiles.check_shape(layout.head_dim, store.q_per_kv)
-        self.store = store
         self.cta_map = cta_map
         # Tiles of keys and values have the queries' dtype once they are loaded.
         itemsize = store.query_dtype.itemsize
@@ -91,7 +98,7 @@ class TritonOps(Operations):
         architecture = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
         self.extend_tile = tiles.extend_tile(layout.head_dim, itemsize, architecture, fp8=store.fp8, form=layout.form)
         self.block_m = self.extend_tile.block_m
-        self._sealer = store.sealer = TritonSealer(layout, device)
+        self._heads = layer_heads(layout, device)
         self._gates: list[FoldedGate] = []
         if isinstance(store.scorer, Gate) and store.statistics[0]:
             self._gates = [FoldedGate.of(own) for own in store.statistics]
@@ -338,8 +345,8 @@ class TritonOps(Operations):
             batch.tiles,
             batch.work[layer].ctas,
             batch.work[layer].parts,
-            self._sealer.heads(layer).kept,
-            self._sealer.heads(layer).key_blocks,
+            self._heads[layer].kept,
+            self._heads[layer].key_blocks,
             store.logit_scale(layer),
             store.value_scale(layer),
             output,
@@ -405,8 +412,8 @@ class TritonOps(Operations):
             layer,
             view,
             work.ctas,
-            self._sealer.heads(layer).kept,
-            self._sealer.heads(layer).key_blocks,
+            self._heads[layer].kept,
+            self._heads[layer].key_blocks,
             store.logit_scale(layer),
             store.value_scale(layer),
             self._partial,

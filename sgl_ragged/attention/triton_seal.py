@@ -48,6 +48,11 @@ class HeadTable:
         )
 
 
+def layer_heads(layout: SlabLayout, device: torch.device) -> list[HeadTable]:
+    """Make the head tables of all layers, one for each."""
+    return [HeadTable.of(layout, slice(layer, layer + 1), device) for layer in range(layout.num_layers)]
+
+
 class Whole:
     """Heads that keep every token, in order, of as many segments as were asked for: what is the same for all of them.
 
@@ -71,21 +76,18 @@ class Whole:
 
 
 class TritonSealer:
-    """`SlabStore.sealer` by kernels: three launches for a scorer that has a kernel. What is corrected takes torch's
-    batched products and solvers beside, without a wait for the device."""
+    """Seal segments by kernels: a `slab_store.Sealer`. Three launches for a scorer that has a kernel; corrections also
+    take torch's batched products and solvers. Nothing waits for the device."""
 
     def __init__(self, layout: SlabLayout, device: torch.device) -> None:
-        self._layers = [HeadTable.of(layout, slice(n, n + 1), device) for n in range(layout.num_layers)]
+        self._layers = layer_heads(layout, device)
         self._every = HeadTable.of(layout, slice(None), device)
         self._whole = {count: Whole(count * layout.num_heads, layout, device) for count in {1, layout.num_layers}}
-
-    def heads(self, layer: int | None) -> HeadTable:
-        return self._every if layer is None else self._layers[layer]
 
     def __call__(self, store: SlabStore, layers: Sequence[int], segments: Finished) -> list[torch.Tensor | None]:
         assert len(layers) in (1, store.layout.num_layers), "a chunk's layer, or all of a decode step's"
         layer = layers[0] if len(layers) == 1 else None
-        layout, heads = store.layout, self.heads(layer)
+        layout, heads = store.layout, self._every if layer is None else self._layers[layer]
         if isinstance(segments, InTails):
             source = seal.Source.of_tails(store.tails.data, segments.pages, layer)
         else:
@@ -110,7 +112,7 @@ class TritonSealer:
             numbers, in_order = whole.of(len(slots))
             own = replace(source, firsts=firsts)
             rows = seal.ordered_rows(own, chosen[part], numbers, whole.kept, whole.key_blocks, layout.head_dim)
-            store.corrector.in_place(layers, rows, segments.segment_indices[part], fit)
+            store.corrector.in_place(store, layers, rows, segments.segment_indices[part], fit)
             _write(store, heads, seal.Source.of_rows(rows, layout.num_heads, numbers), slots, in_order)
         return self._by_layer(chosen, layers, layout)
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sgl_ragged.attention.kernels import describe
 from sgl_ragged.mem_pool.segments import InTails
 
 if TYPE_CHECKING:
@@ -42,10 +41,7 @@ def warm_up(operations: TritonOps) -> None:
         operations.decode(layer, queries[:1], keys[:1], keys[:1], step, first, None if lse is None else lse[:1])
         if device.type == "cuda":
             _attention(operations, layer, table, row, queries[:1], keys[:1])
-    if device.type == "cuda":
-        # Whether histories are bounded is not known yet.
-        room, tails = operations.room(1, lengths.cpu()), store.tails
-        describe.describe(table, row, lengths, tails.table, tails.segment, room, table[:, : layout.segment])
+    store.seal_meter.reset()
 
 
 def _attention(

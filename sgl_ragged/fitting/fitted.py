@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,26 +69,30 @@ def _kept_counts(layout: SlabLayout, chosen: Sequence[tuple[int, int]], device: 
     return Kept.from_counts([total for _, total in chosen], layout.segment, device, ridge)
 
 
-def use_codebook(store: SlabStore) -> None:
-    """Make a store fit its segments if its statistics have a codebook; call it once the store has the model's scales.
-
-    The codebook is removed from the store's statistics.
-    """
-    if QUERIES not in store.statistics[0]:
-        return
-    store.corrector = StoreFit(store)
-    # The codebook may be large, and scorers do not use it.
-    store.statistics = [
-        {name: tensor for name, tensor in own.items() if name not in CODEBOOK} for own in store.statistics
-    ]
+def without_codebook(statistics: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Return the statistics that scorers read, without the codebook, which may be large."""
+    return [{name: tensor for name, tensor in own.items() if name not in CODEBOOK} for own in statistics]
 
 
 class StoreFit:
-    """Corrector of a slab store (`SlabStore.corrector`), with the codebook in its statistics and its scales."""
+    """Corrector of a slab store (`slab_store.Corrector`), from the codebook in a profile's statistics.
 
-    def __init__(self, store: SlabStore) -> None:
-        layout, self._store = store.layout, store
-        layers = zip(store.statistics, store.scales, strict=True)
+    Args:
+        layout: the store's.
+        statistics: per layer, tensors [heads, ...] by name, the codebook's among them.
+        softmax_scales: as in `SlabStore`.
+        fp8: True if the cache is FP8; layers then have scales of their own and are fitted one by one.
+    """
+
+    def __init__(
+        self,
+        layout: SlabLayout,
+        statistics: Sequence[Mapping[str, torch.Tensor]],
+        softmax_scales: Sequence[float],
+        *,
+        fp8: bool,
+    ) -> None:
+        layers = zip(statistics, softmax_scales, strict=True)
         references = References.concatenate([References.from_statistics(own, scale) for own, scale in layers])
         chosen = [fitted_heads(layout, layer) for layer in range(layout.num_layers)]
         starts = np.cumsum([0, *map(len, chosen)]).tolist()
@@ -107,16 +111,30 @@ class StoreFit:
 
         self._layers = [make_fit(layer, layer + 1) for layer in range(layout.num_layers)]
         # FP8 scales differ between layers, so each layer is a run.
-        run_length = 1 if store.fp8 else layers_at_once(references.queries, layout)
+        run_length = 1 if fp8 else layers_at_once(references.queries, layout)
         firsts = range(0, layout.num_layers, run_length)
         self._runs = [(first, make_fit(first, min(first + run_length, layout.num_layers))) for first in firsts]
 
-    def __call__(self, layer: int, rows: Rows, order: torch.Tensor, numbers: torch.Tensor) -> Rows:
+    @classmethod
+    def from_statistics(
+        cls,
+        layout: SlabLayout,
+        statistics: Sequence[Mapping[str, torch.Tensor]],
+        softmax_scales: Sequence[float],
+        *,
+        fp8: bool,
+    ) -> StoreFit | None:
+        """Build the corrector; None if there is no codebook among the statistics."""
+        return cls(layout, statistics, softmax_scales, fp8=fp8) if QUERIES in statistics[0] else None
+
+    def __call__(
+        self, store: SlabStore, layer: int, rows: Rows, order: torch.Tensor, segment_indices: torch.Tensor
+    ) -> Rows:
         """Return copies of a layer's rows in which kept rows are corrected.
 
         Args:
             order: `rank_positions` of the segments.
-            numbers: integers [segments], the segments' numbers in their sequences.
+            segment_indices: integers [segments], each segment's number in its sequence.
         """
         fit = self._layers[layer]
         if not len(fit.heads):
@@ -128,33 +146,42 @@ class StoreFit:
         ranked = firsts[:, fit.heads, None] + order.index_select(1, fit.heads)
         flat = ranked.flatten()
         keys, values = (x.flatten(0, 2).index_select(0, flat).view(*ranked.shape, -1) for x in copies)
-        new = self._corrections(fit, layer, keys, values, numbers, torch_steps)
+        new = self._corrections(store, fit, layer, keys, values, segment_indices, torch_steps)
         corrected = ranked.gather(2, new.ranks).flatten()
-        for x, new_rows in zip(copies, self._store.to_cache(layer, new.keys, new.values), strict=True):
+        for x, new_rows in zip(copies, store.to_cache(layer, new.keys, new.values), strict=True):
             x.flatten(0, 2).index_copy_(0, corrected, movable(new_rows).flatten(0, 2))
         return copies[0], copies[1]
 
-    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor, steps: Steps) -> None:
+    def in_place(
+        self, store: SlabStore, layers: Sequence[int], rows: torch.Tensor, segment_indices: torch.Tensor, steps: Steps
+    ) -> None:
         """Correct the kept rows of one layer or of all layers in place.
 
         Args:
             layers: one layer, or all.
             rows: [segments, heads of these layers, 2, S, d], rows of a head in the order of `rank_positions`.
-            numbers: integers [segments], the segments' numbers in their sequences.
+            segment_indices: integers [segments], each segment's number in its sequence.
         """
-        num_heads = self._store.layout.num_heads
+        num_heads = store.layout.num_heads
         for first, fit in [(layers[0], self._layers[layers[0]])] if len(layers) == 1 else self._runs:
             if not len(fit.heads):
                 continue
             heads = fit.heads if first == layers[0] else (first - layers[0]) * num_heads + fit.heads
             keys, values = (rows[:, heads, part] for part in (0, 1))
-            new = self._corrections(fit, first, keys, values, numbers, steps)
+            new = self._corrections(store, fit, first, keys, values, segment_indices, steps)
             segment = torch.arange(len(rows), device=heads.device)[:, None, None]
-            for part, new_rows in enumerate(self._store.to_cache(first, new.keys, new.values)):
+            for part, new_rows in enumerate(store.to_cache(first, new.keys, new.values)):
                 movable(rows)[segment, heads[:, None], part, new.ranks] = movable(new_rows)
 
+    @staticmethod
     def _corrections(
-        self, fit: HeadFit, layer: int, keys: torch.Tensor, values: torch.Tensor, numbers: torch.Tensor, steps: Steps
+        store: SlabStore,
+        fit: HeadFit,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        segment_indices: torch.Tensor,
+        steps: Steps,
     ) -> Corrections:
         """Compute corrections of cached rows.
 
@@ -163,7 +190,7 @@ class StoreFit:
             keys, values: [segments, fitted heads, S, d] in the cache's dtype, or its bytes, in the order of
                 `rank_positions`.
         """
-        store, form = self._store, self._store.layout.form
+        form = store.layout.form
 
         def stored(rows: torch.Tensor, ranks: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
             rounded = store.from_cache(layer, 0, store.to_cache(layer, rows, rows)[0]).float()
@@ -172,7 +199,7 @@ class StoreFit:
             return steps.nearly_stored(rounded, ranks, keys, fit.kept, form.key_bits, form.centred)
 
         keys, values = (store.from_cache(layer, part, x.view(store.dtype)) for part, x in enumerate((keys, values)))
-        return corrections(keys, values, fit.kept, numbers, fit.references, stored, steps)
+        return corrections(keys, values, fit.kept, segment_indices, fit.references, stored, steps)
 
 
 def layers_at_once(queries: torch.Tensor, layout: SlabLayout) -> int:

@@ -56,7 +56,7 @@ Finished = InTails | InChunk
 
 @dataclass(frozen=True)
 class Sealed:
-    """Segments that have just been sealed, for who listens (`SlabStore.on_seal`).
+    """Segments that have just been sealed, for listeners (`SlabStore.add_seal_listener`).
 
     layers: those in which they were. segments: all of them, where they still lie.
     chosen: by place in `layers`, integers [segments, heads, S]: the first `totals[layer, head]` are the positions that

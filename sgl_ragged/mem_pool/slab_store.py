@@ -5,9 +5,11 @@ A segment is open while it is in a tail, pending once decode has filled it, and 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -15,29 +17,53 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, to_fp8
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
-from sgl_ragged.mem_pool.seal_meter import SealMeter
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails, Sealed
 from sgl_ragged.mem_pool.tails import Tails, token_bytes
-from sgl_ragged.mem_pool.torch_seal import seal_in_torch
-from sgl_ragged.scorers import Scorer, SegmentData
+from sgl_ragged.scorers import Scorer, SegmentData, keep_positions, rank_positions
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [segments, heads, S, head_dim], as the cache holds them, FP8 as bytes."""
 
 
 class Corrector(Protocol):
-    """Changes rows of segments before what heads keep of them is stored. numbers: integers [segments], theirs."""
+    """Correct the kept keys and values of segments before they are stored, so that they approximate attention over
+    the whole segment."""
 
-    def __call__(self, layer: int, rows: Rows, order: torch.Tensor, numbers: torch.Tensor) -> Rows:
-        """Other rows for a layer's segments. order: what `rank_positions` says of these."""
-        ...
+    def __call__(
+        self, store: SlabStore, layer: int, rows: Rows, order: torch.Tensor, segment_indices: torch.Tensor
+    ) -> Rows:
+        """Return corrected copies of a layer's rows.
 
-    def in_place(self, layers: Sequence[int], rows: torch.Tensor, numbers: torch.Tensor, steps: Any) -> None:
-        """Change rows [segments, heads of one layer or of all, 2 (K, V), S, d]; what heads keep is in front.
-
-        steps: `fitting.attention_matching.Steps`, of the caller's.
+        Args:
+            rows: keys and values of whole segments.
+            order: integers [segments, heads, S], positions by rank (`scorers.rank_positions`).
+            segment_indices: integers [segments], each segment's number in its sequence.
         """
         ...
+
+    def in_place(
+        self,
+        store: SlabStore,
+        layers: Sequence[int],
+        rows: torch.Tensor,
+        segment_indices: torch.Tensor,
+        steps: Any,
+    ) -> None:
+        """Correct rows of one layer or of all layers in place.
+
+        Args:
+            rows: [segments, heads of these layers, 2 (K, V), S, d], each head's kept rows first.
+            segment_indices: integers [segments], each segment's number in its sequence.
+            steps: `fitting.attention_matching.Steps` that the correction is computed with.
+        """
+        ...
+
+
+Sealer = Callable[["SlabStore", Sequence[int], Finished], list[torch.Tensor | None]]
+"""Write finished segments of some layers to their slabs; returns `Sealed.chosen`."""
+
+SealListener = Callable[["SlabStore", Sealed], None]
+"""Called with the store and the segments that were sealed in it."""
 
 
 def _input_dtype(scorer: Scorer, dtype: torch.dtype) -> torch.dtype:
@@ -66,31 +92,106 @@ def open_pages(
     return min(of_ranks, key=lambda pages: pages.tokens)
 
 
-class SlabStore:
-    """Sealed segments in slabs, open segments in tails.
+class SealMeter:
+    """Adds up sealed segments and the host's time around sealing; never waits for the device.
 
-    `slabs` is [num_slots, layout.slab_elems], one slab per SGLang page, of the cache's dtype, or uint8 where the
-    layout's format is quantised: keys and values are rounded once, when they are sealed. A slab is written once, when
-    its segment is sealed, and is immutable until SGLang reuses its page. `tails` are the open segments, in pages of the
-    same memory.
-
-    Slabs and tails may be FP8: they then hold keys and values divided by the layer's scales (`to_cache`), and scorers
-    see them multiplied again (`from_cache`).
+    Sealing goes layer by layer in prefill and over all layers at once after decode, so what is counted is layers of
+    segments. `seconds` is the work itself on a CPU, and the time to launch it on a GPU.
 
     Args:
-        dtype: of the cache, one of `kv_dtype.KV_DTYPES`: of tails, and of slabs that are not quantised.
-        q_per_kv: query heads per head.
-        statistics: per layer, the scorer's tensors [heads, ...].
-        pages: of open segments, where other ranks have a say in them.
-        query_dtype: of the model's queries, those beside the tails among them; the cache's by default. Never FP8.
+        num_layers: layers of one segment.
+    """
 
-    `scales` holds per layer what attention multiplies logits by, 1 / sqrt(head_dim), and `kv_scales` what stored keys
-    and values are multiplied by, 1, unless the owner of the model says otherwise before anything is stored. `sealer`
-    writes slabs: called with the store, layers and segments, it gives `Sealed.chosen`. `on_seal` are called with the
-    store and what was sealed after it. `seal_meter` counts what they have done. `corrector` changes what heads keep
-    before it is stored; None, where they keep it as it is, unless the owner has a codebook (`fitting`).
-    `batches`: how many batches have been described by now; what one of them is the last to read may be overwritten once
-    there are more.
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = 0.0
+        self._layers = 0
+
+    @property
+    def segments(self) -> int:
+        """Segments of which every layer has been sealed."""
+        return self._layers // self._num_layers
+
+    @contextlib.contextmanager
+    def sealing(self, segments: int, layers: int = 1) -> Iterator[None]:
+        """Around the sealing of so many segments in so many layers."""
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
+        self._layers += segments * layers
+
+
+def seal_in_torch(store: SlabStore, layers: Sequence[int], segments: Finished) -> list[torch.Tensor | None]:
+    """Seal segments in some layers: a `slab_store.Sealer`."""
+    return [_seal_layer(store, layer, segments) for layer in layers]
+
+
+def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> torch.Tensor | None:
+    """Seal in one layer; what `rank_positions` says, None where all is kept."""
+    rows, order = store.segment_rows(layer, segments), None
+    every_key, every_value = (movable(part) for part in rows)
+    if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
+        scores = store.scorer.score(store.segment_data(layer, segments, rows))
+        order = rank_positions(scores, segments.segment_indices == 0)
+        if store.corrector is not None:
+            every_key, every_value = store.corrector(
+                store, layer, (every_key, every_value), order, segments.segment_indices
+            )
+    for index, band in enumerate(store.layout.bands[layer]):
+        if band.kept == 0:
+            continue
+        heads = store.band_heads(layer, index)
+        keys, values = every_key.index_select(1, heads), every_value.index_select(1, heads)
+        stored = slice(band.first, band.first + band.kept)
+        if band.total < store.layout.segment:
+            assert order is not None, "tokens are chosen from"
+            kept = keep_positions(order.index_select(1, heads), band.total)[..., stored]
+            places = kept[..., None].expand(*kept.shape, store.layout.head_dim)
+            keys, values = keys.gather(2, places), values.gather(2, places)
+        else:
+            keys, values = keys[:, :, stored], values[:, :, stored]
+        store.write_band(layer, band, segments.slots.long(), keys, values)
+    return order
+
+
+class SlabStore:
+    """Sealed segments in slabs, open segments in tails, and the work that is due before the next batch.
+
+    A slab is one page of SGLang's pool. It is written once, when its segment is sealed, and is immutable until SGLang
+    reuses its page. Tails are stored in pages of the same memory.
+
+    Slabs and tails may be FP8: they then hold keys and values divided by the layer's scales (`to_cache`), and scorers
+    read them multiplied by these again (`from_cache`).
+
+    The store is complete once it is constructed: its attributes are final. What changes while it serves changes through
+    its methods: `use_kv_scales`, `begin_batch`, `add_seal_listener`, `defer_seals` and the like.
+
+    Args:
+        layout: where heads are stored in a slab.
+        scorer: ranks the tokens of a segment.
+        num_slots: pages of the pool.
+        num_rows: rows of SGLang's request table.
+        dtype: of the cache, one of `kv_dtype.KV_DTYPES`: of tails, and of slabs that are not quantised.
+        device: of all tensors.
+        q_per_kv: query heads per head.
+        statistics: per layer, the scorer's tensors [heads, ...] by name.
+        pages: geometry of open-segment pages; by default that of this layout alone, without other ranks.
+        query_dtype: of the model's queries, and of queries that are stored for scorers; the cache's by default. Never
+            FP8.
+        softmax_scales: per layer, what attention multiplies products of queries and keys by; 1 / sqrt(head_dim) by
+            default.
+        kv_scales: per layer, what stored FP8 keys and values are multiplied by; 1 by default.
+        sealer: writes slabs; `seal_in_torch` by default.
+        corrector: corrects kept rows before they are stored; None stores them as they are.
+
+    Attributes:
+        slabs: [num_slots, layout.slab_elems], one slab per page, in the cache's dtype, or uint8 where the layout's
+            format is quantised.
+        tails: the open segments.
+        seal_meter: counts sealed segments.
     """
 
     def __init__(
@@ -106,22 +207,26 @@ class SlabStore:
         statistics: Sequence[Mapping[str, torch.Tensor]] | None = None,
         pages: OpenPages | None = None,
         query_dtype: torch.dtype | None = None,
+        softmax_scales: Sequence[float] | None = None,
+        kv_scales: Sequence[KvScales] | None = None,
+        sealer: Sealer = seal_in_torch,
+        corrector: Corrector | None = None,
     ) -> None:
-        self.query_dtype = query_dtype or dtype
+        self.query_dtype: Final = query_dtype or dtype
         assert not is_fp8(self.query_dtype), "queries are never FP8"
-        self.dtype = dtype
-        self.fp8 = is_fp8(dtype)
-        assert not (self.fp8 and layout.form.quantised), "the launcher refuses FP8 tails beside quantised slabs"
-        self.layout = layout
-        self.scorer = scorer
-        self.q_per_kv = q_per_kv
-        self.statistics = statistics or [{}] * layout.num_layers
-        self.scales = [layout.head_dim**-0.5] * layout.num_layers
-        self.kv_scales = [KvScales()] * layout.num_layers
-        self.slabs = torch.zeros(
+        self.dtype: Final = dtype
+        self.fp8: Final = is_fp8(dtype)
+        assert not (self.fp8 and layout.form.quantised), "the launcher refuses FP8 tails with quantised slabs"
+        self.layout: Final = layout
+        self.scorer: Final = scorer
+        self.q_per_kv: Final = q_per_kv
+        self.statistics: Final = tuple(statistics or [{}] * layout.num_layers)
+        self.softmax_scales: Final = tuple(softmax_scales or [layout.head_dim**-0.5] * layout.num_layers)
+        self.corrector: Final = corrector
+        self.slabs: Final = torch.zeros(
             (num_slots, layout.slab_elems), dtype=torch.uint8 if layout.form.quantised else dtype, device=device
         )
-        self.tails = Tails(
+        self.tails: Final = Tails(
             layout,
             self.slabs,
             dtype,
@@ -130,19 +235,43 @@ class SlabStore:
             scorer.input_shape(layout.segment, q_per_kv, layout.head_dim),
             _input_dtype(scorer, self.query_dtype),
         )
-        self.batches = 0
+        self.seal_meter: Final = SealMeter(layout.num_layers)
+        self._kv_scales: tuple[KvScales, ...] = tuple(kv_scales or [KvScales()] * layout.num_layers)
+        self._sealer = sealer
+        self._seal_listeners: list[SealListener] = []
+        self._batches = 0
         self._heads = [
             [torch.tensor(band.heads, dtype=torch.int64, device=device) for band in bands] for bands in layout.bands
         ]
-        self.corrector: Corrector | None = None
-        self.seal_meter = SealMeter(layout.num_layers)
-        self.sealer: Callable[[SlabStore, Sequence[int], Finished], list[torch.Tensor | None]] = seal_in_torch
-        self.on_seal: list[Callable[[SlabStore, Sealed], None]] = []
         self._totals = torch.tensor(layout.totals, device=device)
         self._pending: list[InTails] = []
         self._deferred: list[Callable[[], None]] = []
         self._deferred_beside: list[Callable[[], None]] = []
         self._scratch = torch.empty(0, dtype=self.slabs.dtype, device=device)
+
+    @property
+    def kv_scales(self) -> tuple[KvScales, ...]:
+        """Per layer, the factors from stored FP8 keys and values to numbers; a wide cache does not use them."""
+        return self._kv_scales
+
+    def use_kv_scales(self, scales: Sequence[KvScales]) -> None:
+        """Store and read by other scales, one per layer. The cache must be empty."""
+        assert len(scales) == self.layout.num_layers, "one scale per layer"
+        self._kv_scales = tuple(scales)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that have been described. Memory that one of them is the last to read may be overwritten
+        once there are more."""
+        return self._batches
+
+    def begin_batch(self) -> None:
+        """Count a batch that is about to be described."""
+        self._batches += 1
+
+    def add_seal_listener(self, listener: SealListener) -> None:
+        """Call `listener` after every seal from now on."""
+        self._seal_listeners.append(listener)
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +286,7 @@ class SlabStore:
 
     def logit_scale(self, layer: int) -> float:
         """Factor from products of queries and stored keys to logits."""
-        return self.scales[layer] * self.kv_scales[layer].keys if self.fp8 else self.scales[layer]
+        return self.softmax_scales[layer] * self.kv_scales[layer].keys if self.fp8 else self.softmax_scales[layer]
 
     def value_scale(self, layer: int) -> float | None:
         """Factor from means of stored values to outputs; None where values are stored as they are."""
@@ -263,7 +392,7 @@ class SlabStore:
             token_scores = inputs[..., 0]
         elif inputs is not None:
             queries = inputs.unflatten(-1, (self.q_per_kv, self.layout.head_dim)).transpose(2, 3)
-        scale, statistics = self.scales[layer], self.statistics[layer]
+        scale, statistics = self.softmax_scales[layer], self.statistics[layer]
         return SegmentData(keys, values, queries, token_scores, scale, statistics, segments.segment_indices)
 
     def _of_segments(self, segments: InChunk, tokens: torch.Tensor) -> torch.Tensor:
@@ -280,8 +409,8 @@ class SlabStore:
         if len(segments):
             layers = range(self.layout.num_layers) if layer is None else [layer]
             with self.seal_meter.sealing(len(segments), len(layers)):
-                sealed = Sealed(layers, segments, self.sealer(self, layers, segments), self._totals)
-                for listener in self.on_seal:
+                sealed = Sealed(layers, segments, self._sealer(self, layers, segments), self._totals)
+                for listener in self._seal_listeners:
                     listener(self, sealed)
 
     def defer_seals(self, segments: InTails) -> None:

@@ -17,7 +17,6 @@ from sgl_ragged.attention.operations import Operations, commit
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.fitting.fitted import use_codebook
 from sgl_ragged.mem_pool.kv_dtype import KvScales
 from sgl_ragged.mem_pool.segment_table import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
@@ -75,14 +74,15 @@ class RaggedAttnBackend(AttentionBackend):
     def __init__(
         self,
         model_runner: Any,
-        make_operations: Callable[[SlabStore, int], Operations],
+        make_operations: Callable[[SlabStore, int, torch.Tensor | None], Operations],
         observer: Observer | None = None,
         epilogues: Sequence[Epilogue] = (),
         others: AttentionBackend | None = None,
     ) -> None:
         """
         Args:
-            make_operations: gives the operations for a store and the most segments that a sequence can have.
+            make_operations: makes the operations for a store, the most segments that a request sees, and the table of
+                segments in view if requests do not see all of theirs (`Operations`).
             epilogues: run after attention, before the pool's own epilogues.
             others: backend of layers that are not in slabs; None if all are.
         """
@@ -91,11 +91,10 @@ class RaggedAttnBackend(AttentionBackend):
         if not isinstance(pool, RaggedTokenToKVPool):
             raise RaggedConfigError(f"the ragged attention backend needs the ragged pool, got {type(pool).__name__}")
         self.others: Any = others
-        layers = _attention_layers(model_runner.model, pool)
+        layers = attention_layers(model_runner.model, pool.layer_numbers)
         self.layer_indices = {layer.layer_id: number for number, layer in enumerate(layers)}
         self.pool, self.store = pool, pool.store
-        self.store.scales = [layer.scaling for layer in layers]
-        use_codebook(self.store)
+        assert self.store.softmax_scales == tuple(layer.scaling for layer in layers), "the store is that of the model"
         self._with_scales = [*layers, *getattr(others, "windowed", ())]
         self.kv_scales: list[KvScales] = []
         if self.store.fp8:
@@ -116,11 +115,9 @@ class RaggedAttnBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         most = SegmentTable(self.req_to_token, self.segment).most_segments
         self.views = pool.views
-        self.operations = make_operations(self.store, most if self.views is None else min(most, self.views.limit))
-        if self.views is not None:
-            self.operations.in_view = self.views.table
-        # Operations may seal made-up segments when they are made, to have their kernels compiled.
-        self.store.seal_meter.reset()
+        in_view = None if self.views is None else self.views.table
+        most_seen = most if self.views is None else min(most, self.views.limit)
+        self.operations = make_operations(self.store, most_seen, in_view)
         self.forward_metadata: Any = None
 
     def found_scales(self) -> list[KvScales]:
@@ -134,7 +131,8 @@ class RaggedAttnBackend(AttentionBackend):
     def use_scales(self, scales: list[KvScales]) -> None:
         """Store and read with these scales. The cache must be empty."""
         full = len(self.layer_indices)
-        self.kv_scales, self.store.kv_scales = scales, scales[:full]
+        self.kv_scales = scales
+        self.store.use_kv_scales(scales[:full])
         if scales[full:]:
             self.others.use_scales(scales[full:])
 
@@ -147,7 +145,7 @@ class RaggedAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Seal what the last decode step filled, then describe this batch."""
         mode = forward_batch.forward_mode
-        self.store.batches += 1
+        self.store.begin_batch()
         if mode.is_decode():
             self._describe_decode(forward_batch)
             if self.others is not None:
@@ -191,7 +189,7 @@ class RaggedAttnBackend(AttentionBackend):
 
         Refills the buffers that a captured graph reads. A capture runs on made-up requests, so nothing is sealed.
         """
-        self.store.batches += 1
+        self.store.begin_batch()
         if not forward_batch.forward_mode.is_target_verify():
             self._describe_decode(forward_batch, in_capture)
         else:
@@ -378,15 +376,18 @@ def _refuse_call(layer: RadixAttention, k: Any, v: Any, save_kv_cache: bool, mor
         )
 
 
-def _attention_layers(model: torch.nn.Module, pool: RaggedTokenToKVPool) -> list[RadixAttention]:
+def attention_layers(model: torch.nn.Module, layer_numbers: Sequence[int]) -> list[RadixAttention]:
     """Return the model's layers with full attention, in order.
 
+    Args:
+        layer_numbers: the layers that the pool holds.
+
     Raises:
-        RaggedConfigError: these are not the layers that the pool holds, or their attention is of another kind.
+        RaggedConfigError: the model has other layers with full attention, or their attention is of another kind.
     """
     found = [module for module in model.modules() if isinstance(module, RadixAttention)]
     layers = [module for module in found if module.sliding_window_size <= 0]
-    numbers, wanted = sorted(module.layer_id for module in layers), list(pool.layer_numbers)
+    numbers, wanted = sorted(module.layer_id for module in layers), list(layer_numbers)
     if numbers != wanted:
         raise RaggedConfigError(
             f"the loaded model attends to everything in layers {numbers}, and by its config keys and values are those "

@@ -13,7 +13,6 @@ from sgl_ragged.features.drafts.chains import require_chains
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.scorers import Scorer
 
 
 @runtime_checkable
@@ -71,33 +70,29 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     def __init__(
         self,
         sizes: PoolSizes,
-        scorer: Scorer,
-        statistics: Sequence[Mapping[str, torch.Tensor]],
+        store: SlabStore,
         *,
-        q_per_kv: int,
-        dtype: torch.dtype,
         device: str,
         layer_numbers: Sequence[int],
-        query_dtype: torch.dtype | None = None,
     ) -> None:
-        """Make the pool; `q_per_kv`, `dtype`, `query_dtype` and statistics as in `SlabStore`.
+        """Make the pool over a store.
 
         Args:
-            layer_numbers: which of the model's layers these are; the pool counts them from 0.
+            sizes: those that the store was made with.
+            store: holds slabs and tails.
+            device: of the store, as SGLang names it.
+            layer_numbers: the model's layers that the store holds; the pool counts them from 0.
         """
         self.sizes = sizes
-        self._scorer = scorer
-        self._statistics = statistics
-        self._q_per_kv = q_per_kv
+        self.store = store
         self.layer_numbers = tuple(layer_numbers)
-        self._query_dtype = query_dtype
         self.attached: dict[str, Any] = {}
         self.views: Views | None = None
         self.epilogues: list[Epilogue] = []
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,
-            dtype=dtype,
+            dtype=store.dtype,
             head_num=sizes.layout.num_heads,
             head_dim=sizes.layout.head_dim,
             layer_num=sizes.layout.num_layers,
@@ -114,18 +109,6 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         return [one for one in self.attached.values() if isinstance(one, Attached)]
 
     def _create_buffers(self) -> None:
-        self.store = SlabStore(
-            self.sizes.layout,
-            self._scorer,
-            self.sizes.num_slots,
-            self.sizes.num_rows,
-            self.dtype,
-            self.device,
-            q_per_kv=self._q_per_kv,
-            statistics=self._statistics,
-            pages=self.sizes.open_pages,
-            query_dtype=self._query_dtype,
-        )
         self.open_segments = OpenSegments(self.store)
 
     def _clear_buffers(self) -> None:

@@ -7,17 +7,19 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.kernel_choice import make_operations, make_sealer
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.planner import describe_placement
 from sgl_ragged.fairkv.weights import HeadOrder
+from sgl_ragged.fitting.fitted import StoreFit, without_codebook
 from sgl_ragged.launch.plan import Prefill, ServingPlan, WorkerSettings
-from sgl_ragged.mem_pool.kv_dtype import beside_cache, describe_scales, refuse_kv_dtype
+from sgl_ragged.mem_pool.kv_dtype import beside_cache, describe_scales, is_fp8, refuse_kv_dtype
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.rank_sizes import RankNeeds, rank_needs, summary
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve import weight_updates
-from sgl_ragged.serve.backend import RaggedAttnBackend
+from sgl_ragged.serve.backend import RaggedAttnBackend, attention_layers
 from sgl_ragged.serve.feature import ServeFeature, Worker, joined_features
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from sgl_ragged.serve.ranks import least_over_ranks, require_equal_digests
@@ -115,16 +117,24 @@ def build_pool(
         {name: torch.from_numpy(array).to(configurator.device) for name, array in tensors.items()}
         for tensors in rank.plan.rank_statistics(rank.number)
     ]
-    pool = RaggedTokenToKVPool(
-        pool_sizes,
+    layer_numbers, dtype = rank.plan.geometry.layer_numbers, configurator.kv_cache_dtype
+    scales = [layer.scaling for layer in attention_layers(configurator.model, layer_numbers)]
+    store = SlabStore(
+        pool_sizes.layout,
         get_scorer(plan.scorer),
-        statistics,
+        pool_sizes.num_slots,
+        pool_sizes.num_rows,
+        dtype,
+        configurator.device,
         q_per_kv=plan.q_per_kv,
-        dtype=configurator.kv_cache_dtype,
+        statistics=without_codebook(statistics),
+        pages=pool_sizes.open_pages,
         query_dtype=_query_dtype(configurator),
-        device=configurator.device,
-        layer_numbers=rank.plan.geometry.layer_numbers,
+        softmax_scales=scales,
+        sealer=make_sealer(plan.kernel, pool_sizes.layout, configurator.device),
+        corrector=StoreFit.from_statistics(pool_sizes.layout, statistics, scales, fp8=is_fp8(dtype)),
     )
+    pool = RaggedTokenToKVPool(pool_sizes, store, device=configurator.device, layer_numbers=layer_numbers)
     outer: Any = pool
     for feature, settings in joined_features(plan):
         outer = feature.attach(settings, Worker(serving, rank, pool, outer, sizes, req_to_token_pool.req_to_token))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,14 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 
 import sgl_ragged.serve.backend as backend_module
-from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.kernel_choice import make_operations, make_sealer
 from sgl_ragged.attention.operations import commit
+from sgl_ragged.fitting.fitted import StoreFit, without_codebook
+from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
-from sgl_ragged.mem_pool.slab_store import open_pages
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.profiles.budgets import fit_kept
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.scorers import get_scorer
@@ -40,6 +42,27 @@ ROWS, SLOTS, CONTEXT = 9, 80, 32768
 def kept_counts(ratio: float, layers: int = LAYERS) -> np.ndarray:
     """Budgets that differ between heads, as a profile's do: int64 [layers, heads]."""
     return fit_kept(np.random.default_rng(1).lognormal(0.0, 0.8, (layers, HEADS)), ratio, SEGMENT)
+
+
+def make_store(
+    layout: SlabLayout, scorer: str, dtype: torch.dtype, statistics: Sequence[Mapping[str, torch.Tensor]]
+) -> SlabStore:
+    """A store on the device, sealed by kernels, as the worker makes it."""
+    scales = [DIM**-0.5] * layout.num_layers
+    return SlabStore(
+        layout,
+        get_scorer(scorer),
+        SLOTS,
+        ROWS,
+        dtype,
+        "cuda",
+        q_per_kv=PER_HEAD,
+        statistics=without_codebook(statistics),
+        query_dtype=torch.bfloat16,
+        softmax_scales=scales,
+        sealer=make_sealer("triton", layout, "cuda"),
+        corrector=StoreFit.from_statistics(layout, statistics, scales, fp8=is_fp8(dtype)),
+    )
 
 
 class Called(RadixAttention):
@@ -80,24 +103,16 @@ class Server:
         self.dtype, self.graphs = dtype, ()
         layout = layout or SlabLayout(kept_counts(ratio), DIM, SEGMENT, form=form)
         self.heads, self.layer_count = layout.num_heads, layout.num_layers
-        chosen = get_scorer(scorer)
-        self.reads_hidden_states = chosen.reads_hidden_states
-        pages = open_pages(chosen, [layout], PER_HEAD, dtype, torch.bfloat16)
+        self.reads_hidden_states = get_scorer(scorer).reads_hidden_states
         with REC.quiet():
             self.sinks = torch.zeros(self.heads * PER_HEAD, dtype=torch.bfloat16, device="cuda") if sinks else None
-            self.pool = RaggedTokenToKVPool(
-                PoolSizes(layout, dtype.itemsize, pages, SLOTS, ROWS),
-                chosen,
-                [self._statistics(scorer, fitted) for _ in range(layout.num_layers)],
-                q_per_kv=PER_HEAD,
-                dtype=dtype,
-                query_dtype=torch.bfloat16,
-                device="cuda",
-                layer_numbers=range(layout.num_layers),
-            )
+            statistics = [self._statistics(scorer, fitted) for _ in range(layout.num_layers)]
+            store = make_store(layout, scorer, dtype, statistics)
+            sizes = PoolSizes(layout, dtype.itemsize, store.tails.open_pages, SLOTS, ROWS)
+            self.pool = RaggedTokenToKVPool(sizes, store, device="cuda", layer_numbers=range(layout.num_layers))
             self.table = request_table()
-            # Pages beside segments' own; any will do, as nobody looks at what is read from them.
-            beside = torch.arange(ROWS * 2 * pages.most).view(ROWS, 2, -1) % (SLOTS - 1) + 1
+            # Any extra pages will do: what is read from them is not looked at.
+            beside = torch.arange(ROWS * 2 * store.tails.open_pages.most).view(ROWS, 2, -1) % (SLOTS - 1) + 1
             self.pool.store.tails.table.copy_(beside.to(torch.int32).to("cuda"))
             self.pool.store.tails.table[0] = 0
             if attach is not None:

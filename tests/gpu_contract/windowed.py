@@ -19,18 +19,26 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 import sgl_ragged.serve.backend as backend_module
 from sgl_ragged.attention.kernel_choice import make_operations
 from sgl_ragged.features.windows.attention import window_backend
-from sgl_ragged.features.windows.launch import WINDOWS
 from sgl_ragged.features.windows.pool import RaggedHybridPool
+from sgl_ragged.features.windows.serve import FEATURE as WINDOWS
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.mem_pool.slab_store import open_pages
 from sgl_ragged.profiles.geometry import WindowedLayers
-from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve.backend import RaggedAttnBackend
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from tests.gpu_contract.fake_tensor import CAPTURED
 from tests.gpu_contract.recording import REC
-from tests.gpu_contract.server import CONTEXT, HEADS, LAYERS, ROWS, SEGMENT, SLOTS, kept_counts, request_table
+from tests.gpu_contract.server import (
+    CONTEXT,
+    HEADS,
+    LAYERS,
+    ROWS,
+    SEGMENT,
+    SLOTS,
+    kept_counts,
+    make_store,
+    request_table,
+)
 
 WINDOW, DIM, PER_HEAD = 128, 64, 8
 """As gpt-oss has them."""
@@ -64,11 +72,10 @@ def _publish() -> None:
     # That kernel of SGLang's is built by nvcc: two operations per layer stand for its one launch.
     memory_pool.can_use_store_cache = lambda *_: False
     backend_module.get_model = lambda: SimpleNamespace(quantization_param_path=None)
-    for seam in WINDOWS.seams:
-        if seam.hook is not None:
-            module, name = seam.target.rsplit(".", 1)
-            hook = functools.partial(pkgutil.resolve_name(seam.hook), None, pkgutil.resolve_name(seam.target))
-            setattr(pkgutil.resolve_name(module), name, hook)
+    for hook in WINDOWS.hooks:
+        module, name = hook.target.rsplit(".", 1)
+        wrapper = functools.partial(hook.function, pkgutil.resolve_name(hook.target))
+        setattr(pkgutil.resolve_name(module), name, wrapper)
 
 
 class HybridServer:
@@ -76,18 +83,10 @@ class HybridServer:
         _publish()
         full, windowed = tuple(range(1, LAYERS, 2)), tuple(range(0, LAYERS, 2))
         layout = SlabLayout(kept_counts(0.5, len(full)), DIM, SEGMENT)
-        pages = open_pages(get_scorer("keydiff"), [layout], PER_HEAD, torch.bfloat16, torch.bfloat16)
         with REC.quiet():
-            slabs = RaggedTokenToKVPool(
-                PoolSizes(layout, 2, pages, SLOTS, ROWS),
-                get_scorer("keydiff"),
-                [{}] * len(full),
-                q_per_kv=PER_HEAD,
-                dtype=torch.bfloat16,
-                query_dtype=torch.bfloat16,
-                device="cuda",
-                layer_numbers=full,
-            )
+            store = make_store(layout, "keydiff", torch.bfloat16, [{}] * len(full))
+            sizes = PoolSizes(layout, 2, store.tails.open_pages, SLOTS, ROWS)
+            slabs = RaggedTokenToKVPool(sizes, store, device="cuda", layer_numbers=full)
             pool = RaggedHybridPool(
                 slabs,
                 WindowedLayers(windowed, WINDOW + 1, 2 * len(windowed) * HEADS * DIM),

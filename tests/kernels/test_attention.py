@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_ragged.attention import triton_ops
-from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Sequence
-from tests.kernels.operations import triton_operations
+from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Kernel, Sequence
+from tests.kernels.operations import TRITON, triton_operations, triton_sealer
 from tests.test_torch_ops import BOUNDS
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
@@ -25,8 +25,8 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
 
 def harness_for(kept, dim, scorer, requests, segments, per_head, method="exact", dtype=torch.float32) -> Harness:
-    make = functools.partial(triton_operations, method=method)
-    return Harness(kept, dim, scorer, requests, segments, per_head, make_operations=make, dtype=dtype)
+    kernel = Kernel(functools.partial(triton_operations, method=method), triton_sealer)
+    return Harness(kept, dim, scorer, requests, segments, per_head, kernel=kernel, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_sinks_take_their_share(lengths):
     """Heads of one CTA and of several, in prefill and in decode."""
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
     sequences = [Sequence(length + 1, *MIXED.shape, 2, 80, "keydiff", seed) for seed, length in enumerate(lengths)]
-    harness = Harness(MIXED, 80, "keydiff", len(lengths), 12, make_operations=triton_operations, sinks=sinks)
+    harness = Harness(MIXED, 80, "keydiff", len(lengths), 12, kernel=TRITON, sinks=sinks)
     expected = [sequence.expected(MIXED, sinks=sinks) for sequence in sequences]
     outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     outputs.append(harness.decode(sequences, lengths, padding=1))
@@ -88,7 +88,7 @@ def test_views_may_leave_segments_out(bound):
     """Every query segment sees a few of the segments before it."""
     lengths, steps = [5 * SEGMENT + 7, SEGMENT - 1], 2
     sequences = [Sequence(n + steps, *MIXED.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(lengths)]
-    harness = Harness(MIXED, 16, "keydiff", len(lengths), 7, make_operations=triton_operations, bound=bound)
+    harness = Harness(MIXED, 16, "keydiff", len(lengths), 7, kernel=TRITON, bound=bound)
     expected = [sequence.expected(MIXED, sequence.seen(bound)) for sequence in sequences]
     outputs, want = [], []
     # What leaves is known one segment ahead; the first three need not know.
@@ -146,7 +146,7 @@ def test_short_chunks_after_long_histories_are_divided_and_merged(chunks, per_he
     begins = [3 * SEGMENT + 5, 6 * SEGMENT, 7][: len(chunks)]
     ends = [begin + chunk for begin, chunk in zip(begins, chunks, strict=True)]
     sequences = [Sequence(end, *MIXED.shape, per_head, dim, "key_norm", seed) for seed, end in enumerate(ends)]
-    harness = Harness(MIXED, dim, "key_norm", len(chunks), 8, per_head, make_operations=triton_operations, sinks=sinks)
+    harness = Harness(MIXED, dim, "key_norm", len(chunks), 8, per_head, kernel=TRITON, sinks=sinks)
     harness.extend(sequences, [0] * len(chunks), begins)
     described = []
     describe = harness.operations.describe_extend

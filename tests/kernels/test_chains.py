@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
-from tests.kernels.operations import triton_operations
+from tests.kernels.operations import TRITON
 
 MIXED = KEPT[:1]
 
@@ -17,7 +17,7 @@ def test_chains_that_end_at_borders(scorer):
     width, lengths = 5, [SEGMENT - 3, 2 * SEGMENT - 1, 1]
     sequences = [Sequence(length + 12, *MIXED.shape, 2, 16, scorer, seed) for seed, length in enumerate(lengths)]
     expected = [sequence.expected(MIXED) for sequence in sequences]
-    harness = Harness(MIXED, 16, scorer, len(lengths), 4, page_tokens=17, make_operations=triton_operations)
+    harness = Harness(MIXED, 16, scorer, len(lengths), 4, page_tokens=17, kernel=TRITON)
     harness.extend(sequences, [0] * len(lengths), lengths)
     at = lengths
     for accepted in ([3, 1, 2], [2, 5, 1], [1, 1, 5]):

@@ -13,7 +13,7 @@ from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
 from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
-from tests.kernels.operations import triton_operations
+from tests.kernels.operations import TRITON
 from tests.kernels.test_seal import generator
 from tests.open_segments import pages_beside, tokens_in
 from tests.test_quantise import QUANTISED, compare, sealed_slots
@@ -93,7 +93,7 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
 def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, dim, lengths):
     steps = 2
     sequences = [Sequence(n + steps, *MIXED.shape, per_head, dim, scorer, seed) for seed, n in enumerate(lengths)]
-    harness = Harness(MIXED, dim, scorer, len(lengths), 12, per_head, make_operations=triton_operations, form=form)
+    harness = Harness(MIXED, dim, scorer, len(lengths), 12, per_head, kernel=TRITON, form=form)
     expected = [sequence.expected(MIXED, form=form.name) for sequence in sequences]
     outputs = harness.extend(sequences, [0] * len(lengths), lengths)
     if scorer == "fastkvzip":
@@ -112,7 +112,7 @@ def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, 
 def test_sinks_and_divided_heads_of_codes():
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
     sequence = Sequence(LONG[0] + 1, *MIXED.shape, 2, 96, "keydiff", seed=1)
-    harness = Harness(MIXED, 96, "keydiff", 1, 12, make_operations=triton_operations, sinks=sinks, form=K8V4)
+    harness = Harness(MIXED, 96, "keydiff", 1, 12, kernel=TRITON, sinks=sinks, form=K8V4)
     expected = sequence.expected(MIXED, sinks=sinks, form="k8v4")
     compare(harness.extend([sequence], [0], LONG), [expected[: LONG[0]]])
     compare([harness.decode([sequence], LONG, padding=1)], [expected[LONG[0] :]])

@@ -16,8 +16,7 @@ KEEPS_ALL_BUT_SOME = np.array([[64, 64], [64, 32]])
 
 
 def sealed_by_kernels(in_tails: bool, form: str, dtype: torch.dtype, **more):
-    made = store(form, dtype, **more)
-    made.sealer = TritonSealer(made.layout, made.slabs.device)
+    made = store(form, dtype, make_sealer=lambda layout: TritonSealer(layout, torch.device("cpu")), **more)
     return sealed(made, in_tails=in_tails)
 
 

@@ -23,7 +23,8 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
-from tests.harness import SEGMENT, Harness, Sequence
+from tests.harness import SEGMENT, Harness, Kernel, Sequence
+from tests.kernels.operations import triton_sealer
 from tests.kernels.paged_decode import PagedDecode
 
 DIM = 64
@@ -65,9 +66,8 @@ def test_prefill_then_decode_at_ragged_edges(lengths, per_head, scales, plans):
         wrappers.append(PagedDecode(*args, **kwargs))
         return wrappers[-1]
 
-    def make_operations(store: SlabStore, max_segments: int) -> FlashInferOps:
-        store.scales = scales
-        return FlashInferOps(store, len(lengths) + 3, max_segments, make_wrapper)
+    def operations(store: SlabStore, max_segments: int, in_view: torch.Tensor | None) -> FlashInferOps:
+        return FlashInferOps(store, len(lengths) + 3, max_segments, make_wrapper, in_view)
 
     harness = Harness(
         KEPT,
@@ -76,7 +76,8 @@ def test_prefill_then_decode_at_ragged_edges(lengths, per_head, scales, plans):
         len(lengths),
         8,
         per_head,
-        make_operations=make_operations,
+        kernel=Kernel(operations, triton_sealer),
+        softmax_scales=list(scales),
         dtype=torch.float16,
     )
     # Scratch that was not written must not show.
@@ -101,9 +102,8 @@ def test_prefill_then_decode_at_ragged_edges(lengths, per_head, scales, plans):
 
 def test_padding_of_no_length_gives_zeros():
     """As the Triton operations do: no garbage goes on through the model."""
-    harness = Harness(
-        KEPT, DIM, "key_norm", 1, 2, make_operations=lambda s, n: FlashInferOps(s, 2, n, PagedDecode), dtype=torch.half
-    )
+    kernel = Kernel(lambda store, most, _: FlashInferOps(store, 2, most, PagedDecode), triton_sealer)
+    harness = Harness(KEPT, DIM, "key_norm", 1, 2, kernel=kernel, dtype=torch.half)
     harness.operations._partial.fill_(torch.nan)
     lengths = torch.tensor([1, 0])
     batch = harness.operations.describe_decode(harness.table, torch.tensor([1, 0]), lengths, lengths)

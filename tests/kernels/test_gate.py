@@ -8,16 +8,17 @@ import torch
 
 from sgl_ragged.attention.kernels.append import GateInputs, append
 from sgl_ragged.attention.kernels.gate import gate_scores
+from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.attention.view import filled
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
-from sgl_ragged.mem_pool.slab_store import SlabStore
-from sgl_ragged.mem_pool.torch_seal import seal_in_torch
+from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore, seal_in_torch
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.gate import STEP, FoldedGate, Gate
 from tests.kernels.operations import triton_operations
 
 HEADS, DIM, SEGMENT, LAYERS, HIDDEN = 3, 16, 64, 2, 24
+LAYOUT = SlabLayout(np.array([[32, 64, 48], [48, 32, 64]]), DIM, SEGMENT)
 
 
 def statistics(features: int, heads: int = HEADS, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
@@ -62,11 +63,10 @@ def test_what_is_midway_goes_to_even_multiples():
     assert torch.equal(found[:, 0], (skipped / STEP).round() * STEP)
 
 
-def make_store(tokens: int, form: str = "wide") -> SlabStore:
+def make_store(tokens: int, sealer: Sealer = seal_in_torch) -> SlabStore:
     torch.manual_seed(tokens)
-    layout = SlabLayout(np.array([[32, 64, 48], [48, 32, 64]]), DIM, SEGMENT)
     return SlabStore(
-        layout,
+        LAYOUT,
         get_scorer("gate"),
         120,
         4,
@@ -75,6 +75,7 @@ def make_store(tokens: int, form: str = "wide") -> SlabStore:
         q_per_kv=2,
         statistics=[statistics(5) for _ in range(LAYERS)],
         pages=OpenPages(SEGMENT, tokens),
+        sealer=sealer,
     )
 
 
@@ -101,10 +102,9 @@ def test_scores_are_written_beside_keys_and_values(tokens):
 
 def test_segments_are_the_same_whether_operations_score_tokens_or_are_given_scores():
     """Two requests, chunks that end anywhere, and decode over a border."""
-    stores = make_store(9), make_store(9)
+    # The other store seals in torch.
+    stores = make_store(9, TritonSealer(LAYOUT, torch.device("cpu"))), make_store(9)
     operations = [triton_operations(store, 4) for store in stores]
-    # The other one seals in torch.
-    stores[1].sealer = seal_in_torch
     most = stores[0].tails.open_pages.most
     table = torch.zeros((4, 3 * SEGMENT), dtype=torch.int32)
     for row in (1, 2):

@@ -16,12 +16,13 @@ from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.kernel_choice import make_operations, make_sealer
 from sgl_ragged.attention.operations import commit
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.mem_pool.sizing import PoolSizes
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve.backend import RaggedAttnBackend
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
@@ -38,15 +39,20 @@ class Runner:
 
     def __init__(self, kernel: str = "triton", width: int = 0) -> None:
         layout = SlabLayout(KEPT[:LAYERS], DIM, SEGMENT)
-        pool = RaggedTokenToKVPool(
-            PoolSizes(layout, 4, OpenPages(SEGMENT, 36), 12 + 4 * len(LENGTHS), len(LENGTHS) + 1),
+        sizes = PoolSizes(layout, 4, OpenPages(SEGMENT, 36), 12 + 4 * len(LENGTHS), len(LENGTHS) + 1)
+        store = SlabStore(
+            layout,
             get_scorer("keydiff"),
-            [{}] * LAYERS,
+            sizes.num_slots,
+            sizes.num_rows,
+            torch.float32,
+            "cpu",
             q_per_kv=PER_HEAD,
-            dtype=torch.float32,
-            device="cpu",
-            layer_numbers=range(LAYERS),
+            pages=sizes.open_pages,
+            softmax_scales=[SCALE] * LAYERS,
+            sealer=make_sealer(kernel, layout, "cpu"),
         )
+        pool = RaggedTokenToKVPool(sizes, store, device="cpu", layer_numbers=range(LAYERS))
         self.layers = torch.nn.ModuleList(
             [RadixAttention(HEADS * PER_HEAD, DIM, SCALE, HEADS, layer_id=layer) for layer in range(LAYERS)]
         )

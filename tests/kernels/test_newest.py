@@ -12,7 +12,7 @@ import torch
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.mem_pool.kv_dtype import movable
 from tests.harness import KEPT, LARGEST, SEGMENT, Harness
-from tests.kernels.operations import triton_operations
+from tests.kernels.operations import TRITON
 
 MIXED = KEPT[:1]
 HEADS, PER_HEAD = MIXED.shape[1], 2
@@ -30,7 +30,7 @@ class Step:
     def __init__(self, dim: int, dtype: torch.dtype, tokens: int) -> None:
         torch.manual_seed(dim)
         self.lengths = [1, SEGMENT, SEGMENT + tokens, 2 * SEGMENT + min(tokens + 1, SEGMENT)]
-        more = dict(page_tokens=tokens, dtype=dtype, make_operations=triton_operations)
+        more = dict(page_tokens=tokens, dtype=dtype, kernel=TRITON)
         harness = Harness(MIXED, dim, "keydiff", len(self.lengths), 3, **more)
         self.store, self.operations = harness.store, harness.operations
         self.store.slabs.copy_(torch.randn(self.store.slabs.shape))

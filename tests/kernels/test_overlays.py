@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.harness import SEGMENT
-from tests.kernels.operations import triton_operations
+from tests.kernels.operations import TRITON
 from tests.overlaid import check_overlays
 
 
 def test_heads_attend_to_slabs_tails_and_overlays():
-    check_overlays(triton_operations, [3 * SEGMENT + 7, 2 * SEGMENT, SEGMENT + 1])
+    check_overlays(TRITON, [3 * SEGMENT + 7, 2 * SEGMENT, SEGMENT + 1])

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from tests.kernels.operations import triton_operations
+from tests.kernels.operations import TRITON
 from tests.test_paged_tails import FULL, MIXED, SEGMENT, check_pages
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
@@ -30,4 +30,4 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
     ],
 )
 def test_pages_of_any_size(kept, scorer, tokens, form, dtype):
-    check_pages(triton_operations, kept, scorer, tokens, form, dtype)
+    check_pages(TRITON, kept, scorer, tokens, form, dtype)

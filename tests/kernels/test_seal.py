@@ -10,7 +10,7 @@ from sgl_ragged.attention.kernels import append, quantize_fp8, seal
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.mem_pool.kv_dtype import FP8, KvScales, to_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.mem_pool.slab_store import SlabStore, seal_in_torch
 from sgl_ragged.scorers import SegmentData, get_scorer, keep_positions, rank_positions
 from tests.open_segments import full_segments, pages_beside, tokens_in
 
@@ -74,11 +74,10 @@ def test_sealers_say_what_they_kept(layer, kernels):
     """Who listens is told the positions whose keys are in the slabs, of heads that keep everything, too."""
     kept = np.array([[16, 32, 48], [48, 16, 16]])
     layout = SlabLayout(kept, DIM, 48)
-    store = SlabStore(layout, get_scorer("keydiff"), 8, 3, torch.float32, "cpu")
-    if kernels:
-        store.sealer = TritonSealer(layout, torch.device("cpu"))
+    sealer = TritonSealer(layout, torch.device("cpu")) if kernels else seal_in_torch
+    store = SlabStore(layout, get_scorer("keydiff"), 8, 3, torch.float32, "cpu", sealer=sealer)
     told = []
-    store.on_seal.append(lambda _, sealed: told.append(sealed))
+    store.add_seal_listener(lambda _, sealed: told.append(sealed))
     rows, slots = torch.tensor([2, 1]), torch.tensor([3, 1])
     tokens = torch.randn(2, 2, 2, HEADS, 48, DIM, generator=generator(2))
     store.seal(layer, full_segments(store, rows, slots, torch.tensor([0, 4]), tokens, 4))

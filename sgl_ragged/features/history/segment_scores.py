@@ -69,7 +69,7 @@ class SegmentScores:
         self._weights = (even if weights is None else weights).to(store.slabs.device)
         shape = (store.slabs.shape[0], store.layout.num_layers)
         self.values = torch.zeros(shape, dtype=torch.float32, device=store.slabs.device)
-        store.on_seal.append(self._sealed)
+        store.add_seal_listener(self._sealed)
 
     def _sealed(self, store: SlabStore, sealed: Sealed) -> None:
         segments = sealed.segments

@@ -26,7 +26,7 @@ class KeptCounts:
         self.counts = torch.zeros(shape, dtype=torch.uint8, device=device)
 
     def note(self, store: SlabStore, sealed: Sealed) -> None:
-        """One of `SlabStore.on_seal`. Changes the counts of the segments' slots."""
+        """A listener of `SlabStore.add_seal_listener`. Changes the counts of the segments' slots."""
         slots = sealed.segments.slots.long()
         for layer in sealed.layers:
             self.counts[slots, layer] = sealed.kept(layer, self.layout.segment).sum(dim=1, dtype=torch.uint8)

@@ -70,7 +70,7 @@ class SharedCodec(SlabCodec):
 
     def watch(self, store: SlabStore) -> None:
         self._seen = KeptCounts(self.layout, len(store.slabs), store.slabs.device)
-        store.on_seal.append(self._seen.note)
+        store.add_seal_listener(self._seen.note)
 
     def sources(self, counts: np.ndarray) -> list[int]:
         """The layer that each layer is restored from, its own where it is stored.

@@ -62,7 +62,7 @@ class Reservoir:
 
             warm_up(store.slabs.device)
             self._row_copy = copy_rows
-        store.on_seal.append(self._sealed)
+        store.add_seal_listener(self._sealed)
 
     def __len__(self) -> int:
         self._settle()
