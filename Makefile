@@ -17,6 +17,12 @@ setup: .venv/.ready
 demo: setup
 	$(PYTHON) -m benchmarks.demo $(ARGS)
 
+# The core without servers, SGLang and the interpreter of kernels: a minute on two cores.
+QUICK := tests/profiles tests/scorers tests/fairkv tests/fitting tests/mem_pool tests/attention tests/test_imports.py \
+	tests/test_docs.py
+quick: setup
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope --ignore tests/fitting/test_processors.py $(QUICK) $(ARGS)
+
 # Two processes, each with one that its servers are forked from. Both cores are taken then, so everything has one thread.
 test: setup
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)

@@ -18,12 +18,17 @@ ROOT = Path(__file__).parent.parent
 
 FILES = (
     *(
-        "tests/test_attention_matching.py",
-        "tests/test_fitted.py",
-        "tests/test_quantise.py",
-        "tests/test_row_moments.py",
+        "tests/fitting/test_attention_matching.py",
+        "tests/fitting/test_fitted.py",
+        "tests/mem_pool/test_quantise.py",
+        "tests/mem_pool/test_row_moments.py",
     ),
-    *("tests/test_scorers.py", "tests/test_torch_ops.py", "tests/test_kv_dtype.py", "tests/test_codebook.py"),
+    *(
+        "tests/scorers/test_scorers.py",
+        "tests/attention/test_torch_ops.py",
+        "tests/mem_pool/test_kv_dtype.py",
+        "tests/calib/test_codebook.py",
+    ),
     *("tests/server/test_fitted.py", "tests/server/test_slab_formats.py", "tests/server/test_scorers_served.py"),
     *("tests/server/test_fp8.py", "tests/server/test_semantics.py"),
 )

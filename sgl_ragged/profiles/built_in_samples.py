@@ -20,7 +20,7 @@ MODULES = ("argparse", "calendar", "csv", "fractions", "heapq", "mailbox", "shle
 
 CONTENT = "73a41b6e03bde0ba"
 """16 hex digits over samples that `calib.built_in` makes from texts that do not depend on Python's release, computed by
-tests/test_built_in_samples.py. Every change of this value makes servers calibrate their models again."""
+tests/calib/test_built_in_samples.py. Every change of this value makes servers calibrate their models again."""
 
 
 def library_sources() -> tuple[str, ...]:

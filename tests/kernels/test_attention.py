@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sgl_ragged.attention import triton_ops
+from tests.attention.test_torch_ops import BOUNDS
 from tests.harness import KEPT, LARGEST, SCALES, SEGMENT, Harness, Kernel, Sequence
 from tests.kernels.operations import TRITON, triton_operations, triton_sealer
-from tests.test_torch_ops import BOUNDS
 
 MIXED, FULL = KEPT[:1], KEPT[2:]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]

@@ -15,8 +15,8 @@ from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
 from tests.kernels.operations import TRITON
 from tests.kernels.test_seal import generator
+from tests.mem_pool.test_quantise import QUANTISED, compare, sealed_slots
 from tests.open_segments import pages_beside, tokens_in
-from tests.test_quantise import QUANTISED, compare, sealed_slots
 
 MIXED = KEPT[:1]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]

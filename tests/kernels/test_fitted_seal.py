@@ -10,7 +10,7 @@ from sgl_ragged.attention import triton_seal
 from sgl_ragged.attention.triton_seal import TritonSealer
 from sgl_ragged.fitting import attention_matching
 from sgl_ragged.mem_pool.kv_dtype import movable
-from tests.test_fitted import BESIDE, CASES, KEPT, LAYERS, SLOTS, rows, sealed, store
+from tests.fitting.test_fitted import BESIDE, CASES, KEPT, LAYERS, SLOTS, rows, sealed, store
 
 KEEPS_ALL_BUT_SOME = np.array([[64, 64], [64, 32]])
 

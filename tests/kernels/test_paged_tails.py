@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.operations import TRITON
-from tests.test_paged_tails import FULL, MIXED, SEGMENT, check_pages
+from tests.mem_pool.test_paged_tails import FULL, MIXED, SEGMENT, check_pages
 
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 

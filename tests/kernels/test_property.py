@@ -1,4 +1,4 @@
-"""The random lives of `tests/test_pool_property.py` with the Triton operations in the interpreter."""
+"""The random lives of `tests/serve/test_pool_property.py` with the Triton operations in the interpreter."""
 
 from __future__ import annotations
 

@@ -14,15 +14,15 @@ from benchmarks.storm.material import RECALL, Material
 from sgl_ragged import cli
 from sgl_ragged.launch import calibration_process
 from sgl_ragged.profiles.profile_cache import VARIABLE
+from tests.launch.test_plugin import resolved
 from tests.server.client import server_settings
-from tests.test_plugin import resolved
 
 pytestmark = pytest.mark.server
 
 
 def test_a_cached_profile_is_served_and_layout_says_the_same(servers, tmp_path, monkeypatch, capsys):
-    """The launcher's part for a model that has a bundled profile is in tests/test_profile_cache.py: such models are
-    too large for a server on CPUs."""
+    """The launcher's part for a model that has a bundled profile is in tests/launch/test_profile_cache.py: such models
+    are too large for a server on CPUs."""
     profile = Material(tmp_path).profile(RECALL, "gate", 256)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(

@@ -195,7 +195,7 @@ def test_grammars_are_followed(plain, drafting):
 
 
 def test_what_is_sampled_from_one_token_is_greedy(drafting, wanted):
-    """Of everything else `tests/test_chains.py` knows the distribution."""
+    """Of everything else `tests/features/test_chains.py` knows the distribution."""
     found = ask(drafting, PROMPTS[3], temperature=0.7, top_k=1)
     same = next((i for i, (a, b) in enumerate(zip(found.tokens, wanted[3].tokens, strict=True)) if a != b), NEW)
     assert same == NEW or wanted[3].gaps[same] < CLOSE

@@ -1,0 +1,29 @@
+"""docs/sglang-seams.md lists every function of SGLang that is wrapped, and the contract has its parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sgl_ragged import sglang_contract
+from sgl_ragged.serve.feature import serve_features
+from sgl_ragged.serve.hooks import CONTROLLER_HOOKS, HOOKS, KV_BYTES_HOOKS
+
+PAGE = Path(__file__).parents[2] / "docs" / "sglang-seams.md"
+GROUPS = [group for group in vars(sglang_contract).values() if isinstance(group, dict) and group]
+
+
+def wrapped() -> list[str]:
+    of_features = [hook for feature in serve_features() for hook in feature.hooks]
+    hooks = [*HOOKS, *KV_BYTES_HOOKS, *CONTROLLER_HOOKS, *of_features]
+    return [hook.target for hook in hooks] + [sglang_contract.DEAD_WORKER, sglang_contract.ADAPTER_ID]
+
+
+def test_the_page_lists_every_wrapped_function():
+    named = PAGE.read_text().replace("`DataParallelController.", "`").split("`")[1::2]
+    missing = {target for target in wrapped() if target.rpartition(".")[2] not in named}
+    assert missing == set()
+
+
+def test_the_contract_has_every_wrapped_function():
+    functions = {target for group in GROUPS for target in group if target.startswith("sglang.")}
+    assert set(wrapped()) <= functions
