@@ -228,7 +228,7 @@ def test_another_profile_of_the_same_name_is_refused(tmp_path):
 
 def test_the_files_of_this_repository_can_be_read_and_gone_on_with():
     paths = sorted(RESULTS.glob("accuracy*.json"))
-    assert len(paths) >= 7
+    assert paths
     for path in paths:
         results = Results.load(path)
         assert results.cells
