@@ -1,4 +1,4 @@
-"""What two servers must agree on before pages of one are read by the other. Plain text and numbers."""
+"""Agreement of two servers whose pages are exchanged. Plain text and numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PREFIX = "ragged-"
 
 
 def agreement(plan_digest: str, stored_as: str, page_bytes: Sequence[int], open_page_tokens: int) -> str:
-    """One word for all that decides what the bytes of a page stand for; servers with equal ones can exchange pages.
+    """Return one word for all that decides what the bytes of a page mean; servers with equal words can exchange pages.
 
     The same on all ranks: SGLang hands on what the first one says.
 
@@ -24,7 +24,7 @@ def agreement(plan_digest: str, stored_as: str, page_bytes: Sequence[int], open_
 
 
 def disagreement(own: str, other: str | None, own_ranks: int, other_ranks: int) -> str | None:
-    """Why a decode server must not take pages of a prefill server, in one line; None if it may.
+    """Return one line why a decode server must not take pages of a prefill server; None if it may.
 
     Args:
         own, other: agreements of the decode and the prefill server; None for one with another pool.

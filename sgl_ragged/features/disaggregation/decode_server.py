@@ -1,4 +1,4 @@
-"""The decode server: pages for what arrives, rows that are given up, and who may send."""
+"""The decode server: pages for arriving requests, and refusal of prefill servers with another plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def free_row(original: Callable, table: Any, req: Any) -> None:
-    """Takes the pages of an open segment back; SGLang's table of a decode server is a class of its own."""
+    """Take the pages of an open segment back; SGLang's request table of a decode server is a class of its own."""
     release_row(table, req.kv.req_pool_idx)
     original(table, req)
 
@@ -33,7 +33,7 @@ def allocate(
     prefix_len: int | None = None,
     total_prefix_len: int | None = None,
 ) -> Any:
-    """Gives the open segment of a request its pages, once it has a row and pages for its segments."""
+    """Give the open segment of a request its pages, once it has a row and pages for its segments."""
     found = original(queue, req, prefix_indices, prefix_len, total_prefix_len)
     allocator, kv = slab_allocator(queue.token_to_kv_pool_allocator), req.kv
     begins = total_prefix_len or prefix_len or 0
@@ -42,14 +42,14 @@ def allocate(
 
 
 def needed_tokens(original: Callable, queue: Any, *, fill_len: int, prefix_len: int) -> int:
-    """Tokens that SGLang looks for before it allocates: those of the open segment's extra pages among them."""
+    """Return the tokens that SGLang needs before it allocates, extra pages of the open segment included."""
     allocator = slab_allocator(queue.token_to_kv_pool_allocator)
     beside = allocator.open_segments.extend_demand([prefix_len], [fill_len])
     return original(queue, fill_len=fill_len, prefix_len=prefix_len) + beside * allocator.page_size
 
 
 def needed_again(original: Callable, queue: Any, req: Any) -> tuple[int, int]:
-    """The same of a request that was retracted."""
+    """Return the tokens that a retracted request needs, extra pages of its open segment included."""
     full, windows = original(queue, req)
     allocator = slab_allocator(queue.token_to_kv_pool_allocator)
     beside = allocator.open_segments.extend_demand([0], [queue._pre_alloc_fill_len(req)])
@@ -57,7 +57,7 @@ def needed_again(original: Callable, queue: Any, req: Any) -> tuple[int, int]:
 
 
 def refuse_what_never_fits(original: Callable, queue: Any, req: Any) -> bool:
-    """Answers a request whose pages are more than all; SGLang compares its tokens, and would let it wait for ever."""
+    """Refuse a request that needs more pages than exist; SGLang compares tokens, and would let it wait for ever."""
     if original(queue, req):
         return True
     needed, most = queue._prealloc_required_tokens(req)[0], queue.max_total_num_tokens
@@ -71,7 +71,7 @@ def refuse_what_never_fits(original: Callable, queue: Any, req: Any) -> bool:
 
 
 def destinations(original: Callable, queue: Any, decode_req: Any, kv_indices: Any, page_size: int) -> np.ndarray:
-    """Pages that the prefill server is to write to: behind those of segments the extra ones of the open segment."""
+    """Return the pages that the prefill server writes to: those of segments, then extra pages of the open segment."""
     found, kv = original(queue, decode_req, kv_indices, page_size), decode_req.req.kv
     pages = exchange_of(queue.token_to_kv_pool).pages
     # Whoever had these pages before may have left a seal to be written there.
@@ -83,7 +83,7 @@ def destinations(original: Callable, queue: Any, decode_req: Any, kv_indices: An
 def agree_first(
     original: Callable, queue: Any, requests: dict[str, list[Any]]
 ) -> tuple[dict[str, list[Any]], list[Any]]:
-    """Ends requests whose prefill server has another plan, with one line, and lets the others go on.
+    """End requests whose prefill server has another plan, with one line each; the other requests go on.
 
     SGLang raises where page sizes or dtypes differ, which would end this server for what another was started with.
     """

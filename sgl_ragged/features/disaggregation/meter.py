@@ -1,4 +1,4 @@
-"""How much has been sent, counted on the host."""
+"""Requests, tokens and bytes that were sent, counted on the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import ClassVar
 from sgl_ragged.mem_pool.sizing import PoolSizes
 
 TOKENS = (256, 1024, 4096, 16384)
-"""Of prompts for which operators are told what is sent."""
+"""Prompt lengths in tokens for which operators see the bytes that are sent."""
 
 
 def sent_bytes(sizes: PoolSizes) -> dict[int, dict[str, int]]:
-    """By tokens of a prompt: bytes of its pages, mean over where in a segment it may end, and of the token pool."""
+    """Return bytes by tokens of a prompt: of its pages, as a mean over its end in a segment, and of the token pool."""
     segment, token_bytes = sizes.layout.segment, sizes.layout.full_bytes_per_token(sizes.itemsize)
     found = {}
     for tokens in TOKENS:
@@ -42,7 +42,7 @@ class SendMeter:
         self._counts = dict.fromkeys(self.counters, 0)
 
     def count(self, pages: int, requests: int = 0, tokens: int = 0) -> None:
-        """So many pages were handed over, and with them so many requests to their end."""
+        """Count pages that were handed over, and requests of which these were the last pages."""
         self._counts["sent_bytes"] += pages * self._page_bytes
         self._counts["sent_requests"] += requests
         self._counts["sent_tokens"] += tokens

@@ -12,7 +12,7 @@ from sgl_ragged.mem_pool.open_segments import OpenSegments
 
 @dataclass(frozen=True)
 class Buffer:
-    """Where the pages of a pool are: an address, and bytes, all of them and those of one."""
+    """Memory of a pool's pages. address: of the first byte. num_bytes: of all pages. page_bytes: of one page."""
 
     address: int
     num_bytes: int
@@ -22,9 +22,8 @@ class Buffer:
 class RequestPages:
     """The pages of requests of one pool.
 
-    Slabs and open segments lie in pages of the same memory, and all that their tokens need lies in these. So what
-    another pool must get of a request are pages: one for each of its segments, which SGLang knows, and behind them the
-    extra ones of its open segment.
+    Slabs and open segments share pages of one memory, which hold all that their tokens need. So another pool needs
+    pages alone: one per segment, which SGLang knows, then the extra pages of the open segment.
     """
 
     def __init__(self, open_segments: OpenSegments) -> None:
@@ -33,7 +32,7 @@ class RequestPages:
 
     @property
     def segment(self) -> int:
-        """Tokens of one."""
+        """Tokens of a segment."""
         return self._open_segments.pages.segment
 
     @property
@@ -42,29 +41,31 @@ class RequestPages:
         return Buffer(slabs.data_ptr(), slabs.nbytes, slabs[0].nbytes)
 
     def num_extra(self, tokens: int) -> int:
-        """Pages that a sequence of so many tokens has beside one for each segment."""
+        """Return the pages of a sequence of `tokens` tokens in addition to one per segment."""
         return self._open_segments.pages.extra(tokens % self.segment)
 
     def extra(self, row: int, tokens: int) -> torch.Tensor:
-        """int64 [num_extra]: those of the request in this row of SGLang's table, with so many tokens."""
+        """Return the extra pages, int64 [num_extra], of the request in a row of SGLang's table with `tokens` tokens."""
         return self._open_segments.extra_pages(row, tokens % self.segment)
 
     def num_bytes(self, tokens: int) -> int:
-        """Bytes of all pages of a sequence of so many tokens."""
+        """Return the bytes of all pages of a sequence of `tokens` tokens."""
         return self._open_segments.pages.pages(tokens) * self.buffer.page_bytes
 
     @property
     def unsealed(self) -> bool:
-        """True if there are seals for `settle` to do."""
+        """True if seals are pending."""
         return self._store.has_pending_seals
 
     def settle(self) -> None:
-        """Before pages are read by others, or handed to others who will write to them: seal what is pending and copy
-        what was deferred, since both may be about pages that have been given back meanwhile."""
+        """Seal what is pending and do deferred copies, since both may concern pages that were given back meanwhile.
+
+        Call it before pages are read by another pool, or written by one.
+        """
         self._store.flush_pending_seals()
 
     def copy_to_host(self, slots: torch.Tensor, row: int, tokens: int) -> torch.Tensor:
-        """A copy of the pages of a request in host memory: [pages, elements of a slab].
+        """Copy the pages of a request to host memory; return [pages, elements of a slab].
 
         Args:
             slots: integers [segments], of its first `tokens` tokens.
@@ -76,7 +77,7 @@ class RequestPages:
         return movable(self._store.slabs)[self._all(slots, row, tokens)].cpu()
 
     def copy_from_host(self, pages: torch.Tensor, slots: torch.Tensor, row: int, tokens: int) -> None:
-        """Write such a copy to the pages that the request has now."""
+        """Write a copy that `copy_to_host` made to the request's present pages."""
         self.settle()
         slabs = movable(self._store.slabs)
         slabs[self._all(slots, row, tokens)] = pages.to(slabs.device)

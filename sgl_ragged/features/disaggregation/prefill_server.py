@@ -1,4 +1,4 @@
-"""The prefill server: what it tells of its memory, and the pages that go with those that SGLang sends."""
+"""The prefill server: the description of its memory, and extra pages that are sent with those of segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Exchange:
-    """What a worker of either server has attached to its pool.
+    """Component that a worker of either server attaches to its pool.
 
     pages: of requests. agreement: as `disaggregation.agreement.agreement` gives it.
     """
@@ -39,7 +39,7 @@ class Exchange:
     # What SGLang calls of the pool, in place of methods that raise.
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
-        """Addresses, bytes, and bytes of an item, of all buffers: there is one, and its items are pages."""
+        """Return addresses, bytes, and bytes per item of all buffers: there is one, whose items are pages."""
         buffer = self.pages.buffer
         return [buffer.address], [buffer.num_bytes], [buffer.page_bytes]
 
@@ -55,14 +55,14 @@ class Exchange:
 
 
 def exchange_of(kvcache: Any) -> Exchange:
-    """What is attached to SGLang's pool."""
+    """Return the `Exchange` that is attached to SGLang's pool."""
     return slab_pool(kvcache).attached[NAME]
 
 
 def describe_memory(
     serving: WorkerSettings, original: Callable, kv_args: Any, token_to_kv_pool: Any, *args: Any, **more: Any
 ) -> None:
-    """Completes what either server tells its transfer engine of the memory."""
+    """Complete the description of memory that either server gives its transfer engine."""
     original(kv_args, token_to_kv_pool, *args, **more)
     if token_to_kv_pool.store.slabs.device.type == "cpu":
         # SGLang takes every pool for GPU memory, which UCX refuses to register on a machine without one.
@@ -74,7 +74,7 @@ def describe_memory(
 
 
 def send_open_pages(original: Callable, queue: Any, req: Any, *args: Any, **more: Any) -> bool:
-    """Has a request's sender send the extra pages of its open segment, too, behind the page of its last token.
+    """Have a request's sender send the extra pages of its open segment after the page of its last token.
 
     SGLang sends a list of pages, and the decode server gives a list of as many where they go (`decode_server`).
     """
@@ -87,7 +87,7 @@ def send_open_pages(original: Callable, queue: Any, req: Any, *args: Any, **more
 
 
 def refuse_other_pools(original: Callable, manager: Any, peer: Any) -> None:
-    """Does not take up a decode server whose buffers are not pages like these: requests from there fail, one by one.
+    """Refuse a decode server whose buffers are not pages like these; its requests fail one by one.
 
     Decode servers with this pool compare agreements first. One with the token pool, and pages of as many tokens, would
     come here, and SGLang's error would end the thread that all decode servers speak to.
@@ -106,7 +106,7 @@ def refuse_other_pools(original: Callable, manager: Any, peer: Any) -> None:
 
 
 class _Sending:
-    """One request's way to its decode server: what its sender's `init` and `send` do, and what goes with it."""
+    """Wrap `init` and `send` of one request's sender, to send extra pages as well."""
 
     def __init__(self, exchange: Exchange, scheduler: Any, req: Any, sender: Any) -> None:
         self._exchange, self._scheduler, self._req = exchange, scheduler, req
@@ -135,7 +135,7 @@ class _Sending:
 
 
 def settle(pages: RequestPages, scheduler: Any) -> None:
-    """`RequestPages.settle` behind the forward passes that are under way, and wait for these: transfers do not."""
+    """Seal after the forward passes that are under way, and wait for both: transfers do not wait."""
     device = torch.get_device_module(scheduler.device)
     if not scheduler.enable_overlap:
         pages.settle()

@@ -1,4 +1,4 @@
-"""Hooks around SGLang's drafts: chains instead of trees, pages for them, what was accepted, and the border."""
+"""Hooks around SGLang's drafts: chains instead of trees, their pages, acceptance, and segment borders."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def draft_chains(
     batch_tokens: list[list[int]],
     total_lens: list[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of each tree that the corpus finds, its longest path. Even with breadth 1 it has one for each suffix it knows."""
+    """Reduce each tree of the corpus to its longest path. Even with breadth 1 it has one path per known suffix."""
     tokens, mask = original(corpus, req_ids, batch_tokens, total_lens)
     return as_chains(tokens, mask, corpus.draft_token_num)
 
 
 def alloc_for_chains(original: Callable, tree_cache: Any, req_to_token_pool: Any, *, reqs: Any, **more: Any) -> None:
-    """Puts pages aside for open segments behind the next chain; SGLang's own, for two chains ahead, are for slabs."""
+    """Set pages aside for the open segments of the next chain; SGLang's, for two chains ahead, are for slabs."""
     allocator = slab_allocator(tree_cache.token_to_kv_pool_allocator)
     rows, lengths = [req.kv.req_pool_idx for req in reqs], [req.kv.kv_committed_len for req in reqs]
     allocator.begin_batch()
@@ -48,7 +48,7 @@ def begin_chains(original: Callable, batch: Any, verify_input: Any, forward_stre
 
 
 def sample_to_border(original: Callable, verify_input: Any, batch: Any, *args: Any, **more: Any) -> Any:
-    """Has chains end at borders. What is accepted of them is told to the next step."""
+    """End chains at segment borders. The next step learns which drafts were accepted."""
     if not batch.forward_mode.is_idle():
         segment = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).page_size
         end_at_border(verify_input.retrieve_next_token, batch.seq_lens, segment)

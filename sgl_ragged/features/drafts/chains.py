@@ -1,9 +1,9 @@
-"""Chains of drafts: what is verified of a tree, and where a chain ends. Without SGLang.
+"""Chains of drafts: the path of a tree that is verified, and where a chain ends. Without SGLang.
 
-A chain is what a request's next tokens may be: the one that is certain, then drafts, each behind the one before. It
-ends at the border of the open segment: behind it tokens see that segment sealed, which it cannot be before its last
-tokens are accepted. So nothing is computed from an open segment that decoding one by one would compute from the sealed
-one, and results are equal. Of a step that comes to a border, drafts behind it are lost: fewer than a chain's tokens in
+A chain holds a request's possible next tokens: one that is certain, then drafts, each after the one before. It ends at
+the border of the open segment: tokens after the border see that segment sealed, which needs its last tokens to be
+accepted. So nothing is computed from an open segment that decoding one by one would compute from the sealed
+one, and results are equal. A step that comes to a border loses the drafts after it: fewer than a chain's tokens in
 each segment.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 
 def as_chains(tokens: np.ndarray, mask: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """The longest path of each request's tree as a chain; behind it, zeros, which are drafts like others.
+    """Reduce each request's tree to its longest path, padded with zeros, which are ordinary drafts.
 
     Args:
         tokens: int64 [requests * width], the first of each request is certain.
@@ -34,7 +34,7 @@ def as_chains(tokens: np.ndarray, mask: np.ndarray, width: int) -> tuple[np.ndar
 
 
 def end_at_border(following: torch.Tensor, lengths: torch.Tensor, segment: int) -> None:
-    """Let chains end with the last token of the open segment: nobody can go on behind it.
+    """End chains with the last token of the open segment.
 
     Args:
         following: integers [requests, width], the index of each token's successor in its chain, -1 at its end; changed
@@ -45,7 +45,7 @@ def end_at_border(following: torch.Tensor, lengths: torch.Tensor, segment: int) 
 
 
 def require_chains(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise RuntimeError where accepted tokens lie elsewhere than they belong: those of a chain are there already.
+    """Raise RuntimeError if accepted tokens would have to be moved: those of a chain are in place already.
 
     Args:
         target, source: integers [n], locations. On a GPU the error comes with a later call; nothing waits for it here.

@@ -1,4 +1,4 @@
-"""Verification of drafts against SGLang's own pool on CPUs, where its attention in torch has none."""
+"""Verification of drafts with SGLang's own pool on CPUs, which its torch attention lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def with_verification(original: Callable) -> Callable:
-    """`TorchNativeAttnBackend.forward_extend` that takes batches of drafts, too."""
+    """Extend `TorchNativeAttnBackend.forward_extend` by batches of drafts."""
 
     def forward_extend(
         backend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, batch: Any, *args: Any, **more: Any
@@ -47,7 +47,7 @@ def with_verification(original: Callable) -> Callable:
 
 
 def drafts_seen(verify_input: Any, requests: int, width: int) -> torch.Tensor:
-    """bool [requests, width, width]: which drafts of a request see which. Those of a model are chains."""
+    """Return masks among the drafts of each request, bool [requests, width, width]; a model's drafts are chains."""
     if isinstance(verify_input, NgramVerifyInput):
         return verify_input.custom_mask.view(requests, width, width).bool()
     return torch.ones(width, width, dtype=torch.bool).tril().expand(requests, -1, -1)

@@ -1,4 +1,4 @@
-"""Drafts on CPUs without AMX: SGLang's workers, with functions in torch where it has no kernels for this platform."""
+"""Drafts on CPUs without AMX: SGLang's workers, with torch functions in place of kernels that it lacks here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Replaced = tuple[tuple[ModuleType | type, str, object], ...]
 
 
 def worker_of_ngrams() -> type:
-    """SGLang's worker for drafts by n-grams, once what it calls is there; for this process."""
+    """Return SGLang's worker for drafts by n-grams; changes SGLang's modules in this process."""
     links: Any = ModuleType(_LINKS)
     links.reconstruct_indices_from_tree_mask_func = torch_verify.links
     sys.modules[_LINKS] = links
@@ -34,7 +34,7 @@ def worker_of_ngrams() -> type:
 
 
 def draft_model_worker(algorithm: str) -> type:
-    """SGLang's worker for drafts by a model: a smaller one, or a head on hidden states; else as `worker_of_ngrams`."""
+    """Return SGLang's worker for drafts by a smaller model or a head; changes modules as `worker_of_ngrams` does."""
     from sglang.srt.managers import overlap_utils
     from sglang.srt.speculative import eagle_utils, eagle_worker_common, eagle_worker_v2
     from sglang.srt.speculative.standalone_worker_v2 import StandaloneWorkerV2
@@ -77,7 +77,7 @@ def _replace_verification() -> None:
 
 
 def _copy_by_torch(pool: Any) -> None:
-    """Has a pool copy tokens without a kernel of Triton."""
+    """Have a pool copy tokens without a Triton kernel."""
     pool._kv_copy_config, pool.use_native_move_kv_cache = None, True
 
 

@@ -1,4 +1,4 @@
-"""Attention of a draft model on CPUs, where SGLang has none for its steps: that of torch, one for each step."""
+"""Attention of a draft model on CPUs: torch attention for each step, which SGLang lacks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class DraftStep(TorchNativeAttnBackend):
-    """Attention of one step of drafting: tokens see those that count, and the drafts of this step and those before."""
+    """Attention of one step of drafting: queries see accepted tokens, and drafts up to this step."""
 
     def __init__(self, model_runner: Any, step: int) -> None:
         super().__init__(model_runner)
@@ -36,7 +36,7 @@ class DraftStep(TorchNativeAttnBackend):
 
 
 class DraftSteps:
-    """What SGLang's draft worker takes for its steps but the last, which only samples."""
+    """Backends of the steps of SGLang's draft worker, except for the last, which only samples."""
 
     needs_cpu_seq_lens = False
 

@@ -12,7 +12,7 @@ from sgl_ragged.launch.models import architecture, expected_kv_dtype, load_model
 from sgl_ragged.launch.start import ModelStart
 
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
-"""In the config of an EAGLE-3 head: behind which layers of the model it reads."""
+"""Key in the config of an EAGLE-3 head: the layers after which it reads hidden states."""
 
 _OF_EAGLE = ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "MiMoMTP")
 
@@ -22,7 +22,7 @@ of a checkpoint that draft (MTP)."""
 
 
 def read_draft_model(start: ModelStart) -> DraftModel:
-    """What the cache of a start's draft model takes.
+    """Read the sizes of the draft model's cache.
 
     Raises:
         RaggedConfigError: there is no such model, its attention is of a kind that `--kv-pool ragged` does not serve, or
@@ -71,7 +71,7 @@ def _refuse_head(head: Any, start: ModelStart) -> None:
         (head.vocab_size != model.vocab_size, f"has {head.vocab_size} tokens, and the model {model.vocab_size}"),
         (
             any(not -1 <= layer < model.num_hidden_layers - 1 for layer in aux),
-            f"reads behind layers {aux} of {model.num_hidden_layers}, and not the last one can be read",
+            f"reads after layers {aux} of {model.num_hidden_layers}, and not the last one can be read",
         ),
         (
             found.endswith("Eagle") and bool(config.tie_word_embeddings),

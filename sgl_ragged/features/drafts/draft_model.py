@@ -1,7 +1,7 @@
-"""A model that drafts: what its own cache takes. Without SGLang.
+"""Settings of drafts that workers follow, and sizes of a draft model's cache. Without SGLang.
 
-Its keys and values lie uncompressed in a pool of its own, at the tokens' locations in the pool of slabs: one token of
-the draft model for each virtual token. So they live as long as the pages that the locations name.
+Keys and values of a draft model are stored uncompressed in a pool of its own, at the tokens' locations in the pool of
+slabs: one token of the draft model per virtual token. So they live as long as the pages at these locations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DraftModel:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_heads * self.head_dim * self.itemsize
 
 

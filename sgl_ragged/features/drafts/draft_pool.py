@@ -38,12 +38,12 @@ def build_beside(model: DraftModel, configurator: Any, build: Callable[[], Any])
 
 
 def steps_of_drafting(original: Callable, factory: Any) -> Any:
-    """Attention of the steps in which drafts are made; SGLang has none on CPUs."""
+    """Return attention for the steps of drafting, which SGLang lacks on CPUs."""
     if factory.draft_attn_backend != BACKENDS["cpu"] or factory.speculative_num_steps <= 1:
         return original(factory)
     return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps)
 
 
 def behind_drafting(original: Callable, factory: Any) -> Any:
-    """Attention of the draft model to what was accepted: on CPUs the one that it has already."""
+    """Return the draft model's attention to accepted tokens; None on CPUs keeps the one it has."""
     return None if factory.draft_attn_backend == BACKENDS["cpu"] else original(factory)

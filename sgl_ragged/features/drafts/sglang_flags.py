@@ -1,4 +1,4 @@
-"""SGLang's flags of drafts: which are served, and what the others are refused for. Loads without SGLang."""
+"""SGLang's flags of drafts: values that are served, and reasons against the other ones. Loads without SGLang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_LAYOUTS = ("speculative_algorithm", "speculative_draft_model_path")
 """Settings on which sizes depend."""
 
 WIDTHS = {"NGRAM": 12, "STANDALONE": 4, "EAGLE": 4, "EAGLE3": 4, "NEXTN": 4}
-"""Tokens of a chain where nobody says, in SGLang."""
+"""SGLang's default tokens of a chain, by algorithm."""
 
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 """A variable of SGLang's environment."""
@@ -103,12 +103,12 @@ _OF_A_MODEL: RefusedValues = (
 
 
 def by_model(server_args: Any) -> bool:
-    """True if a model drafts, be it a head: it has a cache of its own."""
+    """Return True if a model or head drafts: it has a cache of its own."""
     return (server_args.speculative_algorithm or "").upper() in ("STANDALONE", *HEADS)
 
 
 def by_head(server_args: Any) -> bool:
-    """True if what drafts reads the served model's hidden states."""
+    """Return True if a head drafts from the served model's hidden states."""
     return (server_args.speculative_algorithm or "").upper() in HEADS
 
 
@@ -133,7 +133,7 @@ def refuse(server_args: Any) -> None:
 
 
 def _refuse_steps(server_args: Any) -> None:
-    """What SGLang asserts, and what it would choose itself: trees, for some models."""
+    """Raise RaggedConfigError for sizes that SGLang asserts, and for trees that it chooses for some models."""
     topk, steps = server_args.speculative_eagle_topk, server_args.speculative_num_steps
     if steps is None and (topk is not None or server_args.speculative_num_draft_tokens is not None):
         raise RaggedConfigError("SGLang needs --speculative-num-steps beside other sizes of drafts: add it")
@@ -144,7 +144,7 @@ def _refuse_steps(server_args: Any) -> None:
 
 
 def refuse_resolved(view: Any) -> None:
-    """Raise RaggedConfigError for what SGLang has made of flags that can be served; view: its resolved settings."""
+    """Raise RaggedConfigError for resolved settings that cannot be served; view: SGLang's resolved settings."""
     if view.speculative_algorithm not in ALGORITHMS or view.enable_multi_layer_eagle:
         what = "several layers" if view.enable_multi_layer_eagle else view.speculative_algorithm
         raise RaggedConfigError(
@@ -153,7 +153,7 @@ def refuse_resolved(view: Any) -> None:
 
 
 def draft_backend(start: ModelStart) -> str:
-    """The draft model's attention. Raises RaggedConfigError for another one that was asked for."""
+    """Return the draft model's attention backend. Raises RaggedConfigError for any other one in the flags."""
     asked, device = start.server_args.speculative_draft_attention_backend, start.view.device
     served = BACKENDS.get(device)
     if served is None:
@@ -166,7 +166,7 @@ def draft_backend(start: ModelStart) -> str:
 
 
 def width(start: ModelStart) -> int:
-    """Tokens of a chain: as SGLang has resolved them, or as it would."""
+    """Return the tokens of a chain as SGLang has resolved them, or as it would for `layout`."""
     if start.served:
         return start.view.speculative_num_draft_tokens
     return WIDTHS[start.server_args.speculative_algorithm.upper()]

@@ -1,4 +1,4 @@
-"""Verification of chains in torch, on CPUs, where SGLang has kernels for AMX alone. Without SGLang.
+"""Verification of chains in torch for CPUs, where SGLang has kernels for AMX alone. Without SGLang.
 
 Functions take what SGLang's kernels of the same purpose take, and change in place what these change.
 """
@@ -21,7 +21,7 @@ def links(
     requests: int,
     width: int,
 ) -> None:
-    """Positions and links of trees, from who is an ancestor of whom.
+    """Compute positions and links of trees from their ancestor masks.
 
     Args:
         mask: bool [requests * width * width]. lengths: integers [requests], tokens before the trees.
@@ -50,11 +50,11 @@ def verify_greedily(
     target_predict: torch.Tensor,
     topk: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept drafts while they are what the model predicts.
+    """Accept drafts while they equal the model's predictions.
 
     Args:
-        predicts: int32 [requests * width], the token behind each that is accepted.
-        accept_index: int32 [requests, depth], numbers of accepted tokens, -1 behind them.
+        predicts: int32 [requests * width], the token after each accepted one.
+        accept_index: int32 [requests, depth], numbers of accepted tokens, then -1.
         accept_token_num: int32 [requests], how many of them are drafts.
         candidates: int64 [requests, width]. target_predict: integers [requests, width].
     """
@@ -121,11 +121,11 @@ def _walk(
     goes_on: Callable[[int, int, int], bool],
     behind: Callable[[int, int, list[int]], int],
 ) -> None:
-    """Go down each request's tree while a child is accepted; the token behind the last one is what `behind` says.
+    """Go down each request's tree while a child is accepted; `behind` gives the token after the last one.
 
     Args:
-        goes_on: of a request, a token and a draft behind it: whether this is accepted.
-        behind: of a request, a token and the drafts behind it, all of them rejected: the token behind it.
+        goes_on: takes a request, a token and a draft after it; True if the draft is accepted.
+        behind: takes a request, a token and the rejected drafts after it; returns the token after it.
     """
     for request, numbers in enumerate(indices.tolist()):
         token, path = 0, [0]
@@ -155,7 +155,7 @@ def extend_locations(
     draft_token_num: int,
     device: Any,
 ) -> torch.Tensor:
-    """int64: the locations of tokens from `start_offset` to `end_offset` of each request, request by request."""
+    """Return the locations of tokens `start_offset` to `end_offset` of each request, int64, request by request."""
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     return torch.cat([req_to_token[row, start:end] for row, start, end in spans]).long()
 
@@ -168,7 +168,7 @@ def write_locations(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """Write locations, one request behind another, to the table."""
+    """Write locations, ordered by request, to the request table."""
     at = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[at : at + end - start].to(req_to_token.dtype)
@@ -176,7 +176,7 @@ def write_locations(
 
 
 def fill_front(num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_cache_loc: torch.Tensor) -> None:
-    """Pack the first `num_front` locations of each request's, [requests * width]."""
+    """Pack the first `num_front` of each request's locations, [requests * width]."""
     width = len(out_cache_loc) // len(num_front)
     front = torch.arange(width) < num_front[:, None]
     found = out_cache_loc.view(-1, width)[front]
@@ -186,7 +186,7 @@ def fill_front(num_front: torch.Tensor, out_cache_loc: torch.Tensor, front_out_c
 def fill_accepted(
     accept_index: torch.Tensor, out_cache_loc: torch.Tensor, accept_out_cache_loc: torch.Tensor, size: int
 ) -> None:
-    """Pack the locations of accepted tokens, by their numbers, -1 for none."""
+    """Pack the locations of accepted tokens by their indices, -1 for none."""
     found = out_cache_loc[accept_index[accept_index >= 0].long()]
     accept_out_cache_loc[: len(found)] = found
 
@@ -213,7 +213,7 @@ def last_accepted(
     accept_stride: int,
     batch_size: int,
 ) -> None:
-    """Write the last token that is accepted of each request: of [requests, accept_stride], number accept_lens."""
+    """Write the last accepted token of each request: column accept_lens of [requests, accept_stride]."""
     found = accept_tokens.view(batch_size, accept_stride).gather(1, accept_lens.long()[:, None] - 1)
     bonus_tokens.copy_(found[:, 0])
 
@@ -225,7 +225,7 @@ def carried_over(
     output_tokens_buf: torch.Tensor,
     hidden_states_buf: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What the step before has left for these rows, integers [requests]: of each buffer [rows, ...], their own."""
+    """Return the entries of these rows, integers [requests], from the buffers [rows, ...] of the step before."""
     hidden_states = None if hidden_states_buf is None else hidden_states_buf[indices]
     return topk_p_buf[indices], topk_index_buf[indices], output_tokens_buf[indices], hidden_states
 
@@ -244,7 +244,7 @@ def links_of_chains(
     num_verify_tokens: int,
     tree_mask_mode: int,
 ) -> None:
-    """Positions and links of chains of `num_verify_tokens`; shapes as in `links`. The mask is read by nobody."""
+    """Compute positions and links of chains of `num_verify_tokens`; shapes as in `links`. The mask is not read."""
     assert topk == 1, "drafts are chains"
     order = torch.arange(num_verify_tokens)
     positions.copy_((seq_lens.long()[:, None] + order).flatten())
@@ -261,21 +261,21 @@ def next_of_chain(
     scores: torch.Tensor | None,
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """What is drafted next, int64 [requests], behind one draft each, [requests, 1]; of a chain nothing is chosen."""
+    """Return the next drafts, int64 [requests], after one draft each, [requests, 1]; a chain has no choice."""
     assert topk == 1, "drafts are chains"
     parents = torch.full_like(topk_index, step)
     return topk_index.flatten(), hidden_states, topk_p, (topk_p[:, None], topk_index, parents)
 
 
 def top_k_renormalised(probs: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
-    """Distributions [n, vocabulary] over the k most probable tokens, integers [n], and those as probable as these."""
+    """Renormalise distributions [n, vocabulary] over the k most probable tokens, integers [n], and ties with them."""
     ordered = probs.sort(dim=-1, descending=True).values
     last = (top_ks.long().clamp(1, probs.shape[-1]) - 1)[:, None]
     return _renormalised(probs, probs >= ordered.gather(1, last))
 
 
 def top_p_renormalised(probs: torch.Tensor, top_ps: torch.Tensor) -> torch.Tensor:
-    """Distributions [n, vocabulary] over the fewest tokens that make up p, float [n], and any as probable as these."""
+    """Renormalise distributions [n, vocabulary] over the fewest tokens that sum to p, float [n], and ties with them."""
     ordered = probs.sort(dim=-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     last = ((before < top_ps[:, None]).sum(-1) - 1).clamp_min(0)[:, None]

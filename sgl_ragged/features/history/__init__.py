@@ -1,1 +1,1 @@
-"""Bounded histories: which segments a request sees, and by what score others leave."""
+"""Bounded histories: the segments that a request sees, and the score by which segments leave."""

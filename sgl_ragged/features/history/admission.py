@@ -1,4 +1,4 @@
-"""What SGLang's scheduler reserves, counts and checks for requests with bounded histories: what they come to hold."""
+"""Reserve, count and check in SGLang's scheduler what requests with bounded histories come to hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def growth(cache: BoundedRadixCache, req: Any, extend: int) -> int:
-    """Tokens that a request can still come to hold, `extend` of them in prefill (`HistoryBound.growth`)."""
+    """Return the tokens that a request can still come to hold, `extend` of them in prefill (`HistoryBound.growth`)."""
     size = cache.page_size
     shared = req.kv.cache_protected_len if req.kv.holds_kv else req.prefix_len
     new = max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
@@ -22,19 +22,19 @@ def growth(cache: BoundedRadixCache, req: Any, extend: int) -> int:
 
 
 def make_room(original: Callable, batch: Any, selected_indices: list[int] | None = None) -> Any:
-    """Before SGLang counts whether a decode step fits: pages of segments that leave their views go back."""
+    """Give back pages of segments that leave their views, before SGLang checks whether a decode step fits."""
     for req in batch.reqs:
         batch.tree_cache.open_segment(req)
     return original(batch, selected_indices)
 
 
 def reserve_running(original: Callable, adder: Any, req: Any) -> float:
-    """Tokens that a running request may still need: SGLang's estimate, or what the bound leaves."""
+    """Return the tokens that a running request may still need: SGLang's estimate, or the bound's if it is less."""
     return min(original(adder, req), growth(adder.tree_cache, req, 0))
 
 
 def fits(original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
-    """True if a request fits that is not running yet."""
+    """Return True if a request fits that is not running yet."""
     extend = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
     beside = adder.per_req_token_overhead + adder._request_slot_reserve_for_req(req)
     most = req.host_hit_length + growth(adder.tree_cache, req, extend) + beside
@@ -50,7 +50,7 @@ def reserve_admitted(
     *args: Any,
     **more: Any,
 ) -> None:
-    """Reserves for the request that was admitted last: its chunk, and what it can come to hold beyond it."""
+    """Reserve for the request that was admitted last: its chunk, and what it can come to hold beyond it."""
     req = adder.can_run_list[-1]
     rest = len(req.full_untruncated_fill_ids) - req.extend_end
     beyond = max(growth(adder.tree_cache, req, extend_input_len + rest) - extend_input_len, 0)
@@ -59,7 +59,7 @@ def reserve_admitted(
 
 
 def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
-    """Tokens that requests hold beside the tree, for SGLang's leak checks: less those that they have given back."""
+    """Return the tokens that requests hold outside of the tree, without those they have given back, for leak checks."""
     full, windows = original(checker)
     cache = checker.tree_cache
     held = [cache.histories.get(req.kv.req_pool_idx) for req in checker._requests_owning_rows()]
@@ -68,7 +68,7 @@ def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
 
 
 class _HeldPages:
-    """Rows of SGLang's request table as its checks read them, with what a request has given back under the page 0.
+    """SGLang's request table for its checks: pages that a request has given back read as page 0.
 
     The table itself still names those pages, which may be others' by now: a batch that has not run yet may read it.
     """
@@ -87,7 +87,7 @@ class _HeldPages:
 
 
 def check_held_pages(original: Callable, checker: Any) -> None:
-    """SGLang's check that no request's page is free at the same time, of the pages that requests still hold."""
+    """Check that no page of a request is free, for the pages that requests still hold."""
     table, cache = checker.req_to_token_pool, checker.tree_cache
     held = _HeldPages(table.req_to_token, cache.histories, cache.page_size)
     checker.req_to_token_pool = SimpleNamespace(req_to_token=held)

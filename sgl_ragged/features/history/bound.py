@@ -1,4 +1,4 @@
-"""Which segments of its history a request sees when that is bounded, and how much memory it can take. No torch.
+"""The bound of a request's history: the segments that it sees, and the memory that it can take. No torch.
 
 PagedEviction (Algorithms 1 and 3) drops a block of the cache whenever one fills up. Here blocks are sealed segments:
 once more than `limit` are in view, the one with the lowest score leaves it for ever. The score is fixed when a segment
@@ -48,7 +48,7 @@ class HistoryBound:
 
     @property
     def latest(self) -> int:
-        """How many of the latest segments never leave.
+        """Number of latest segments that never leave.
 
         A chunk of prefill that is no longer than that needs no score of its own segments to know what its queries see.
         """
@@ -71,14 +71,14 @@ class HistoryBound:
         return (self.held + sizes.open_pages.most) * sizes.slab_bytes + sizes.row_bytes + windows
 
     def describe(self, sizes: PoolSizes) -> str:
-        """Part of the start-up line."""
+        """Return the part of the start-up line."""
         return (
             f"requests see {self.limit * sizes.layout.segment} tokens of their histories and hold at most "
             f"{self.request_bytes(sizes)} bytes beside what they share"
         )
 
     def growth(self, shared: int, own: int, extend: int, new: int, segment: int) -> int:
-        """Tokens that a request can still come to hold beyond what it holds, at most.
+        """Return the most tokens that a request can still come to hold in addition to those it holds.
 
         It holds the segments that it shares through the radix tree whether it sees them or not; of its own, `held` and,
         in prefill, those of the chunk. While nothing has left the view, prefill hands segments over to the tree.
@@ -101,7 +101,7 @@ def check_score(name: str) -> None:
 
 
 def history_bound(tokens: int | None, score: str, segment: int) -> HistoryBound | None:
-    """The bound for --ragged-history. Raises RaggedConfigError for a number of tokens that is not possible."""
+    """Return the bound for --ragged-history. Raises RaggedConfigError for an impossible number of tokens."""
     if tokens is None:
         return None
     if tokens % segment or tokens < LEAST_SEGMENTS * segment:
@@ -129,7 +129,7 @@ class BoundedHistory:
         self._scores: dict[int, float] = {}
 
     def unscored(self, sealed: int) -> list[int]:
-        """Segments whose scores `advance(sealed)` may look at, and that nobody has told yet."""
+        """Return the segments whose scores `advance(sealed)` may need and that are not known yet."""
         if self.bound.by_age or sealed <= self.bound.limit:
             return []
         segment_indices = [*self.in_view, *range(self.sealed, sealed)]
@@ -137,7 +137,7 @@ class BoundedHistory:
         return [index for index in segment_indices if 0 < index < old and index not in self._scores]
 
     def learn(self, segment_indices: Sequence[int], scores: Sequence[float]) -> None:
-        """Scores of segments. Changes the state."""
+        """Record scores of segments. Changes the state."""
         self._scores.update(zip(segment_indices, scores, strict=True))
 
     def advance(self, sealed: int) -> None:

@@ -1,8 +1,8 @@
 """Bounded histories of all running requests, by row of SGLang's request table.
 
-What leaves a view is decided on the host, when the segment behind it is about to be opened. The scores that this takes
+Segments that leave a view are chosen on the host, before the next segment is opened. The scores that this takes
 were sealed at least one segment earlier: in decode they are sent to the host when a segment begins and used when the
-next one does, so that no step waits for them. What decode needs of it lies on the device, `table`, and is written
+next one does, so that no step waits for them. Decode reads `table` on the device, which is written
 where it has changed: one small transfer for a filled segment.
 """
 
@@ -26,7 +26,7 @@ OverRanks = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Scores on their way to the host; complete once `sent` has happened (None where they are)."""
+    """Scores that are being copied to the host; complete once event `sent` has happened, or if it is None."""
 
     history: BoundedHistory
     segment_indices: list[int]
@@ -40,7 +40,7 @@ class Histories:
     Args:
         req_to_token: int32 [rows, context], SGLang's request table.
         segment: tokens of a segment.
-        scores: of what lies in the store; None where segments leave by age.
+        scores: of segments in the store; None if segments leave by age.
         over_ranks: combines scores of tensor-parallel ranks, whose decisions must be the same.
 
     `table` is int32 [rows, columns], the segments that each row's decode steps see, ascending; the first as many as
@@ -72,7 +72,7 @@ class Histories:
     label: ClassVar = ""
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `serve.pool.Attached` has it."""
+        """Return metric values by name and label."""
         return {("dropped_segments", ""): self.dropped}
 
     @property
@@ -81,16 +81,16 @@ class Histories:
         return self.bound.limit
 
     def get(self, row: int) -> BoundedHistory | None:
-        """Of the request in a row; None while it sees all that it has."""
+        """Return the history of the request in a row; None while it sees all of its segments."""
         return self._histories.get(row)
 
     def forget(self, row: int) -> None:
-        """The row's request has ended or was retracted."""
+        """Forget a row's request, which has ended or was retracted."""
         if self._histories.pop(row, None) is not None:
             self._changed.add(row)
 
     def advance(self, row: int, sealed: int) -> BoundedHistory | None:
-        """The history of a row's request that has this many sealed segments; None while it sees all of them."""
+        """Return the history of a row's request with `sealed` segments; None while it sees all of them."""
         history = self._histories.get(row)
         if sealed < self.bound.limit and history is None:
             return None
@@ -106,7 +106,7 @@ class Histories:
         return history
 
     def seen(self, req_pool_indices: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> Seen | None:
-        """Segments that queries of chunks see; None if all of them see everything. Advances the requests' histories.
+        """Return the segments that queries of chunks see; None if all see everything. Advances the histories.
 
         Args:
             req_pool_indices: rows of the requests. prefixes, lengths: tokens before each chunk and in it; a chunk has
@@ -121,7 +121,7 @@ class Histories:
         return (lambda request, number: found.get((request, number))) if found else None
 
     def refresh(self) -> None:
-        """Send to the device what has changed, and ask for scores that the next decisions need.
+        """Send changes to the device, and start copies of scores that the next decisions need.
 
         Runs before a decode step is described, where all that is full has been sealed. Does not wait for the device.
         """
@@ -155,7 +155,7 @@ class Histories:
             history.learn(segment_indices, scores.tolist())
 
     def _know(self, row: int, history: BoundedHistory, sealed: int) -> None:
-        """Make sure that the history can advance: take what has arrived, and wait for what has not been asked for."""
+        """Have the scores that the history needs to advance: take copies that arrived, and wait for missing ones."""
         arriving, self._arriving = self._arriving, []
         for one in arriving:
             if one.sent is not None:
@@ -169,7 +169,7 @@ class Histories:
             history.learn(segment_indices, self._gather(row, segment_indices).tolist())
 
     def _gather(self, row: int, segment_indices: list[int]) -> torch.Tensor:
-        """float32 [segments]: scores of these segments of a row's request, the same on all ranks."""
+        """Return scores of segments of a row's request, float32 [segments], equal on all ranks."""
         assert self.scores is not None
         on_device = sent(torch.tensor(segment_indices), self.table.device)
         slots = self._slots.slots(row, on_device)

@@ -28,7 +28,7 @@ class HistoryPlan(FeatureSettings):
         return f"{self.bound.describe(sizes)}; segments leave by {self.bound.score}"
 
     def rank_value_means(self, heads: np.ndarray) -> list[np.ndarray] | None:
-        """Per layer, mean values [heads of the rank, head_dim]; None where the profile has none.
+        """Return mean values per layer, [heads of the rank, head_dim]; None if the profile has none.
 
         heads: as `ServingPlan.heads` has them.
         """
@@ -38,7 +38,7 @@ class HistoryPlan(FeatureSettings):
 
 
 def head_weights(plan: ServingPlan, rank: int) -> np.ndarray:
-    """float32 [layers, heads of the rank]: 1 / heads of the model, shared by the ranks that have the same head."""
+    """Return float32 [layers, heads of the rank]: 1 / heads of the model, shared by ranks with the same head."""
     everywhere = np.concatenate([plan.heads(one) for one in range(plan.ranks)], axis=1)
     copies = (plan.heads(rank)[:, :, None] == everywhere[:, None]).sum(axis=2)
     return (1 / (copies * plan.geometry.num_heads)).astype(np.float32)

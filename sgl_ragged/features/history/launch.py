@@ -87,7 +87,7 @@ class History(LaunchFeature):
 
 
 def asked_bound(start: Start) -> HistoryBound:
-    """The bound that was asked for. Raises RaggedConfigError for numbers that do not go with it."""
+    """Return the bound in the flags. Raises RaggedConfigError for numbers that do not go with it."""
     flags, segment = start.options.of(HistoryFlags), start.options.segment
     bound = history_bound(flags.history, flags.history_score or AUTO, segment)
     assert bound is not None, "it was asked for"
@@ -102,7 +102,7 @@ def asked_bound(start: Start) -> HistoryBound:
 
 
 def chunk_size(chunk: int, bound: HistoryBound, segment: int) -> int:
-    """Tokens of a chunk of prefill: no more than it is known ahead what leaves.
+    """Return the tokens of a chunk of prefill: at most as many as evictions are known ahead.
 
     chunk: SGLang's default, whole segments, -1 for no chunks; or what the user gave, which is checked before.
     """
@@ -111,7 +111,7 @@ def chunk_size(chunk: int, bound: HistoryBound, segment: int) -> int:
 
 
 def with_lag(bound: HistoryBound, geometry: ModelGeometry, segment: int) -> HistoryBound:
-    """The bound for a model that may have sliding-window layers: a page goes back once these have left it, too.
+    """Return the bound with a lag for sliding-window layers: a page goes back once windows have left it, too.
 
     Raises RaggedConfigError where SGLang is told to keep windows through prefill.
     """
@@ -128,7 +128,7 @@ def with_lag(bound: HistoryBound, geometry: ModelGeometry, segment: int) -> Hist
 
 
 def settled(bound: HistoryBound, plan: ServingPlan, start: BudgetedStart) -> HistoryPlan:
-    """The bound with its score and lag. Raises RaggedConfigError for what it does not go with."""
+    """Return the bound with its score and lag. Raises RaggedConfigError for conflicts with the profile or flags."""
     profile = start.chosen.profile
     value_mean = None if profile is None else profile.statistics.get(VALUE_MEAN)
     bound = with_lag(bound, plan.geometry, plan.segment)

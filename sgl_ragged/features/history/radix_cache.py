@@ -1,10 +1,10 @@
 """SGLang's radix cache for requests with bounded histories: pages go back while their request runs.
 
 What has left a request's view and is its own goes back to the allocator at once. What it shares through the tree stays
-there. The tree takes at most the first `limit` segments of a sequence, and none behind a page that was given back.
+there. The tree takes at most the first `limit` segments of a sequence, and none after a page that was given back.
 
-Where a model has sliding-window layers, a page has a part of theirs, which SGLang frees by itself once it is behind the
-windows. So a page goes back after that, and what is returned is its other part alone.
+Where a model has sliding-window layers, a page has a part of theirs, which SGLang frees by itself once windows have
+left it. So a page goes back after that, and what is returned is its other part alone.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class BoundedRadixCache(UnifiedRadixCache):
-    """See above. `histories` is the pool's."""
+    """Radix cache that gives pages back while their request runs. histories: the pool's."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.histories: Histories = slab_pool(params.token_to_kv_pool_allocator.get_kvcache()).attached["history"]
 
     def own_segments(self, kv: ReqKvInfo) -> int:
-        """Pages that a request holds beside those of the tree."""
+        """Return the pages that a request holds outside of the tree."""
         if not kv.holds_kv:
             return 0
         history = self.histories.get(kv.req_pool_idx)
@@ -38,7 +38,7 @@ class BoundedRadixCache(UnifiedRadixCache):
         return allocated - (len(history.returned) if history is not None else 0)
 
     def open_segment(self, req: Req) -> None:
-        """Before a request gets a page for its next segment: one that is too many leaves its view.
+        """Let a segment leave the request's view, if needed, before the request gets a page for its next one.
 
         Does nothing where the next token does not open a segment.
         """
@@ -74,7 +74,7 @@ class BoundedRadixCache(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
 
     def _can_be_found(self, kv: ReqKvInfo, end: int) -> bool:
-        """True if the tree would find a prefix of `end` tokens: a prefix without the window before its end is lost."""
+        """Return True if the tree would find a prefix of `end` tokens, which needs the window before its end."""
         if not self.supports_swa():
             return True
         freed = kv.get_evicted_seqlen(ComponentType.SWA)
@@ -105,7 +105,7 @@ class BoundedRadixCache(UnifiedRadixCache):
             history.returned.update(leaving)
 
     def _without(self, returned: set[int], start: int, end: int) -> list[tuple[int, int]]:
-        """Parts of a range of positions without the segments that were given back."""
+        """Return the parts of a range of positions without the segments that were given back."""
         parts, size = [], self.page_size
         for number in sorted(returned):
             if start < (number + 1) * size and number * size < end:
@@ -115,5 +115,5 @@ class BoundedRadixCache(UnifiedRadixCache):
 
 
 def bounded_cache(context: Any) -> Any:
-    """SGLang's factory of the radix cache that `launch` names."""
+    """Make the radix cache for SGLang's registry."""
     return create_unified_radix_cache(context, cache_class=BoundedRadixCache)

@@ -28,7 +28,7 @@ def value_key_norm(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor
 
 
 def value_novelty(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor | None) -> torch.Tensor:
-    """How far the strangest few tokens of a segment are from the rest of it, by their values.
+    """Return how far a segment's strangest tokens are from the rest of it, by their values.
 
     1 - cos between the mean of SMOOTHED_TOKENS neighbours and the mean of the segment, both less the head's mean value;
     of all windows the largest. Something said once, amid text of another kind, is what later tokens cannot find
@@ -47,7 +47,7 @@ FORMULAS: dict[str, Score] = {"value_key_norm": value_key_norm, NOVELTY: value_n
 
 
 class SegmentScores:
-    """The scores of what lies in the slots of a store, written as segments are sealed.
+    """Scores of the segments in the slots of a store, written when segments are sealed.
 
     Args:
         weights: float32 [layers, heads], what the score of each head counts; over all ranks a layer adds up to 1.
@@ -80,5 +80,5 @@ class SegmentScores:
             self.values[segments.slots.long(), number] = self._formula(keys, values, means) @ self._weights[number]
 
     def of(self, slots: torch.Tensor) -> torch.Tensor:
-        """float32 [slots]: what lies in these slots, of this rank's heads; ranks' scores add up."""
+        """Return scores of slots by this rank's heads, float32 [slots]; ranks' scores add up."""
         return self.values[slots].mean(dim=1)

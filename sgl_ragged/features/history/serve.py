@@ -18,7 +18,7 @@ from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
 
 def make_histories(settings: HistoryPlan, worker: Worker) -> Histories:
-    """Histories of the requests in SGLang's table, with the scores of the rank's segments where these are asked."""
+    """Make histories of the requests in SGLang's table, with scores of the rank's segments unless age decides."""
     plan, store, bound = worker.rank.plan, worker.pool.store, settings.bound
     scores = None
     if not bound.by_age:

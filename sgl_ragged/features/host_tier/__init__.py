@@ -1,1 +1,1 @@
-"""The host tier: how slabs lie in host memory and storage, and how they come back."""
+"""The host tier: slabs in host memory and storage, and their way back."""

@@ -20,7 +20,7 @@ READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
 
 
 def adapter_digest(path: str) -> str:
-    """64 hex digits over names and contents of an adapter's files; an id of a hub is downloaded, as SGLang does.
+    """Return 64 hex digits of names and contents of an adapter's files; downloads a hub's adapter, as SGLang does.
 
     Contents, not times and sizes as for models: adapters are small, and two that were trained alike have equal sizes.
 
@@ -47,7 +47,7 @@ def adapter_digest(path: str) -> str:
 
 
 def adapter_id(from_command_line: bool, original: Callable[[str, str], str], lora_name: str, lora_path: str) -> str:
-    """SGLang's id of an adapter of --lora-paths, and what is in the adapter; as long as SGLang's, 32 hex digits.
+    """Return an id of an adapter of --lora-paths from SGLang's id and its contents; 32 hex digits like SGLang's.
 
     Raises:
         RaggedConfigError: the adapter cannot be read; from the command line SystemExit with the same line.

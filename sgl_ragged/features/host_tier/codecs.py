@@ -12,11 +12,11 @@ from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CODECS: dict[str, type[SlabCodec]] = {codec.name: codec for codec in (ExactCodec, Fp8Codec, SharedCodec)}
-"""The classes behind `tier_plan.CODEC_NAMES`."""
+"""Classes by `tier_plan.CODEC_NAMES`."""
 
 
 def make_codec(name: str, layout: SlabLayout, dtype: torch.dtype) -> SlabCodec:
-    """The codec of a name, for slabs beside a cache of a dtype.
+    """Make the codec of a name, for slabs of a cache of a dtype.
 
     Raises:
         RaggedConfigError: it does not go with the layout, or with slabs that are FP8 or quantised: to round them again

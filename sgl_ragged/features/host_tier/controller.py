@@ -57,10 +57,10 @@ class RaggedCacheController(HybridCacheController):
         super().__init__(*args, **more)
 
     def _settle(self, forward_stream: Any) -> None:
-        """Seal behind the forward passes that are under way: transfers wait for their stream."""
+        """Seal after the forward passes that are under way: transfers wait for their stream."""
         store = self.mem_pool_device.store
         if forward_stream is None or get_schedule().disable_overlap_schedule:
-            # Forward passes are on the scheduler's stream then, which transfers start behind.
+            # Forward passes are on the scheduler's stream then, which transfers wait for.
             store.flush_pending_seals()
             return
         with device_module.stream(forward_stream):
@@ -72,7 +72,7 @@ class RaggedCacheController(HybridCacheController):
         super().start_writing()
 
     def load(self, host_indices: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor | None:
-        """Of the segments to load, leave the first to be computed, if that pays."""
+        """Leave the first segments out of a load to be computed, if that is faster."""
         device_indices = super().load(host_indices, *args, **more)
         if device_indices is None:
             return None
@@ -104,7 +104,7 @@ class RaggedCacheController(HybridCacheController):
         return producer
 
     def _storage_hit_query(self, operation: Any) -> tuple[list[str], int]:
-        """Hits of a request's tokens in storage; none where computing them is faster than reading."""
+        """Return a request's hits in storage; none if computing is faster than reading."""
         return super()._storage_hit_query(operation) if self._storage_pays() else ([], 0)
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **more: Any) -> None:
@@ -116,7 +116,7 @@ class RaggedCacheController(HybridCacheController):
     def _generic_page_get(
         self, operation: Any, hash_values: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> int:
-        """Pages of storage that were read, up to the first that is missing or damaged; a damaged one is removed."""
+        """Read pages of storage up to the first that is missing or damaged; removes a damaged one."""
         pool, backend = self.storage_host_pool, self.storage_backend
         for count, key in enumerate(hash_values):
             if operation.is_terminated():
@@ -137,7 +137,7 @@ class RaggedCacheController(HybridCacheController):
 
 
 def _remove(backend: Any, key: str) -> None:
-    """Take a page out of SGLang's file storage: it would be skipped when it is written anew."""
+    """Remove a page from SGLang's file storage, which would skip it when it is written again."""
     name = backend._get_suffixed_key(key)
     Path(backend.file_path, f"{name}.bin").unlink(missing_ok=True)
     if backend.metadata_cache is not None:
@@ -145,7 +145,7 @@ def _remove(backend: Any, key: str) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what servers that were killed have left half written; those that are at it have younger files."""
+    """Remove files that killed servers have left half written; running servers have younger files."""
     for path in folder.glob(".*.tmp"):
         try:
             if time.time() - path.stat().st_mtime > STALE_FILE_S:
@@ -156,7 +156,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
-    """Rows that this rank's part of the host has room for beside SGLang's padding row: the same on all ranks.
+    """Return the rows of this rank's part of the host, without SGLang's padding row; equal on all ranks.
 
     --hicache-size gives bytes, --hicache-ratio tokens of host per token of device. Without either (not `sized`) it is
     SGLang's ratio, on CPUs at most half of what is free.
@@ -166,7 +166,7 @@ def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
     """
     memory, parallel = get_memory(), get_parallel()
     on_cpu = torch.device(pool.device).type == "cpu"
-    # On a CPU nothing needs to be left for a host beside the device.
+    # On a CPU host and device share one memory.
     free = available_host_memory_bytes(allow_cgroup_fallback=True) - (
         0 if on_cpu else HICACHE_HOST_MEMORY_RESERVE_BYTES
     )
@@ -188,7 +188,7 @@ def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
 
 
 class RaggedStack(StackStrategy):
-    """The strategy that SGLang asks for a host pool and a controller.
+    """Strategy for SGLang's HiCache that makes its host pool and controller.
 
     Args:
         build: `build_stack`, as the worker calls it.
@@ -218,7 +218,7 @@ def build_stack(
     model_name: str | None = None,
     enable_storage_metrics: bool = False,
 ) -> StackBuildResult:
-    """Host pool and controller for a ragged pool; arguments are SGLang's, but the first.
+    """Make host pool and controller for a ragged pool; all arguments but the first are SGLang's.
 
     Raises:
         RaggedConfigError: the host pool does not fit, or the storage backend is not supported.
@@ -233,7 +233,7 @@ def build_stack(
     if isinstance(cache, OpenRadixCache):
         parallel, page_bytes = get_parallel(), kvcache.store.slabs[0].nbytes
         rows, open_pages = open_host_pages(rows, row_bytes, page_bytes, kvcache.open_segments.pages.most)
-        # A lossy codec's rows are not as many pages on each rank.
+        # A lossy codec has different numbers of rows per page on ranks.
         rows, open_pages = (
             least_over_ranks(count, parallel.attn_tp_size, parallel.world_group.cpu_group)
             for count in (rows, open_pages)

@@ -1,4 +1,4 @@
-"""Slabs as eight-bit floating-point numbers with a scale for each head's keys and values."""
+"""Codec of slabs as 8-bit floating-point numbers with a scale for each head's keys and values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Fp8Codec(SlabCodec):
         return self._layer_byte(self.layout.num_layers)
 
     def _layer_byte(self, layer: int) -> int:
-        """Where a layer's part of the row starts."""
+        """Return the start of a layer's part of the row."""
         return layer * self._layer_scales + int(self.layout.layer_start[layer])
 
     def watch(self, store: SlabStore) -> None:

@@ -1,4 +1,4 @@
-"""SGLang's host pool with rows of slabs in the place of tokens."""
+"""SGLang's host pool with rows of slabs in place of tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RaggedHostPool(HostKVCache):
 
     Args:
         pool: the device's pool.
-        codec: how a slab lies in its row.
+        codec: writes a slab to its row.
         pages: rows, of which one is SGLang's padding; each takes `tier_row_bytes`.
         layout: SGLang's name for a host layout; it decides how SGLang's controller hands over indices, no more.
         identity: names all that decides what rows hold (`stored_page`).
@@ -65,7 +65,7 @@ class RaggedHostPool(HostKVCache):
         self.scores = None if known is None else ScoreTransfer(known, self.page_num, row_copy)
 
     def open_store(self, store: SlabStore, pages: int) -> OpenStore:
-        """Room beside the rows for open segments."""
+        """Store of open segments in a part of this pool's memory."""
         page_bytes = store.slabs[0].nbytes
         rows = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=self._device_type == "cuda")
         return OpenStore(store, rows, self._row_copy)
@@ -89,7 +89,7 @@ class RaggedHostPool(HostKVCache):
         )
 
     def pages_of(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows, or slots of the device's pool, that token indices [segments * segment] are in."""
+        """Return the rows, or slots of the device's pool, of token indices [segments * segment]."""
         return indices[:: self.page_size] // self.page_size
 
     def backup_from_device_all_layer(
@@ -113,7 +113,7 @@ class RaggedHostPool(HostKVCache):
         self.restore(device_pool, self.pages_of(device_indices), self.pages_of(host_indices), layer_id)
 
     def restore(self, device_pool: RaggedTokenToKVPool, slots: torch.Tensor, pages: torch.Tensor, layer: int) -> None:
-        """Read what a layer needs back into slots; to be called for all layers in order. Scores come with the first."""
+        """Read a layer's part of rows into slots; call it for all layers in order. Scores come with the first."""
         if layer == 0 and self.scores is not None:
             self.scores.restore(slots, pages)
         self._slabs.restore(device_pool.store.slabs, slots, pages, layer)
@@ -128,7 +128,7 @@ class RaggedHostPool(HostKVCache):
             self.restore(device_pool, own, other, layer)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        """The stored form of a row: the slab, its segment's scores, if there are any, and the footer."""
+        """Return a row as it is stored: the slab, its segment's scores if any, and the footer."""
         page = int(index) // self.page_size
         row = self.kv_buffer[page]
         if self.scores is not None:
@@ -139,7 +139,7 @@ class RaggedHostPool(HostKVCache):
         return torch.empty(self.row_bytes + FOOTER_BYTES, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        """Raises ValueError for bytes that are not a whole page of this identity; the row is as it was."""
+        """Write a stored page to a row. Raises ValueError, without change, unless it is whole and of this identity."""
         row = read_page(data_page, self.identity)
         if row is None or len(row) != self.row_bytes:
             raise ValueError("not a whole page of this model, profile and pool")
@@ -150,13 +150,13 @@ class RaggedHostPool(HostKVCache):
 
 
 def segment_scores(pool: RaggedTokenToKVPool) -> SegmentScores | None:
-    """The scores by which segments leave bounded histories, if they do so by a score."""
+    """Scores by which segments leave bounded histories, or None."""
     histories = pool.attached.get("history")
     return None if histories is None else histories.scores
 
 
 def tier_row_bytes(pool: RaggedTokenToKVPool, codec: SlabCodec) -> int:
-    """Bytes that a segment takes on the host: its slab's row, and its scores."""
+    """Return the bytes of a segment on the host: its slab's row, and its scores."""
     return codec.row_bytes + (0 if segment_scores(pool) is None else score_bytes(pool.sizes.layout.num_layers))
 
 

@@ -1,4 +1,4 @@
-"""How many heads of a layer keep each token: noted when segments are sealed, for those who compare layers."""
+"""Counts of heads per layer that keep each token, recorded when segments are sealed."""
 
 from __future__ import annotations
 

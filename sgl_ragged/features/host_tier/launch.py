@@ -36,17 +36,17 @@ NAMED = (
     *("mm_process_config", "image_processor_backend", "disable_fast_image_processor"),
     "enable_precise_embedding_interpolation",
 )
-"""Settings of the server that change what a model computes for given tokens and pictures, beside its files.
+"""Settings of the server that change what a model computes for given tokens and pictures, in addition to its files.
 
 Not the tokenizer's: tokens are what slabs are named by. Adapters of LoRA are in the ids that requests carry
 (`adapters`).
 """
 
 READ_AS_TEXT = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "generation_config")
-"""How files of a model begin that change which tokens a text becomes, or which are chosen, and nothing behind that."""
+"""Prefixes of files that change how text becomes tokens or how tokens are chosen, and nothing else."""
 
 CODE = ("*.json", "*.py")
-"""Files beside the weights that say what is computed: configurations, and the code of --trust-remote-code."""
+"""Files other than weights that decide what is computed: configurations, and the code of --trust-remote-code."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class HostTier(LaunchFeature):
         return bool(start.server_args.hicache_ratio or start.server_args.hicache_size)
 
     def sglang_settings(self, settings: bool, start: ModelStart) -> dict[str, Any]:
-        # SGLang would leave 10 GiB free for a host beside the device; `host_pages` sizes the host's part.
+        # SGLang would leave 10 GiB of the host free, which is the device here; `host_pages` sizes the host's part.
         return {"hicache_host_memory_fraction": None} if start.view.device == "cpu" else {}
 
     def join(self, settings: bool, plan: ServingPlan, start: BudgetedStart) -> TierPlan:
@@ -104,11 +104,11 @@ class HostTier(LaunchFeature):
 
 
 def plan_tier(plan: ServingPlan, start: BudgetedStart, *, sized: bool) -> TierPlan:
-    """Plan the tiers.
+    """Return the settings of the tier.
 
     Args:
         plan: all that decides what slabs hold has joined it.
-        sized: whether the user said how large the host's part is.
+        sized: True if the user gave the size of the host's part.
 
     Raises:
         RaggedConfigError: the codec cannot serve these budgets or this cache.
@@ -132,7 +132,7 @@ def plan_tier(plan: ServingPlan, start: BudgetedStart, *, sized: bool) -> TierPl
 
 
 def _code(folder: Path) -> list[tuple[str, str]]:
-    """Names and contents of a model's files that say what is computed from its weights; none beside a GGUF file."""
+    """Return names and digests of the model's configurations and code; none with a GGUF file."""
     files = sorted({file for pattern in CODE for file in folder.glob(pattern)})
     # An index lists what is in the files of weights.
     read = [file for file in files if not file.name.startswith(READ_AS_TEXT) and not file.name.endswith(".index.json")]
@@ -141,7 +141,7 @@ def _code(folder: Path) -> list[tuple[str, str]]:
 
 @functools.cache
 def name_adapters_by_content(from_command_line: bool) -> None:
-    """Let what is in an adapter be part of its id; SGLang asks for it behind the resolution. Once per process."""
+    """Make an adapter's contents part of its id, once per process; SGLang makes ids after the resolution."""
     wrap([(sglang.ADAPTER_ID, functools.partial(adapter_id, from_command_line))])
 
 

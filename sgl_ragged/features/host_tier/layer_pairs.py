@@ -1,4 +1,4 @@
-"""Which layers share what they keep of a segment: Krul's Algorithm 1, for rows of a fixed size. Plain numpy."""
+"""Choose layers that share kept rows of a segment: Krul's Algorithm 1 for rows of a fixed size. Plain numpy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDS = 0.1
 
 
 def pair_candidates(attention: np.ndarray) -> np.ndarray:
-    """bool [layers]: the CANDIDATES of the layers that attend most to the first and the last tenth of the tokens.
+    """Return the CANDIDATES layers that attend most to the first and last tenth of the tokens, bool [layers].
 
     Algorithm 1, lines 4 to 12, has a threshold in the place of a rank, so that there may be any number of them, and
     rows could be of any size.
@@ -35,12 +35,12 @@ def pair_candidates(attention: np.ndarray) -> np.ndarray:
 
 
 def distances(attention: np.ndarray) -> np.ndarray:
-    """float [layers, layers]: Euclidean distances of attention [layers, tokens] (Algorithm 1, line 15)."""
+    """Return Euclidean distances of attention [layers, tokens], float [layers, layers] (Algorithm 1, line 15)."""
     return np.linalg.norm(attention[:, None] - attention[None], axis=2)
 
 
 def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
-    """Pairs (i, j), i < j, of layers that share: Algorithm 1, lines 18 to 30.
+    """Return pairs (i, j), i < j, of layers that share (Algorithm 1, lines 18 to 30).
 
     By smallest distance, each layer in at most one pair; ties go to the lower layers. Pairs of candidates come first,
     and others only where those are too few.
@@ -86,7 +86,7 @@ class Shareable:
 
     @cached_property
     def elems(self) -> np.ndarray:
-        """int64 [layers, layers], upper triangle: elements of the second layer that need not be stored."""
+        """Return the elements of the second layer that need not be stored, int64 [layers, layers], upper triangle."""
         layers = self.layout.num_layers
         saved = np.zeros((layers, layers), dtype=np.int64)
         for first, second in itertools.combinations(range(layers), 2):
@@ -96,7 +96,7 @@ class Shareable:
 
     @cached_property
     def promise(self) -> tuple[int, int]:
-        """How many pairs are shared, and the fewest elements that each saves: what every segment can meet.
+        """Return the number of shared pairs and the fewest elements that each saves, which every segment can meet.
 
         Only pairs that save so much are eligible. Whichever pairs are chosen first, a maximal matching has at least
         half as many as the largest: so many are always found. The two numbers are those with the largest product. With
@@ -110,7 +110,7 @@ class Shareable:
         return best
 
     def _some_matching(self, eligible: np.ndarray) -> list[tuple[int, int]]:
-        """Pairs of eligible layers, each layer in at most one, until no more can be added."""
+        """Return pairs of eligible layers, each layer in one pair at most, until no pair can be added."""
         found: list[tuple[int, int]] = []
         taken: set[int] = set()
         for first, second in np.argwhere(np.triu(eligible, 1)).tolist():
@@ -121,5 +121,5 @@ class Shareable:
 
     @property
     def eligible(self) -> np.ndarray:
-        """bool [layers, layers], upper triangle: pairs that save what is promised."""
+        """Return the pairs that save enough, bool [layers, layers], upper triangle."""
         return (self.elems > 0) & (self.elems >= self.promise[1])

@@ -1,4 +1,4 @@
-"""Open segments that left the device, in pages of the host, each as large as a page of the pool. Without SGLang.
+"""Open segments that left the device, in host pages as large as the pool's pages. Without SGLang.
 
 An open segment is uncompressed, and its pages are copied as they are, whatever codec slabs have there. Copies wait
 until the next batch is described, as those on the device do: a page is read before another one writes to it.
@@ -23,7 +23,7 @@ at 0.3, one of 8,192 tokens 5 %."""
 
 
 def open_host_pages(rows: int, row_bytes: int, page_bytes: int, most: int) -> tuple[int, int]:
-    """Divide the host's part.
+    """Divide the host's bytes between slabs and open segments.
 
     Args:
         rows: of slabs, if these had all of it. row_bytes: of one. page_bytes: of a page of the pool.
@@ -37,7 +37,7 @@ def open_host_pages(rows: int, row_bytes: int, page_bytes: int, most: int) -> tu
 
 
 class OpenStore:
-    """See above. Entries that were used longest ago go first.
+    """Store of open segments on the host; evicts entries that were used longest ago.
 
     Args:
         store: whose pages are copied, and which says when.
@@ -68,11 +68,11 @@ class OpenStore:
         return self._entries.num_pages
 
     def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
-        """As `OpenCache.find`; the entry's pages are numbers of the host's."""
+        """Find an entry as `OpenCache.find` does; its pages are host pages."""
         return self._entries.find(prefix, name, tokens, end)
 
     def keep(self, entry: Entry, spared: Collection[Entry] = ()) -> None:
-        """Copy an entry of the device, whose pages may be another's as soon as the next batch is described.
+        """Copy an entry of the device, whose pages may be reused once the next batch is described.
 
         Where the host has no room, entries go for it, none of those spared; where that is not enough, nothing is kept.
         """
@@ -92,7 +92,7 @@ class OpenStore:
         self._store.defer(lambda: self._back_up(entry.pages, pages))
 
     def restore(self, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        """Have pages of the host copied to those of the pool, int64 [n] each, once the next batch is described."""
+        """Copy host pages to pages of the pool, int64 [n] each, when the next batch is described."""
         self._store.defer(lambda: self._restore(pages, slots))
 
     def _back_up(self, slots: torch.Tensor, pages: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How much of what a tier holds is loaded, and how much is computed again meanwhile. Plain arithmetic.
+"""Decide how many segments of a tier are loaded and how many computed meanwhile. Plain arithmetic.
 
 A sealed segment is a function of the tokens before it, so loading its slab and computing it again give the same. Krul
 ("bubble-free restoration") computes the first segments of a conversation while the last ones are loaded, so that both
@@ -18,7 +18,7 @@ WORTH_S = 0.005
 """Seconds that have to be saved in `auto`; a forward pass of its own costs about as much."""
 
 PROBE_EVERY = 16
-"""One in so many hits of a storage that is slower than computing is read all the same: it may have become faster."""
+"""Every n-th hit on a storage that is slower than computing is read anyway, to measure it again."""
 
 _NEW_SHARE = 0.3
 """Weight of the newest measurement in a mean."""
@@ -31,7 +31,7 @@ class Rate:
         self.segment_s: float | None = None
 
     def add(self, segments: float, seconds: float) -> None:
-        """A measurement; one of no segments says nothing."""
+        """Add a measurement; one of 0 segments is ignored."""
         if segments <= 0:
             return
         found = seconds / segments
@@ -39,7 +39,7 @@ class Rate:
 
 
 def recomputed_first(segments: int, mode: str, compute: Rate, load: Rate) -> int:
-    """How many of the first of so many segments to compute while the others are loaded.
+    """Return how many of the first of `segments` segments to compute while the rest is loaded.
 
     k segments take k * c seconds to compute, the other n - k take (n - k) * l to load: both end together at
     k = n * l / (l + c).
@@ -71,7 +71,7 @@ class StoragePays:
         self.read = Rate()
 
     def __call__(self) -> bool:
-        """Ask once per hit."""
+        """Return True if this hit is to be read; call it once per hit."""
         if self._mode != AUTO or self.read.segment_s is None or self._compute.segment_s is None:
             return True
         if self.read.segment_s <= self._compute.segment_s:

@@ -1,4 +1,4 @@
-"""Segments that the host holds and that are computed again, in a forward pass before that of their requests."""
+"""Compute segments that the host holds in a forward pass before that of their requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAITS_FOR_NOTHING = -1
 
 
 class Restorer:
-    """Slots whose segments are computed before they are read, and the rows of the host that hold them, too.
+    """Slots whose segments are computed before they are read, and their rows on the host.
 
     They are marked when SGLang allocates their pages, and none is left when the next batch runs: those that no request
     of that batch reads are loaded after all.
@@ -57,14 +57,14 @@ class Restorer:
     label: ClassVar = "tier"
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `serve.pool.Attached` has it."""
+        """Return metric values by name and label."""
         counts = zip(self.counters, (self.meter.segments, self.meter.bytes), strict=True)
         totals = {(name, way): count for name, ways in counts for way, count in ways.items()}
         held = 0 if self._open is None else self._open.pages_in_use * self._open.page_bytes
         return totals | {("host_open_bytes_in_use", ""): held}
 
     def settings(self) -> dict[str, Any]:
-        """The tier in /server_info."""
+        """Return the tier's part of /server_info."""
         host = self._host
         pages = host.page_num - 1
         return {
@@ -77,12 +77,12 @@ class Restorer:
         }
 
     def mark(self, device_indices: torch.Tensor, host_indices: torch.Tensor) -> None:
-        """Segments, as SGLang's indices of their tokens, that are not going to be loaded. Waits for the device."""
+        """Mark segments that will not be loaded, as SGLang's token indices. Waits for the device."""
         slots, host_pages = (self._host.pages_of(indices).tolist() for indices in (device_indices, host_indices))
         self._host_pages.update(zip(slots, host_pages, strict=True))
 
     def run(self, worker: Any, batch: Any) -> None:
-        """Before the forward pass of a batch (SGLang's TpModelWorker, ScheduleBatch): compute what it lacks."""
+        """Compute the segments that a batch lacks, before its forward pass (SGLang's TpModelWorker, ScheduleBatch)."""
         if not self._host_pages:
             return
         if batch.forward_mode.is_extend_without_speculative():
@@ -93,7 +93,7 @@ class Restorer:
             self._host_pages.clear()
 
     def _compute_prefix(self, worker: Any, batch: Any, index: int) -> None:
-        """Compute the marked segments that the prefix of a request consists of, in order."""
+        """Compute the marked segments of a request's prefix, in order."""
         runner, segment = worker.model_runner, self.pool.page_size
         req_pool_index = int(batch.req_pool_indices_cpu[index])
         table = SegmentTable(runner.req_to_token_pool.req_to_token, segment)
@@ -116,14 +116,14 @@ class Restorer:
 
 
 def marked_runs(marked: list[bool]) -> list[tuple[int, int]]:
-    """First index of each run of True, and the one behind its last."""
+    """Return [first, end) of each run of True."""
     padded = [False, *marked, False]
     edges = [index for index in range(len(padded) - 1) if padded[index] != padded[index + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def alone(runner: Any, batch: Any, index: int, start: int, end: int) -> ForwardBatch:
-    """A forward pass over tokens [start, end) of one request of a batch; nothing is sampled."""
+    """Run a forward pass over tokens [start, end) of one request of a batch, without sampling."""
     part, device = copy(batch), runner.device
     part.reqs = [batch.reqs[index]]
     tokens = part.reqs[0].full_untruncated_fill_ids[start:end]

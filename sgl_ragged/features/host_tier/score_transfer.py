@@ -1,4 +1,4 @@
-"""Scores of segments on the host, beside the rows of their slabs: a segment that comes back leaves views as before."""
+"""Scores of segments on the host, with the rows of their slabs, so that a restored segment keeps its score."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from sgl_ragged.features.history.segment_scores import SegmentScores
 
 
 class ScoreTransfer:
-    """Both ways between the scores of slots and those of rows, layer by layer and bit by bit.
+    """Copies of scores between slots and rows of the host tier, layer by layer.
 
     Args:
-        scores: of what lies in the pool.
+        scores: of segments in the pool.
         pages: rows of the host.
         row_copy: as in `SlabTransfer`; the host's scores are pinned then.
 
@@ -30,11 +30,11 @@ class ScoreTransfer:
         self._copy(self._slots, self.rows, slots, pages)
 
     def restore(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
-        """Read them back."""
+        """Read scores of rows back to slots."""
         self._copy(self.rows, self._slots, pages, slots)
 
     def page(self, number: int) -> torch.Tensor:
-        """uint8 [score_bytes(layers)]: the scores of a row as they are stored; a view, to be read and written."""
+        """Return a view on the stored scores of a row, uint8 [score_bytes(layers)]."""
         return self.rows[number].view(torch.uint8)
 
     def _copy(
@@ -49,5 +49,5 @@ class ScoreTransfer:
 
 
 def score_bytes(layers: int) -> int:
-    """Bytes that the scores of one segment take."""
+    """Return the bytes of the scores of one segment."""
     return layers * torch.float32.itemsize

@@ -20,7 +20,7 @@ ALIGNMENT = 16
 
 
 class RowPart(NamedTuple):
-    """Elements of a slab from `slab` on lie in the row from `row` on, behind the header. `stored`: for that layer."""
+    """A run of elements. slab, row: first element in the slab, and in the row after its header. stored: its layer."""
 
     slab: int
     row: int
@@ -29,7 +29,7 @@ class RowPart(NamedTuple):
 
 
 class SharedCodec(SlabCodec):
-    """Of pairs of layers that attend alike, the second is not stored, and is restored from the first.
+    """Codec that stores the first of each pair of layers that attend alike, and restores the second from it.
 
     Wen et al., "Krul: Efficient State Restoration for Multi-turn Conversations with Dynamic Cross-layer KV Sharing"
     (2025), Algorithm 1 (`layer_pairs.choose_pairs`). What differs here:
@@ -73,7 +73,7 @@ class SharedCodec(SlabCodec):
         store.add_seal_listener(self._seen.note)
 
     def sources(self, counts: np.ndarray) -> list[int]:
-        """The layer that each layer is restored from, its own where it is stored.
+        """Layer that each layer is restored from; a stored layer is its own source.
 
         Args:
             counts: integers [layers, S], as `KeptCounts` has them.
@@ -110,7 +110,7 @@ class SharedCodec(SlabCodec):
         return slabs
 
     def pieces(self, sources: Sequence[int]) -> list[list[RowPart]]:
-        """Per layer, its heads in the slab's order: where each lies in the row."""
+        """Positions of each layer's heads in the row, in the slab's order."""
         found: list[list[RowPart]] = []
         rows: dict[tuple[int, int], int] = {}
         end = 0
@@ -133,7 +133,7 @@ class SharedCodec(SlabCodec):
 
 
 def merged(pieces: Iterable[RowPart]) -> list[RowPart]:
-    """The same with neighbours in one: pieces that follow each other in the slab and in the row."""
+    """Join pieces that follow each other in the slab and in the row."""
     found: list[RowPart] = []
     for piece in pieces:
         last = found[-1] if found else None

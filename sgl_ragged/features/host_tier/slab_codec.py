@@ -1,4 +1,4 @@
-"""How a slab lies in the host tier: the bytes of its row there, and the way back into the pool. Without SGLang."""
+"""Codecs of slabs in the host tier: bytes of a row, and the way back into the pool. Without SGLang."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SlabCodec(ABC):
-    """Writes slabs to rows of bytes, and reads layers of slabs back.
+    """Codec that writes slabs to rows of bytes, and reads layers of slabs back.
 
     Args:
         layout: of the slabs.
@@ -36,12 +36,12 @@ class SlabCodec(ABC):
         """Bytes of one slab in the tier: a multiple of the element's."""
 
     def watch(self, store: SlabStore) -> None:
-        """Called once, before anything is sealed: a codec that needs more than slabs looks at seals."""
+        """Listen to seals; called once, before the first one, for codecs that need more than slabs."""
         return
 
     @abstractmethod
     def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        """uint8 [slabs, row_bytes] of slabs [slabs, slab_elems]; a view where that is possible.
+        """Return rows uint8 [slabs, row_bytes] of slabs [slabs, slab_elems]; a view if possible.
 
         Args:
             slots: where the slabs are in the store that is watched.
@@ -49,7 +49,7 @@ class SlabCodec(ABC):
 
     @abstractmethod
     def decode(self, rows: torch.Tensor, first: int, end: int, device: torch.device) -> torch.Tensor:
-        """Elements [slabs, elements] of layers first to end - 1, on the device, or a view of the rows.
+        """Return elements [slabs, elements] of layers first to end - 1, on the device, or a view of the rows.
 
         Args:
             rows: uint8 [slabs, row_bytes], on the host.
@@ -58,7 +58,7 @@ class SlabCodec(ABC):
 
 
 class ExactCodec(SlabCodec):
-    """The slab as it is."""
+    """Codec that stores slabs unchanged."""
 
     name, exact = "exact", True
 

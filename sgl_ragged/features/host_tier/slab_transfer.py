@@ -16,21 +16,21 @@ LAYER_GROUPS = 4
 copy per slab each: with one per layer, 512 slabs of 32 layers would be 16,384 copies."""
 
 ENCODED_AT_ONCE = 16
-"""Slabs that a codec which computes is given at once: it bounds what it needs beside the pool."""
+"""Most slabs that a computing codec is given at once, which bounds its memory."""
 
 
 def layer_groups(layout: SlabLayout, groups: int = LAYER_GROUPS) -> tuple[tuple[int, int], ...]:
-    """First layers and those behind the last of groups that hold about equally many bytes."""
+    """Return [first, end) layers of groups with about equally many bytes."""
     borders = np.searchsorted(layout.layer_start, np.linspace(0, layout.slab_elems, groups + 1)[1:-1])
     edges = sorted({0, *np.clip(borders, 1, layout.num_layers).tolist(), layout.num_layers})
     return tuple(itertools.pairwise(edges))
 
 
 class SlabTransfer:
-    """Both ways between slabs and rows.
+    """Copies between slabs and rows of the host tier.
 
     Args:
-        codec: how slabs lie in rows.
+        codec: writes slabs to rows.
         rows: uint8 [pages, codec.row_bytes] on the host, pinned if the slabs are on a GPU.
         row_copy: copies many rows in one launch, for slabs on a GPU; None to copy slab by slab.
     """
@@ -45,7 +45,7 @@ class SlabTransfer:
 
     @property
     def indexed_on_device(self) -> bool:
-        """Whether slots and pages are to be where the slabs are; else on the host."""
+        """True if slots and pages must be on the device of the slabs, else on the host."""
         return self._row_copy is not None
 
     def back_up(self, slabs: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor) -> None:
@@ -66,7 +66,7 @@ class SlabTransfer:
                 self.rows[page].copy_(row, non_blocking=True)
 
     def restore(self, slabs: torch.Tensor, slots: torch.Tensor, pages: torch.Tensor, layer: int) -> None:
-        """Read what a layer needs back into slabs; to be called for all layers in order.
+        """Read a layer's part of rows back into slabs; call it for all layers in order.
 
         Whole groups of layers are read at the first of them.
         """

@@ -1,4 +1,4 @@
-"""Times work on the device without waiting for it."""
+"""Measure the time of work on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def measuring(self, segments: float) -> Iterator[None]:
-        """Around work on so many segments, on the current stream."""
+        """Measure work on `segments` segments, on the current stream."""
         if self._on_cpu:
             began = time.perf_counter()
             yield
@@ -40,7 +40,7 @@ class Stopwatch:
         self.add_events(start, end, segments)
 
     def add_events(self, start: Any, end: Any, segments: float) -> None:
-        """Work on a GPU between two of its events; takes up what has ended since."""
+        """Add GPU work between two events; collect work that has ended since."""
         self._open.append((start, end, segments))
         ended = [one for one in self._open if one[1].query()]
         self._open = [one for one in self._open if one not in ended]

@@ -1,4 +1,4 @@
-"""A slab's row as it is written to storage: the row and a footer that tells a whole page from any other bytes."""
+"""A slab's row in storage: the row and a footer that tells a whole page from other bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOOTER_BYTES = _FOOTER.size
 
 
 def write_page(row: torch.Tensor, identity: str) -> torch.Tensor:
-    """uint8 [row bytes + FOOTER_BYTES]: the row with its footer; a copy.
+    """Return a copy of the row with its footer, uint8 [row bytes + FOOTER_BYTES].
 
     Args:
         row: uint8 [row bytes], on the host.
@@ -27,7 +27,7 @@ def write_page(row: torch.Tensor, identity: str) -> torch.Tensor:
 
 
 def read_page(page: torch.Tensor, identity: str) -> torch.Tensor | None:
-    """The row of a page: a view, uint8 [row bytes]; None if it is not a whole page that was written as `identity`."""
+    """Return a view on the row of a page, uint8 [row bytes]; None unless it is whole and written as `identity`."""
     row, footer = page[:-FOOTER_BYTES], page[-FOOTER_BYTES:]
     magic, version, checksum = _FOOTER.unpack(footer.numpy().tobytes())
     whole = magic == _MAGIC and version == FORMAT_VERSION and checksum == _checksum(row, identity)

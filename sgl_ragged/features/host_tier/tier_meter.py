@@ -1,4 +1,4 @@
-"""How much has come back from the tiers below the device, counted on the host."""
+"""Segments and bytes that came back from the tiers under the device, counted on the host."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class TierMeter:
         return {way: self.segments[way] * self._row_bytes for way in (HOST, STORAGE)}
 
     def count(self, way: str, tokens: int) -> None:
-        """Whole segments of so many tokens came back."""
+        """Count segments that came back."""
         self.segments[way] += tokens // self._segment

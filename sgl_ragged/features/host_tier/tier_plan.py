@@ -1,4 +1,4 @@
-"""What the launcher decides about a tier below the device. No torch."""
+"""Settings of a tier under the device. No torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CODEC_NAMES = ("exact", "fp8", "shared")
 """Values of --ragged-host-codec. The classes are in `host_tier.codecs`, which needs torch."""
 
 STORAGE_BACKENDS = ("file",)
-"""Where pages may go beside the host: SGLang's backends whose keys name the model, as far as they were tried."""
+"""Storage backends of SGLang that were tested and whose keys name the model."""
 
 
 @dataclass(frozen=True)
 class TierPlan(FeatureSettings):
-    """Contents of a tier below the device.
+    """Contents of a tier under the device.
 
-    codec: how slabs lie there, one of CODEC_NAMES.
+    codec: format of slabs in the tier, one of CODEC_NAMES.
     served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
         model, and the digest of the plan.
-    sized: whether the user said how large the host's part is.
+    sized: True if the user gave the size of the host's part.
     restore: what is loaded and what is computed again, one of `host_tier.restore_schedule.MODES`.
     """
 
@@ -36,9 +36,9 @@ class TierPlan(FeatureSettings):
     restore: str
 
     def rank_identity(self, rank: int, stored_as: str) -> str:
-        """16 hex digits: rows with equal identities and tokens are equal. stored_as: of the rank's `SlabStore`.
+        """Return 16 hex digits: rows with equal identities and tokens are equal. stored_as: the rank's `SlabStore`'s.
 
-        With a codec that loses something they are equal up to that: what is computed behind a restored prefix has seen
+        With a codec that loses something they are equal up to that: what is computed after a restored prefix has seen
         it as it was restored.
         """
         state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, stored_as])
@@ -46,7 +46,7 @@ class TierPlan(FeatureSettings):
 
 
 def refuse_storage(backend: str | None) -> None:
-    """Raise RaggedConfigError for a storage backend that pages of slabs are not given to."""
+    """Raise RaggedConfigError for a storage backend that is not served."""
     if backend is not None and backend not in STORAGE_BACKENDS:
         raise RaggedConfigError(
             f"--hicache-storage-backend {backend} was not tried with --kv-pool ragged, or its keys do not name the "

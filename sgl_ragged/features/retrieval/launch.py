@@ -107,7 +107,7 @@ class Retrieving(LaunchFeature):
 
 
 def asked_retrieval(flags: RetrievalFlags) -> Retrieval:
-    """The settings that were asked for. Raises RaggedConfigError for numbers that are not possible."""
+    """Return the settings in the flags. Raises RaggedConfigError for impossible numbers."""
     assert flags.reservoir is not None, "it was asked for"
     chosen = DEFAULTS | {name: getattr(flags, name) for name in DEFAULTS if getattr(flags, name) is not None}
     return Retrieval(
@@ -120,9 +120,9 @@ def asked_retrieval(flags: RetrievalFlags) -> Retrieval:
 
 
 def choose_pivots(chosen: BudgetChoice, count: int, ratio: float, segment: int) -> tuple[HeadRoles, np.ndarray]:
-    """The first `count` pivots, and kept tokens like `BudgetChoice.kept` with room for them.
+    """Return the first `count` pivots, and kept tokens like `BudgetChoice.kept` with room for them.
 
-    Raises RaggedConfigError: there is no profile, nobody to watch for, or as `head_roles` and `with_pivots` do.
+    Raises RaggedConfigError: there is no profile or no satellite, or as `head_roles` and `with_pivots` do.
     """
     found = _profile_with_roles(chosen)
     roles = head_roles(found, count)

@@ -1,4 +1,4 @@
-"""Overlays: rows fetched for a running request, which some of its heads attend to beside their slabs and tail."""
+"""Overlays: rows fetched for a running request, which its satellite heads attend to in addition to slabs and tail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sgl_ragged.mem_pool.transfer import sent
 
 
 class Overlays:
-    """One overlay for every row of SGLang's request table and satellite head, in memory that stays where it is.
+    """One overlay per row of SGLang's request table and satellite head, at fixed addresses.
 
     `kv_rows`: [num_rows, satellites, most, 2 * head_dim], keys then values as the cache holds them. `counts`: int32
     [num_rows, satellites], how many of them count; row 0, SGLang's padding row, has none.
@@ -24,7 +24,7 @@ class Overlays:
         self.counts = torch.zeros((num_rows, satellites), dtype=torch.int32, device=device)
 
     def of(self, req_pool_indices: torch.Tensor, satellites: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and counts of some satellites for a batch, int64 [batch]; copies."""
+        """Return copies of rows and counts of satellites for a batch, int64 [batch]."""
         fetched = movable(self.kv_rows)[:, satellites].index_select(0, req_pool_indices).view(self.kv_rows.dtype)
         return fetched, self.counts[:, satellites].index_select(0, req_pool_indices)
 
@@ -37,7 +37,7 @@ class Overlays:
         return self.kv_rows.nbytes + self.counts.nbytes
 
     def install(self, row: int, satellites: torch.Tensor | slice, kv_rows: torch.Tensor, counts: torch.Tensor) -> None:
-        """Replace the overlays of some satellites of a row; tensors on the host, as `Reservoir.gather` gives them."""
+        """Replace overlays of satellites of a row; tensors on the host, as `Reservoir.gather` returns them."""
         device = self.kv_rows.device
         if isinstance(satellites, torch.Tensor):
             satellites = sent(satellites, device)
@@ -45,14 +45,14 @@ class Overlays:
         self.counts[row, satellites] = sent(counts, device)
 
     def clear(self, row: int) -> None:
-        """A row's request sees nothing that was fetched."""
+        """Empty the overlays of a row's request."""
         self.counts[row] = 0
 
 
 def attend_overlay(
     queries: torch.Tensor, kv_rows: torch.Tensor, counts: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to overlays alone, in float32.
+    """Compute attention to overlays alone, in float32.
 
     Args:
         queries: [batch, heads, queries, head_dim].

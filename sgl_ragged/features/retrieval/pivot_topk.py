@@ -1,4 +1,4 @@
-"""What pivots name: the tokens that they attend to. Every rank of a server gets the same, whichever has the pivot."""
+"""Collect the tokens that pivots attend to. All ranks of a server get the same tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PivotTopK:
 
 
 class Pivots:
-    """The pivots of a server, as one rank sees them.
+    """The pivots of a server on one rank.
 
     Args:
         roles: of the heads of the store, which is the rank's. overlay: tokens that a satellite is given.
@@ -41,18 +41,18 @@ class Pivots:
         self.store, self.roles, self.overlay, self._share = store, roles, overlay, share
 
     def at(self, layer: int) -> list[int]:
-        """The numbers of a layer's pivots, those of other ranks among them."""
+        """Return the numbers of a layer's pivots on all ranks."""
         return [number for number, (at, _) in enumerate(self.roles.pivots) if at == layer]
 
     def own(self, layer: int) -> list[tuple[int, int]]:
-        """Number and head of a layer's pivots on this rank."""
+        """Return number and head of a layer's pivots on this rank."""
         heads = [(number, self.roles.pivots[number][1]) for number in self.at(layer)]
         return [(number, head) for number, head in heads if head != ELSEWHERE]
 
     def name(
         self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int
     ) -> PivotTopK:
-        """A pivot's tokens in the first slots of a sequence. Does not wait for the device. All ranks must call.
+        """Name a pivot's tokens in the first slots of a sequence. Does not wait for the device. All ranks must call.
 
         Args:
             queries: [n, q_per_kv, head_dim], from position `first` on. sums: float32 [n, q_per_kv]. Both of the pivot;
@@ -81,7 +81,7 @@ class Pivots:
     def _attended(
         self, number: int, queries: torch.Tensor, sums: torch.Tensor, slots: torch.Tensor, first: int
     ) -> torch.Tensor:
-        """int64: the candidates, the top tokens of all queries together, and those of each."""
+        """Return int64 tokens: candidates, top tokens of all queries together, and those of each query."""
         layer, head = self.roles.pivots[number]
         store = self.store
         band = next(band for band in store.layout.bands[layer] if head in band.heads)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RetrievalRadixCache(UnifiedRadixCache):
-    """The tree takes a sequence up to the segment in which its first overlay was seen.
+    """Radix cache that takes a sequence up to the segment in which its first overlay was seen.
 
     The last tokens of a prompt are prefilled even if they are in the tree: their queries decide what is fetched. So a
     prompt from the cache sees the same overlay as one that was not there.
@@ -42,5 +42,5 @@ class RetrievalRadixCache(UnifiedRadixCache):
 
 
 def retrieval_cache(context: Any) -> Any:
-    """SGLang's factory of the radix cache that `launch` names."""
+    """Make the radix cache for SGLang's registry."""
     return create_unified_radix_cache(context, cache_class=RetrievalRadixCache)

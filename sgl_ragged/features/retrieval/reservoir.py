@@ -1,4 +1,4 @@
-"""The reservoir: what some heads dropped of sealed segments, uncompressed, in host memory. Without SGLang."""
+"""The reservoir: rows that satellite heads dropped of sealed segments, uncompressed, in host memory. Without SGLang."""
 
 from __future__ import annotations
 
@@ -74,15 +74,15 @@ class Reservoir:
 
     @property
     def bytes_in_use(self) -> int:
-        """Of the entries, those of pages among them that were freed since the last segment was sealed."""
+        """Bytes of entries, those of pages included that were freed since the last segment was sealed."""
         return len(self._entries) * (self.nbytes // self.capacity)
 
     def forget(self, pages: torch.Tensor) -> None:
-        """These pages, integers, were freed: their entries, if there are any, take new segments. Does not wait."""
+        """Free the entries of freed pages, integers, for new segments. Does not wait."""
         self._freed.append(pages)
 
     def clear(self) -> None:
-        """All pages were freed."""
+        """Free all entries."""
         self._freed = []
         self._drop(list(self._entries))
 
@@ -93,7 +93,7 @@ class Reservoir:
                 self._free.append(entry)
 
     def entries(self, slots: Sequence[int], layer: int | None = None) -> list[int]:
-        """The entries of these slots, NOWHERE for those that have none; they count as used.
+        """Return the entries of slots, NOWHERE for slots without one; marks them as used.
 
         layer: one whose rows must be there already, in prefill; None for all layers.
         """
@@ -110,7 +110,7 @@ class Reservoir:
     def gather(
         self, satellites: torch.Tensor, entries: torch.Tensor, offsets: torch.Tensor, most: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each satellite's candidates the first `most` that it dropped. Waits for copies to the host.
+        """Return the first `most` of each satellite's candidates that it dropped. Waits for copies to the host.
 
         Args:
             satellites: int64, their numbers.
@@ -159,7 +159,7 @@ class Reservoir:
             self._copied.record()
 
     def _slots_of(self, slots: torch.Tensor) -> list[int]:
-        """The same on the host. All layers of a batch seal the same segments, and only the first waits for these."""
+        """Return slots on the host. All layers of a batch seal the same segments, so only the first one waits."""
         known = self._known.get(id(slots))
         if known is None or known[0] is not slots:
             known = self._known[id(slots)] = slots, slots.tolist()
@@ -182,7 +182,7 @@ class Reservoir:
         self._entries[slot] = entry
 
     def _write(self, store: SlabStore, layer: int, sealed: Sealed, where: torch.Tensor) -> None:
-        """Copy what the satellites of a layer dropped of some finished segments to their entries.
+        """Copy rows that the satellites of a layer dropped of finished segments to their entries.
 
         Args:
             where: int64 [2, segments], which of the segments, and their entries.
@@ -212,7 +212,7 @@ class Reservoir:
         self._to_host(self._row_indices, first, entries, row_indices)
 
     def _to_host(self, target: torch.Tensor, first: int, entries: torch.Tensor, source: torch.Tensor) -> None:
-        """Write to `target` [entries, rows, elements] from row `first` on: source [segments, rows, elements]."""
+        """Write source [segments, rows, elements] to `target` [entries, rows, elements] from row `first` on."""
         self.bytes_written += source.nbytes
         if self._row_copy is None:
             target[entries, first : first + source.shape[1]] = source

@@ -31,11 +31,11 @@ class RetrievalPlan(FeatureSettings):
         return self.asked.describe(self.roles)
 
     def rank_roles(self, plan: ServingPlan, rank: int) -> HeadRoles:
-        """Who watches for whom, of the heads of a rank."""
+        """Return the roles of a rank's heads."""
         return self.roles.on_rank(plan.heads(rank))
 
     def pivot_ranks(self, plan: ServingPlan) -> list[int]:
-        """Which rank has each of the pivots."""
+        """Return the rank of each pivot."""
         roles = [self.rank_roles(plan, rank) for rank in range(plan.ranks)]
         return [
             next(rank for rank, own in enumerate(roles) if own.pivots[number][1] != ELSEWHERE)
@@ -43,7 +43,7 @@ class RetrievalPlan(FeatureSettings):
         ]
 
     def entries(self, plan: ServingPlan, itemsize: int) -> int:
-        """Segments that the reservoir holds on each rank. Raises as `Retrieval.entries` does."""
+        """Return the segments that the reservoir holds on each rank. Raises as `Retrieval.entries` does."""
         sizes = [
             entry_bytes(layout, self.rank_roles(plan, rank).satellites, itemsize)
             for rank, layout in enumerate(plan.layouts)
@@ -51,6 +51,6 @@ class RetrievalPlan(FeatureSettings):
         return self.asked.entries(sizes)
 
     def overlay_bytes(self, plan: ServingPlan, rank: int, itemsize: int, query_itemsize: int) -> int:
-        """Device bytes of a request's overlays, as `Retrieval.row_bytes` counts them."""
+        """Return device bytes of a request's overlays, as `Retrieval.row_bytes` counts them."""
         satellites = sum(map(len, self.rank_roles(plan, rank).satellites))
         return self.asked.row_bytes(satellites, plan.geometry.head_dim, plan.q_per_kv, itemsize, query_itemsize)

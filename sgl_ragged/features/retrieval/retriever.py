@@ -43,7 +43,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Tokens that pivots named at a position; `arrived`: after which they are on the host."""
+    """Tokens that pivots named at a position; `arrived`: event after which they are on the host."""
 
     position: int
     named: tuple[PivotTopK, ...]
@@ -61,7 +61,7 @@ class RetrievalCounts:
 
 
 class Retriever:
-    """Overlays of running requests, and who asks for them.
+    """Overlays of running requests, and the pivots that request them.
 
     Args:
         roles: of the store's heads. entries: of the reservoir. req_to_token: int32 [rows, context], SGLang's table.
@@ -115,7 +115,7 @@ class Retriever:
     label: ClassVar = ""
 
     def readings(self) -> Mapping[tuple[str, str], float]:
-        """As `serve.pool.Attached` has it."""
+        """Return metric values by name and label."""
         counts = self.counts
         of_counters = dict(zip(self.counters, (counts.asked, counts.fetched, counts.rows), strict=True))
         return {(name, ""): value for name, value in of_counters.items()} | {
@@ -127,16 +127,16 @@ class Retriever:
         return self.overlays.nbytes + self._queries.nbytes + self._sums.nbytes
 
     def involves(self, layer: int) -> bool:
-        """True if a layer has pivots or satellites."""
+        """Return True if a layer has pivots or satellites."""
         return bool(self.pivots.at(layer)) or len(self._heads[layer]) > 0
 
     def begin(self, row: int, length: int) -> None:
-        """A request of so many tokens is about to be prefilled in a row, or goes on with it."""
+        """Note that a request of `length` tokens is about to be prefilled in a row, or continues."""
         self.forget(row)
         self._prompts[row] = length
 
     def forget(self, row: int) -> None:
-        """The row's request has ended or was retracted."""
+        """Forget a row's request, which has ended or was retracted."""
         self._prompts.pop(row, None)
         self._bases.pop(row, None)
         self._asked.pop(row, None)
@@ -144,14 +144,14 @@ class Retriever:
             self.overlays.clear(row)
 
     def overlaid_from(self, row: int) -> int | None:
-        """The first position of a row's request that may have seen an overlay; None if there is none.
+        """Return the first position of a row's request that may have seen an overlay, or None.
 
-        From it on, nothing of the request may be shared: others would see what this one asked for. Equal on all ranks.
+        From there on nothing of the request may be shared: other requests would see its overlays. Equal on all ranks.
         """
         return self._seen_from.get(row)
 
     def describe_extend(self, req_pool_indices: Sequence[int], prefixes: Sequence[int], lengths: Sequence[int]) -> None:
-        """Before the layers of a batch of chunks: which of its tokens end their prompts."""
+        """Find the tokens of a batch of chunks that end their prompts, before its layers run."""
         self._windows, at = [], 0
         segment = self.store.layout.segment
         for row, prefix, length in zip(req_pool_indices, prefixes, lengths, strict=True):
@@ -165,7 +165,7 @@ class Retriever:
                 self._windows.append(_Window(row, tokens, start, before, after, {}, {}))
 
     def after_extend(self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> None:
-        """After a layer's attention: its pivots watch, its satellites see what was named for them. In place.
+        """Let pivots watch and satellites see their overlays, after a layer's attention. In place.
 
         Args:
             queries, output: [tokens, heads, q_per_kv, head_dim]. lse: float32 [tokens, heads, q_per_kv].
@@ -207,7 +207,7 @@ class Retriever:
         add_overlay(*seen, heads, attended_to, sums, self.store.value_scale(layer))
 
     def describe_decode(self, req_pool_indices: Sequence[int], lengths: Sequence[int]) -> None:
-        """Before the layers of a decode step: use what was asked for, and ask. Lengths count the new token."""
+        """Use overlays that have arrived and request new ones, before a decode step. Lengths count the new token."""
         for row, length in zip(req_pool_indices, lengths, strict=True):
             position, asked = length - 1, self._asked.get(row)
             if asked is not None and position >= asked.position + DELAY:
@@ -220,7 +220,7 @@ class Retriever:
         self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
         req_pool_indices: torch.Tensor, positions: torch.Tensor,
     ) -> None:  # fmt: skip
-        """After a layer's attention in a decode step: keep pivots' queries, add the overlays. In place.
+        """Keep pivots' queries and add overlays, after a layer's attention in a decode step. In place.
 
         Works on the device alone, in memory that stays where it is. Arguments as in `after_extend`, one token each.
 
@@ -240,7 +240,7 @@ class Retriever:
         add_overlay(output, lse, heads, attended_to, sums, self.store.value_scale(layer))
 
     def _ask(self, row: int, position: int) -> None:
-        """Have all pivots say what they have attended to in the last `interval` steps. Does not wait for the device."""
+        """Name the tokens that all pivots attended to in the last `interval` steps. Does not wait for the device."""
         slots = self._table.row_slots(row, position // self.store.layout.segment)
         if not len(slots):
             return
@@ -273,13 +273,13 @@ class Retriever:
             self._seen_from.setdefault(row, position)
 
     def _fetch(self, row: int, satellites: slice, named: dict[int, PivotTopK], layer: int | None) -> bool:
-        """`_fetch_for` those of a layer's satellites whose pivots have named something."""
+        """Fetch for those of a layer's satellites whose pivots have named tokens."""
         own = torch.arange(satellites.start, satellites.stop)
         ready = torch.tensor([int(self._pivot_of[one]) in named for one in own.tolist()], dtype=torch.bool)
         return self._fetch_for(row, own[ready], named, layer)
 
     def _fetch_for(self, row: int, satellites: torch.Tensor, named: dict[int, PivotTopK], layer: int | None) -> bool:
-        """Replace the overlays of some satellites with what their pivots named; whether there is anything in them."""
+        """Replace overlays of satellites with the tokens of their pivots; return True if any has rows."""
         if not len(satellites):
             return False
         entries = {

@@ -1,4 +1,4 @@
-"""Pivots: heads that keep their whole history and watch for others where attention goes.
+"""Pivots: heads that keep their whole history and watch attention on behalf of satellite heads.
 
 After HeteroCache (section 4.1), but pivots are chosen for what they foresee, and watch for heads of later layers, too.
 """
@@ -24,7 +24,7 @@ _STEPS = 30
 
 @dataclass(frozen=True)
 class HeadRoles:
-    """Who watches for whom; L layers, H heads.
+    """Roles of heads; L layers, H heads.
 
     pivots: (layer, head) in the order in which calibration chose them, best first; of a rank, its own place of the
         head, ELSEWHERE if it does not have it.
@@ -37,11 +37,11 @@ class HeadRoles:
 
     @property
     def satellites(self) -> tuple[tuple[int, ...], ...]:
-        """Heads that somebody watches for, by layer."""
+        """Heads with a pivot, by layer."""
         return tuple(tuple(int(head) for head in (own >= 0).nonzero()[0]) for own in self.watched_by)
 
     def on_rank(self, heads: np.ndarray) -> HeadRoles:
-        """The same for a rank that serves these heads, int64 [L, places]."""
+        """Return the roles on a rank that serves these heads, int64 [L, places]."""
         places = [np.flatnonzero(heads[layer] == head) for layer, head in self.pivots]
         pivots = tuple(
             (layer, int(place[0]) if len(place) else ELSEWHERE)
@@ -51,7 +51,7 @@ class HeadRoles:
 
 
 def head_roles(profile: Profile, count: int) -> HeadRoles:
-    """The first `count` pivots of a profile; each other head has the one that foresees most of what the head drops.
+    """Return the first `count` pivots of a profile; each other head gets the pivot that foresees most of its drops.
 
     Raises:
         RaggedConfigError: the profile has no pivots, or fewer than `count`, or `count` is less than one.
@@ -81,9 +81,9 @@ def head_roles(profile: Profile, count: int) -> HeadRoles:
 def with_pivots(
     kept_of_ratio: Callable[[float], np.ndarray], roles: HeadRoles, ratio: float, segment: int
 ) -> np.ndarray:
-    """Kept counts in which pivots keep everything, and the others share what is left as the profile says.
+    """Return kept counts: pivots keep everything, the other heads share the rest by the profile.
 
-    The others have what `kept_of_ratio` gives at the largest ratio for which the mean of all heads is at most `ratio`.
+    The other heads have the budgets of `kept_of_ratio` at the largest ratio whose mean over all heads is at most `ratio`.
 
     Args:
         kept_of_ratio: budgets int64 [num_layers, num_heads] of a ratio, such as `profile_kept` of a profile and this
@@ -96,7 +96,7 @@ def with_pivots(
         int64 [num_layers, num_heads], tokens per segment.
 
     Raises:
-        RaggedConfigError: pivots and the guards of the others alone are more than `ratio`.
+        RaggedConfigError: pivots and the guards of the other heads alone are more than `ratio`.
     """
     check_ratio(ratio)
     check_segment(segment)

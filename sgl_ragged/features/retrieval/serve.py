@@ -1,4 +1,4 @@
-"""Retrieval in a worker: the retriever, what it is told of requests and pages, and its radix cache."""
+"""Retrieval in a worker: the retriever, hooks that report requests and pages to it, and its radix cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgl_ragged.serve.pool import slab_pool
 
 
 def begin_prefill(original: Callable, batch: Any) -> Any:
-    """Tells the retriever how long the prompts are whose chunks are about to be prefilled."""
+    """Report to the retriever the lengths of prompts whose chunks are about to be prefilled."""
     prepared = original(batch)
     retriever = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).attached["retrieval"]
     for req in batch.reqs:
@@ -28,7 +28,7 @@ def begin_prefill(original: Callable, batch: Any) -> Any:
 
 
 def name_requests(original: Callable, worker: Any, batch: Any, *args: Any, **more: Any) -> Any:
-    """Tells the retriever whose batch runs: what the attention backend is given in place of it may not say."""
+    """Report to the retriever whose batch runs, which the attention backend's batch may not name."""
     retriever = slab_pool(worker.model_runner.token_to_kv_pool).attached["retrieval"]
     retriever.running = tuple(batch.req_pool_indices_cpu.tolist())
     try:
@@ -38,20 +38,20 @@ def name_requests(original: Callable, worker: Any, batch: Any, *args: Any, **mor
 
 
 def forget_pages(original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
-    """Forget what the segments of freed pages dropped."""
+    """Forget the reservoir's entries of freed pages."""
     for pages in page_ids:
         allocator.get_kvcache().attached["retrieval"].reservoir.forget(pages)
     return original(allocator, *page_ids)
 
 
 def forget_all_pages(original: Callable, allocator: Any) -> Any:
-    """The same, where all pages are freed at once."""
+    """Forget all entries of the reservoir, when all pages are freed at once."""
     allocator.get_kvcache().attached["retrieval"].reservoir.clear()
     return original(allocator)
 
 
 def make_retriever(settings: RetrievalPlan, worker: Worker) -> Retriever:
-    """The retriever of a worker; each pivot's rank tells the others what it names."""
+    """Make the retriever of a worker; each pivot's rank broadcasts its tokens."""
     plan, store = worker.rank.plan, worker.pool.store
     owners, entries = settings.pivot_ranks(plan), settings.entries(plan, store.dtype.itemsize)
     roles = settings.rank_roles(plan, worker.rank.number)

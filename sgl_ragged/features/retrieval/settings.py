@@ -1,4 +1,4 @@
-"""What retrieval is asked to do, decided once by the launcher. No torch."""
+"""Settings of retrieval, decided once by the launcher. No torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ RADIX_CACHE = "ragged_retrieval"
 """Name of the radix cache in SGLang's registry."""
 
 ASKING_TOKENS = 32
-"""The last tokens of a prompt, which see an overlay that their own attention asks for."""
+"""Number of last tokens of a prompt that see an overlay chosen by their own attention."""
 
 DELAY = 2
-"""Decode steps from when an overlay is asked for to when it is used, however long it takes."""
+"""Decode steps between the request for an overlay and its use."""
 
 CANDIDATES = 4
-"""How many tokens a pivot names for each token of an overlay: satellites have kept some of them."""
+"""Tokens that a pivot names per token of an overlay, since satellites have kept some of them."""
 
 
 _PLACE_BYTES = 2
-"""Of an int16: which row of an entry a token of the segment has."""
+"""Bytes of an int16: the row of an entry for a token of the segment."""
 
 _COUNT_BYTES = 4
-"""Of an int32 and a float32: how many rows of an overlay count, the log-sum-exp of a query."""
+"""Bytes of an int32 and of a float32: rows in an overlay, log-sum-exp of a query."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Retrieval:
             raise RaggedConfigError(f"--ragged-drift {self.drift} is outside [0, 1]")
 
     def row_bytes(self, satellites: int, head_dim: int, q_per_kv: int, itemsize: int, query_itemsize: int) -> int:
-        """Device bytes of one request: the overlays of its satellite heads, and what its pivots have asked lately.
+        """Return device bytes of one request: overlays of its satellite heads, and recent queries of its pivots.
 
         Args:
-            satellites: heads that somebody watches for. itemsize, query_itemsize: bytes per element of the cache, and
+            satellites: number of heads with a pivot. itemsize, query_itemsize: bytes per element of the cache, and
                 of queries.
         """
         overlays = satellites * (2 * self.overlay * head_dim * itemsize + _COUNT_BYTES)
         return overlays + self.pivots * self.interval * q_per_kv * (head_dim * query_itemsize + _COUNT_BYTES)
 
     def entries(self, rank_entry_bytes: Sequence[int]) -> int:
-        """How many segments the reservoir holds on each rank: on all of them equally many.
+        """Return the segments that the reservoir holds on each rank, equal on all ranks.
 
         Args:
             rank_entry_bytes: of one segment on each rank, as `entry_bytes` counts them.
@@ -79,7 +79,7 @@ class Retrieval:
         return self.reservoir_bytes // size
 
     def describe(self, roles: HeadRoles) -> str:
-        """Part of the start-up line."""
+        """Return the part of the start-up line."""
         return (
             f"{len(roles.pivots)} pivots watch for {sum(map(len, roles.satellites))} heads, which can be given "
             f"{self.overlay} tokens each, from {self.reservoir_bytes} bytes of host memory"
@@ -87,16 +87,16 @@ class Retrieval:
 
     @property
     def numbers(self) -> list[float]:
-        """All of it, for digests."""
+        """All settings as numbers, for digests."""
         return list(astuple(self))
 
 
 def entry_rows(layout: SlabLayout, satellites: Sequence[Sequence[int]]) -> int:
-    """Rows, a key and a value each, that the satellites drop of a segment; their head numbers by layer."""
+    """Count the rows, a key and a value each, that satellites drop of a segment; satellites: heads by layer."""
     return sum(layout.segment - int(layout.totals[layer][head]) for layer, own in enumerate(satellites) for head in own)
 
 
 def entry_bytes(layout: SlabLayout, satellites: Sequence[Sequence[int]], itemsize: int) -> int:
-    """Host bytes of one segment's entry in a reservoir: its rows, and which row each of its tokens has."""
+    """Return host bytes of one segment's entry in a reservoir: its rows, and the row of each token."""
     places = sum(map(len, satellites)) * layout.segment * _PLACE_BYTES
     return entry_rows(layout, satellites) * 2 * layout.head_dim * itemsize + places

@@ -1,4 +1,4 @@
-"""What servers that retrieve do behind attention: pivots watch, and satellites see what was fetched for them."""
+"""Retrieval after attention: pivots watch, and satellites attend to their overlays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sgl_ragged.features.retrieval.retriever import Retriever
 
 
 class Watching:
-    """An `attention.epilogue.Epilogue` on behalf of a retriever."""
+    """Epilogue (`attention.epilogue.Epilogue`) that calls a retriever."""
 
     def __init__(self, retriever: Retriever) -> None:
         self._retriever = retriever

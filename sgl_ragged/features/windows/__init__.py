@@ -1,1 +1,1 @@
-"""Layers with sliding windows beside the slabs of the others."""
+"""Layers with sliding windows, in a pool of their own."""

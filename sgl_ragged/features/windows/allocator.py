@@ -1,4 +1,4 @@
-"""SGLang's allocator of models with sliding windows, whose slabs' pages go to open segments, too."""
+"""SGLang's allocator of models with sliding windows, which hands out pages of slabs to open segments, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgl_ragged.serve.prefill_budget import HybridBudget
 
 
 class HybridAllocator(SWATokenToKVPoolAllocator):
-    """`serve.allocator.SlabAllocator` beside pages of sliding-window layers, which open segments need no more of."""
+    """Allocator of pages of slabs (`serve.allocator.SlabAllocator`) and of sliding-window layers."""
 
     full_attn_allocator: SlabAllocator
 
@@ -44,7 +44,7 @@ class HybridAllocator(SWATokenToKVPoolAllocator):
         return super().alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, *args, **more)
 
     def _enough(self, demand: int, prefix_lens_cpu: Any, seq_lens_cpu: Any) -> bool:
-        """SGLang asserts that slabs' pages were there once those of windows are."""
+        """Return True if slabs have enough pages: SGLang asserts that they have if windows have."""
         size = self.page_size
         new = sum(
             -(-end // size) + -prefix // size for prefix, end in zip(*lists(prefix_lens_cpu, seq_lens_cpu), strict=True)

@@ -1,4 +1,4 @@
-"""Attention of sliding-window layers, whose keys and values lie in SGLang's pool for them, not in slabs."""
+"""Attention of sliding-window layers, whose keys and values are in SGLang's pool for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, to_fp8
 
 
 def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
-    """The backend of a model's sliding-window layers: SGLang's Triton backend, or torch beside torch operations."""
+    """Return the backend of sliding-window layers: SGLang's Triton backend, or torch with torch operations."""
     if kernel == "torch":
         return TorchWindowBackend(model_runner)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
@@ -31,7 +31,7 @@ def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """New tokens of one request, and what they can see of it.
+    """New tokens of one request, and the tokens that they can see.
 
     tokens: where they are in the batch. first: position of the first token that is read. start: of the first new one.
     locations: int64 [tokens read], places in the pool of windowed layers.
@@ -43,7 +43,7 @@ class _Chunk:
     locations: torch.Tensor
 
     def mask(self, window: int) -> torch.Tensor:
-        """Bool [new tokens, tokens read]: up to `window` tokens before each, and itself."""
+        """Return the mask, bool [new tokens, tokens read]: each token and up to `window` tokens before it."""
         device = self.locations.device
         asking = torch.arange(self.start, self.start + self.tokens.stop - self.tokens.start, device=device)[:, None]
         seen = torch.arange(self.first, self.first + len(self.locations), device=device)
@@ -51,7 +51,7 @@ class _Chunk:
 
 
 class TorchWindowBackend(AttentionBackend):
-    """Plain torch, a request at a time: for CPUs, and to compare other backends with.
+    """Backend in plain torch, one request at a time: for CPUs, and as an oracle.
 
     SGLang's own torch backend reads its pools by full locations and knows no sinks.
     """
@@ -104,7 +104,7 @@ class TorchWindowBackend(AttentionBackend):
         """
         heads, dim = layer.tp_k_head_num, layer.head_dim
         queries = q.reshape(-1, heads, layer.tp_q_head_num // heads, dim)
-        # Batches may be padded behind their last token.
+        # Batches may be padded after their last token.
         new = slice(0, len(self._written))
         k, v = (part.reshape(-1, heads, dim)[new] for part in (k, v))
         scales = self._scales.get(layer.layer_id, KvScales())

@@ -10,7 +10,7 @@ from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 
 class RaggedHybridPool(SWAKVPool):
-    """Pages of sliding-window layers beside slabs: SGLang's allocator hands out both, and its tree knows of both."""
+    """Pool of slabs and of pages for sliding-window layers; SGLang's allocator and tree handle both."""
 
     def __init__(
         self,

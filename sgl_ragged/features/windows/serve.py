@@ -27,9 +27,9 @@ def make_room(
     token_to_kv_pool: Any = None,
     window_kv_indices: torch.Tensor | None = None,
 ) -> Any:
-    """Gives SGLang room for all that windows can hold: how much they do hold is known on the device alone.
+    """Give SGLang a buffer for the most that windows can hold, since only the device knows how much they do hold.
 
-    Where there is none, SGLang makes a tensor of a size that it asks the device for, and waits for all that runs.
+    Without a buffer SGLang would make one of a size that it reads from the device, and wait for all that runs.
     """
     if window_kv_indices is None:
         window_kv_indices = torch.empty(bs * sliding_window_size, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""How many pages the pool of sliding-window layers has, beside the slabs of the others. Plain arithmetic.
+"""Sizes of the pool of sliding-window layers. Plain arithmetic.
 
 A page holds the windowed layers' keys and values of one segment, uncompressed. A running request holds the pages of its
 window and of what is being prefilled; a cached prefix is of use only where the pages of the window before its end are
@@ -14,20 +14,20 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profiles.geometry import ModelGeometry
 
 TOKENS_PER_WINDOW = 16384
-"""One window is kept for so many tokens of cached history. A pool of conversations of this length finds the windows of
-all of them; with longer ones some windows are unused, with shorter ones some conversations are computed again."""
+"""Tokens of cached history per kept window. A pool of conversations of this length finds all their windows; longer
+ones leave windows unused, and some of the shorter ones are computed again."""
 
 MAX_RUNNING_SHARE = 1 / 4
-"""Unless the user says how many requests run, their windows take at most this share of the KV bytes."""
+"""Without --max-running-requests, windows of running requests take at most this share of the KV bytes."""
 
 
 DECODE_PAGES = 2
-"""Pages of a running request beside its window: the one that decode fills, and one that is not freed before all of it
+"""Pages of a running request in addition to its window: the one that decode fills, and one that is freed once all of it
 has left the window."""
 
 
 def window_pages(window: int, interval: int, segment: int) -> int:
-    """Pages of windowed layers that a request holds at most while it decodes, the one that it fills among them.
+    """Return the most pages of windowed layers that a request holds while it decodes, the one it fills included.
 
     Args:
         window: tokens that a query sees. interval: tokens that leave the window before SGLang frees any page of them.
@@ -43,7 +43,7 @@ class WindowNeeds:
     per_prefix: pages that hold the window before the end of a cached prefix.
     per_request: pages of a running request, at most.
     in_flight: pages of one chunk of prefill, and of what its prompt holds before it.
-    share: pages per slab, if the user says so (--swa-full-tokens-ratio); None for the rule of `pages`.
+    share: pages per slab (--swa-full-tokens-ratio); None for the rule of `pages`.
     """
 
     what: ClassVar[str] = "sliding-window layers"
@@ -55,7 +55,7 @@ class WindowNeeds:
     share: float | None = None
 
     def pages(self, num_slots: int, requests: int, segment: int) -> int:
-        """Pages beside so many slabs, the padding page among them; never more than slabs, since each has one at most.
+        """Return the pages for `num_slots` slabs, padding included; at most one per slab.
 
         Args:
             requests: how many running requests there is room for.
@@ -67,7 +67,7 @@ class WindowNeeds:
         return 1 + min(slabs, self.in_flight + requests * self.per_request + cached)
 
     def running(self, requests: int, budget_bytes: int) -> int:
-        """Of so many requests, those whose windows are counted where the user gave no number."""
+        """Return the requests whose windows are counted if the user gave no number."""
         most = int(budget_bytes * MAX_RUNNING_SHARE) // (self.per_request * self.page_bytes)
         return max(1, min(requests, most))
 
