@@ -83,7 +83,7 @@ def with_pivots(
 ) -> np.ndarray:
     """Return kept counts: pivots keep everything, the other heads share the rest by the profile.
 
-    The other heads have the budgets of `kept_of_ratio` at the largest ratio whose mean over all heads is at most `ratio`.
+    The other heads have the budgets of `kept_of_ratio` at the largest ratio whose mean over heads is at most `ratio`.
 
     Args:
         kept_of_ratio: budgets int64 [num_layers, num_heads] of a ratio, such as `profile_kept` of a profile and this
