@@ -53,7 +53,7 @@ def algorithm1(budgets: np.ndarray, num_ctas: int) -> np.ndarray:
 
 
 def cta_counts(kept: np.ndarray, resident_ctas: int, batch: int, method: str) -> np.ndarray:
-    """CTAs of every head.
+    """Return the CTAs of every head.
 
     - "exact": the CTAs of the batch run in w whole waves. w waves hold N = floor(w * resident_ctas / batch) CTAs of
       each request. Each head gets one and the next goes to the head with the largest load n / s (ties to the lower
@@ -112,7 +112,7 @@ def _exact_counts(row: list[int], resident_ctas: int, batch: int) -> list[int]:
 
 
 def cta_table(counts_row: np.ndarray, kept_row: np.ndarray) -> np.ndarray:
-    """Work of each CTA of one layer, longest first.
+    """Return the work of each CTA of one layer, longest first.
 
     Args:
         counts_row: int [num_heads], CTAs of each head.
@@ -132,13 +132,13 @@ def cta_table(counts_row: np.ndarray, kept_row: np.ndarray) -> np.ndarray:
 
 
 def head_parts(counts_row: np.ndarray) -> np.ndarray:
-    """Where the partial results of each head lie: int32 [num_heads, 2], (first place, parts), for combining them."""
+    """Return the places of each head's partial results, int32 [num_heads, 2]: (first place, parts)."""
     counts = np.asarray(counts_row, dtype=np.int64)
     return np.stack([np.cumsum(counts) - counts, counts], axis=1).astype(np.int32)
 
 
 def imbalance(kept: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Largest / mean CTA load of each layer: float64 [num_layers], 1 where all CTAs do equally much.
+    """Return largest / mean CTA load of each layer, float64 [num_layers]; 1 if all loads are equal.
 
     Args:
         kept, counts: int [num_layers, num_heads].
@@ -147,12 +147,12 @@ def imbalance(kept: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def makespan(kept: np.ndarray, counts: np.ndarray, batch: int, resident_ctas: int) -> np.ndarray:
-    """Time of each layer over the least possible, if time were load: float64 [num_layers], at least 1.
+    """Return each layer's largest load over the least possible, float64 [num_layers], at least 1.
 
     The waves model: the CTAs of `batch` requests of equal length start longest first (the batch is the fastest
     varying index of the grid), each in the slot that is free first, on `resident_ctas` slots. Returned is the largest
     load of a slot over the mean load of all slots. It takes no account of what a GPU does when slots stand idle: the
-    others then share its bandwidth.
+    the other CTAs then share its bandwidth.
 
     Args:
         kept, counts: int [num_layers, num_heads].
@@ -191,18 +191,18 @@ class CtaMap:
     resident_ctas: int
 
     def for_batch(self, batch: int) -> np.ndarray:
-        """int64 [num_layers, num_heads]: counts of the smallest bucket that holds the batch, of the largest beyond."""
+        """Return counts int64 [num_layers, num_heads] of the smallest bucket that holds the batch, else the largest."""
         return self.counts_by_batch[
             min((b for b in self.counts_by_batch if b >= batch), default=max(self.counts_by_batch))
         ]
 
     def most_parts(self, max_batch: int) -> int:
-        """Most CTAs of one layer over all batches of up to `max_batch` requests: partial results to make room for."""
+        """Return the most CTAs of one layer over all batches up to `max_batch`, for which partial results need room."""
         return max(batch * int(self.for_batch(batch).sum(axis=1).max()) for batch in range(1, max_batch + 1))
 
 
 def batch_buckets(most: int) -> list[int]:
-    """Batch sizes to make a map for: every one up to 8, then each an eighth larger than the last, up to `most`.
+    """Return batch sizes to make a map for: all up to 8, then each an eighth larger than the last, up to `most`.
 
     Waves are full for a bucket's own batch; a smaller one leaves at most an eighth of them empty.
     """
@@ -213,7 +213,7 @@ def batch_buckets(most: int) -> list[int]:
 
 
 def build_cta_map(kept: np.ndarray, resident_ctas: int, batches: Sequence[int], method: str = "exact") -> CtaMap:
-    """The CTA map of a layout; batches with the same counts in every layer share one array.
+    """Build the CTA map of a layout; batches with equal counts in every layer share one array.
 
     Args:
         kept: int [num_layers, num_heads], kept counts.

@@ -1,4 +1,4 @@
-"""What is done behind attention over slabs and tails, layer by layer."""
+"""Steps after attention over slabs and tails, layer by layer."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 
 
 class Epilogue(Protocol):
-    """One step; steps are applied in a list, learned sinks behind all of them.
+    """One step; steps are applied in the order of a list, and learned sinks after all of them.
 
     A split head's exchange between ranks is one, what was fetched for a head another.
     """
 
     def describe(self, batch: Any) -> None:
-        """Called before a batch runs, not when one is captured. Changes the state."""
+        """Prepare for a batch before it runs, not when it is captured. Changes the state."""
         ...
 
     def needed(self, layer: int) -> bool:
-        """True if it has anything to do in a layer; that must not change."""
+        """Return True if the step does anything in a layer; this must not change."""
         ...
 
     def apply(
         self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor, batch: Any
     ) -> torch.Tensor:
-        """Attention's output with this step.
+        """Apply the step to attention's output.
 
         Args:
             queries, output: [tokens, heads, q_per_kv, head_dim]; output may be changed in place.

@@ -26,7 +26,7 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.transfer import to_device
 
 HEAD_DIMS = (64, 128, 256)
-"""Those that both FlashInfer's decode kernels and the Triton kernels take."""
+"""Head dimensions that both FlashInfer's decode kernels and the Triton kernels take."""
 
 FLOAT_WORKSPACE_BYTES = 128 << 20
 """FlashInfer's recommendation. Shared by all plans: calls run one after the other."""
@@ -63,7 +63,7 @@ class DecodeWrapper(Protocol):
 
 @dataclass(frozen=True)
 class FlashInferDecodeBatch(TritonDecodeBatch):
-    """As for Triton, with another view for the kernel, which attends to the open segments alone.
+    """Description for Triton with another view for the kernel, which attends to open segments alone.
 
     open_view: the view without sealed segments.
     sealed: int64 [requests with a sealed segment], their numbers in the batch, ascending.
@@ -75,7 +75,7 @@ class FlashInferDecodeBatch(TritonDecodeBatch):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Bands of any layer that have this in common share a plan, and the wrapper that holds it."""
+    """Properties by which bands of any layer share a plan and its wrapper."""
 
     kept: int
     heads: int
@@ -84,7 +84,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _LayerCalls:
-    """One layer's calls, in band order.
+    """Calls of one layer, in band order.
 
     order: int64 [heads], head numbers in band order. back: int64 [heads], its inverse.
     """
@@ -96,7 +96,7 @@ class _LayerCalls:
 
 
 class FlashInferOps(TritonOps):
-    """`operations.Operations` that decode by FlashInfer.
+    """Operations (`operations.Operations`) that decode by FlashInfer.
 
     Plans are made on the host in every decode step, from the lengths that the host knows, and without waiting for what
     the device is computing.
@@ -163,11 +163,11 @@ class FlashInferOps(TritonOps):
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> FlashInferDecodeBatch:
-        """As in `Operations`; also replaces the plans that the previous description's layers used."""
+        """Describe a decode batch as in `Operations`; replaces the plans of the previous description."""
         batch = super().describe_decode(req_to_token, rows, seq_lens, seq_lens_cpu)
         open_view = replace(batch.view, seen=torch.zeros_like(batch.view.seen))
         segments = seen_segments(seq_lens_cpu, self.store.layout.segment, self.in_view)
-        # FlashInfer asks for at least one entry per request: those without a sealed segment are not shown to it.
+        # FlashInfer needs at least one entry per request: requests without a sealed segment are left out.
         sealed = np.flatnonzero(segments)
         planned = self._make_plans(batch.view.slots, sealed, segments[sealed])
         return FlashInferDecodeBatch(batch.view, batch.work, open_view, planned)
@@ -186,7 +186,7 @@ class FlashInferOps(TritonOps):
             return torch.empty(0, dtype=torch.int64, device=slots.device)
         device, layout = slots.device, self.store.layout
         if self._uploaded is not None:
-            # The wrappers' pinned tables are written anew. What they held was sent before the last step began, so
+            # The wrappers' pinned tables are overwritten. Their contents were sent before the last step began, so
             # this has long happened.
             self._uploaded.synchronize()
         ends = np.cumsum(segments)
@@ -241,7 +241,7 @@ class FlashInferOps(TritonOps):
         return output.to(queries.dtype)
 
     def _attend_sealed(self, layer: int, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over the sealed segments of the planned requests.
+        """Compute attention over the sealed segments of the planned requests.
 
         Args:
             queries: [sealed, heads, q_per_kv, d].
@@ -266,7 +266,7 @@ class FlashInferOps(TritonOps):
 
 
 def flashinfer_wrapper(device: torch.device) -> Callable[..., DecodeWrapper]:
-    """FlashInfer's wrapper class, for a device; raises RaggedConfigError if it cannot be had."""
+    """Return FlashInfer's wrapper class for a device. Raises RaggedConfigError if it is missing."""
     if device.type != "cuda":
         raise RaggedConfigError(
             f"--ragged-kernel flashinfer needs a CUDA device, not {device.type}; use --ragged-kernel auto"
@@ -301,5 +301,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _pinned(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor in memory from which the device can copy while the host goes on."""
+    """Pin a tensor, so that the device copies it while the host goes on."""
     return host.pin_memory() if device.type == "cuda" else host

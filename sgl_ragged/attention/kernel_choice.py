@@ -1,4 +1,4 @@
-"""Choice of the attention operations, by flag and device. Imports torch and Triton only where they are used."""
+"""Choose the attention operations by flag and device. Imports torch and Triton only where they are used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INTERPRETED_CTAS = 16
 
 
 def choose_kernel(asked: str, device: str) -> str:
-    """torch, triton or flashinfer, for one of KERNELS and a device type such as "cuda".
+    """Return torch, triton or flashinfer for one of KERNELS and a device type such as "cuda".
 
     Raises:
         RaggedConfigError: the device cannot run these kernels.
@@ -65,7 +65,7 @@ def check_cache(kernel: str, dtype: torch.dtype, capability: tuple[int, int] | N
 
 
 def device_capability(device: str) -> tuple[int, int] | None:
-    """Compute capability of a device such as "cuda"; None where it is no GPU."""
+    """Return the compute capability of a device such as "cuda"; None if it is no GPU."""
     import torch
 
     return torch.cuda.get_device_capability(device) if device.startswith("cuda") else None
@@ -141,7 +141,7 @@ def make_operations(
 
 
 def _resident_ctas(store: SlabStore) -> tuple[int, int]:
-    """CTAs of the decode and of the extend kernel that the store's device holds at once; compiles both."""
+    """Return the CTAs of the decode and extend kernels that the store's device holds at once; compiles both."""
     device = store.slabs.device
     if device.type != "cuda":
         return INTERPRETED_CTAS, INTERPRETED_CTAS

@@ -8,7 +8,7 @@ import torch
 def merge_states(
     outputs_a: torch.Tensor, lse_a: torch.Tensor, outputs_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over both sets, for every query.
+    """Merge attention over two sets of keys, for every query.
 
     A set without keys has a log-sum-exp of -inf; its output may then hold anything, NaN included, and counts for
     nothing. Without keys in either set the output is 0 and the log-sum-exp -inf.

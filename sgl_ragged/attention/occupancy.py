@@ -1,4 +1,4 @@
-"""Occupancy: how many CTAs of a compiled kernel one GPU holds at once, which is what the CTA map hands out.
+"""Occupancy: the CTAs of a compiled kernel that a GPU holds at once, which the CTA map hands out.
 
 Registers are allocated to warps in units of 256, and warps in fours, one for each quarter of a multiprocessor; shared
 memory to CTAs in units of 128 bytes, after 1 KiB of its own that the driver takes for each. Sources: CUDA C++
@@ -42,7 +42,7 @@ KNOWN_LIMITS = {
 
 
 def ctas_per_sm(registers: int, warps: int, shared_bytes: int, limits: SMLimits) -> int:
-    """CTAs of a kernel that one multiprocessor holds; 0 if not even one fits.
+    """Return the CTAs of a kernel that one multiprocessor holds; 0 if none fits.
 
     Args:
         registers: 32-bit registers of each thread.
@@ -61,12 +61,12 @@ def ctas_per_sm(registers: int, warps: int, shared_bytes: int, limits: SMLimits)
 
 
 def device_limits(properties: Any) -> SMLimits:
-    """The limits of a GPU from torch's properties of it; what this torch does not tell, by compute capability.
+    """Return the limits of a GPU from torch's properties, and missing ones by compute capability.
 
     torch tells the largest number of CTAs in no version.
 
     Raises:
-        RaggedConfigError: something is told neither by torch nor by `KNOWN_LIMITS`.
+        RaggedConfigError: a limit is known neither to torch nor in `KNOWN_LIMITS`.
     """
     capability = (properties.major, properties.minor)
     known = KNOWN_LIMITS.get(capability)
@@ -100,7 +100,7 @@ class Resources:
 
     @classmethod
     def of(cls, kernel: Any) -> Resources:
-        """Of a kernel that Triton compiled, as its launch returns it; loads it to the GPU if that has not happened."""
+        """Read the resources of a compiled Triton kernel, as its launch returns it; loads it to the GPU if needed."""
         if getattr(kernel, "n_regs", None) is None:
             kernel._init_handles()
         metadata = kernel.metadata
@@ -108,7 +108,7 @@ class Resources:
 
 
 def resident_ctas(kernel: Any, device: Any = None) -> int:
-    """CTAs of a compiled kernel that the GPU holds at once: multiprocessors * CTAs of each.
+    """Return the CTAs of a compiled kernel that the GPU holds at once: multiprocessors * CTAs of each.
 
     Args:
         kernel: what a launch of a Triton kernel returns.

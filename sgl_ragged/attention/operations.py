@@ -1,4 +1,4 @@
-"""What the attention backend asks of a set of operations, and what all sets have in common."""
+"""Interface of the attention operations, and code that all sets of operations share."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Copies:
 
 @dataclass(frozen=True)
 class ExtendBatch:
-    """A view of chunks, with what it says must be copied and sealed on the device.
+    """A view of chunks, with its copies and seals as tensors on the device.
 
-    open_pages, next_pages: int32 [requests, K], pages of the segments that are open before each chunk and behind it
+    open_pages, next_pages: int32 [requests, K], pages of the segments that are open before and after each chunk
         (`Tails.pages`). Of those that it finishes, the first is the stage, which has the tokens by now.
-    chunk_seals: int32 [segments] each: first tokens, slots and numbers of segments that lie in their chunks.
+    chunk_seals: int32 [segments] each: first tokens, slots and numbers of segments inside their chunks.
     tiles: `ExtendView.tiles`, for operations that work by tiles.
     """
 
@@ -77,33 +77,33 @@ class Operations(ABC):
         self.in_view: Final = in_view
 
     def token_scores(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, heads, 1]: `Scorer.token_scores` of hidden states [tokens, hidden size]."""
+        """Return `Scorer.token_scores` of hidden states [tokens, hidden size], float32 [tokens, heads, 1]."""
         store = self.store
         return store.scorer.token_scores(hidden_states, store.statistics[layer])[:, :, None]
 
     def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[tokens, ...]: what `extend` and `decode` take as `scorer_inputs` in place of `token_scores`; nobody else."""
+        """Return `scorer_inputs` for `extend` and `decode` in place of `token_scores`, [tokens, ...]."""
         return self.token_scores(layer, hidden_states)
 
     @abstractmethod
     def reserve(self, max_batch: int) -> None:
-        """Make room for decode batches of this size, padding included."""
+        """Make room for decode batches of `max_batch` requests, padding included."""
 
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> Any:
-        """A batch with one new token per request; lengths count it."""
+        """Describe a batch with one new token per request; lengths count it."""
         room = self.room(len(rows), seq_lens_cpu)
         view = decode_view(req_to_token, rows, seq_lens, self.store.tails, room, self.in_view)
         return self.decode_batch(view)
 
     @abstractmethod
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
-        """Where the view of a decode batch is written to."""
+        """Return the buffers to which the view of a decode batch is written."""
 
     @abstractmethod
     def decode_batch(self, view: DecodeView) -> Any:
-        """A view as `decode` takes it."""
+        """Return the description of a view that `decode` takes."""
 
     def describe_extend(
         self,
@@ -113,7 +113,7 @@ class Operations(ABC):
         lengths: list[int],
         seen: Seen | None = None,
     ) -> Any:
-        """A batch of chunks: int64 rows of the request table, tokens before each chunk and tokens in it.
+        """Describe a batch of chunks: int64 rows of the request table, tokens before each chunk and tokens in it.
 
         `seen`: what of their histories they see, if that is not all.
         """
@@ -130,13 +130,13 @@ class Operations(ABC):
         """A batch of chains of drafts, `width` tokens each, as `extend` takes it; arguments as in `chain_view`, and
         `prefixes` on the device, too, integers [chains].
 
-        Their tokens go to the tails, where whoever writes to the same places next replaces them; nothing is sealed
-        before `commit` says that they count.
+        Their tokens go to the tails, where the next write to the same places replaces them; nothing is sealed before
+        `commit`.
         """
         return self.extend_batch(chain_view(req_to_token, rows, prefixes_cpu, width, self.store.layout.segment))
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
-        """A view as `extend` takes it: one transfer to the device. Copies what is about to be sealed to its stages."""
+        """Return the description that `extend` takes, in one transfer; copies segments to be sealed to their stages."""
         host = [*view.open_copies.T, *view.rest_copies.T, *view.tail_seals.T, *view.chunk_seals.T]
         host += [*view.open_segments]
         if self.block_m is not None:
@@ -171,10 +171,10 @@ class Operations(ABC):
         in_tails: tuple[torch.Tensor, torch.Tensor],
         in_chunks: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where a batch's segments lie.
+        """Look up the slots and pages of a batch's segments.
 
         Args:
-            before, behind: integers [requests], numbers of the segments that are open before and behind each chunk.
+            before, behind: integers [requests], numbers of the segments that are open before and after each chunk.
             in_tails, in_chunks: requests and numbers of finished segments, integers [segments] each.
 
         Returns:
@@ -199,7 +199,7 @@ class Operations(ABC):
         lse: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store a chunk's keys and values, seal the segments that it finishes, attend.
+        """Store a chunk's keys and values, seal the segments that it finishes, and attend.
 
         Args:
             queries: [tokens, heads, q_per_kv, head_dim].
@@ -209,7 +209,7 @@ class Operations(ABC):
             lse: float32 [tokens, heads, q_per_kv], all -inf, to be filled with the natural log-sum-exps of the logits;
                 layers with partial heads need it. They remain -inf where a head attends to nothing here, and its
                 output is 0.
-            sinks: as `adds_sinks` says.
+            sinks: taken if `adds_sinks`.
 
         Returns:
             [tokens, heads, q_per_kv, head_dim]; zeros for tokens of no chunk. Changes the slabs of finished segments
@@ -229,12 +229,12 @@ class Operations(ABC):
         return output
 
     def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
-        """What `attend_chunks` writes to: like queries [tokens, heads, q_per_kv, head_dim], zeros for tokens of no
-        chunk."""
+        """Allocate the output of `attend_chunks` like queries [tokens, heads, q_per_kv, head_dim], zeros for tokens
+        outside of chunks."""
         return torch.zeros_like(queries, memory_format=torch.contiguous_format)
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`SlabStore.to_cache` of a chunk's keys and values [tokens, heads, head_dim]."""
+        """Convert a chunk's keys and values [tokens, heads, head_dim] as `SlabStore.to_cache` does."""
         return self.store.to_cache(layer, keys, values)
 
     def seal_chunks(
@@ -245,7 +245,7 @@ class Operations(ABC):
         scorer_inputs: torch.Tensor | None,
         batch: ExtendBatch,
     ) -> None:
-        """Seal the segments that lie in chunks, all at once; tensors as in `extend`."""
+        """Seal the segments inside chunks, all at once; tensors as in `extend`."""
         firsts, slots, numbers = batch.chunk_seals
         self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, scorer_inputs))
 
@@ -284,7 +284,7 @@ class Operations(ABC):
         lse: torch.Tensor | None = None,
     ) -> object:
         """The attention of `extend` alone, to keys and values as the cache holds them, into `output`, as
-        `room_for_output` gives it, and `lse`. Takes `sinks` behind these where `adds_sinks`."""
+        `room_for_output` gives it, and `lse`. Takes `sinks` as well if `adds_sinks`."""
 
     @abstractmethod
     def decode(
@@ -301,7 +301,7 @@ class Operations(ABC):
 
 
 def commit(store: SlabStore, req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int]) -> None:
-    """Say that these tokens of requests count: a segment that has all of its own is sealed before the next batch.
+    """Commit tokens of requests: a segment whose tokens are all committed is sealed before the next batch.
 
     A step of decode commits one token as soon as it is described, a chain of drafts what was accepted of it. Does not
     wait for the device.
@@ -315,7 +315,7 @@ def commit(store: SlabStore, req_to_token: torch.Tensor, rows: torch.Tensor, len
 
 
 def _slots_of(pages: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """int32 [requests]: slots of segments, by their numbers, [requests]; any where a request has none of its number."""
+    """Return the slots of segments by number, int32 [requests]; any slot if a request has no such segment."""
     if pages.shape[1] == 0:
         return torch.zeros_like(numbers)
     return pages.gather(1, numbers.long().clamp_max_(pages.shape[1] - 1)[:, None])[:, 0]

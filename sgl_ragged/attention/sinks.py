@@ -6,7 +6,7 @@ import torch
 
 
 def with_sinks(output: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Attention with sinks, from attention without them.
+    """Add learned sinks to attention without them.
 
     With l the log-sum-exp of a query's logits and s its head's sink, every weight shrinks by
     exp(l) / (exp(l) + exp(s)) = sigmoid(l - s).

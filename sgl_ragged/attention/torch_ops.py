@@ -22,12 +22,12 @@ from sgl_ragged.mem_pool.segments import InChunk
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 CACHE_BYTES = 8 << 20
-"""Of what decode gathers at once, on a CPU: more would have left the processor's cache before it is used."""
+"""Bytes that decode gathers at once on a CPU: more would leave the processor's cache before they are used."""
 
 
 @dataclass(frozen=True)
 class DecodePart:
-    """Requests of a decode batch that attend together. `tokens_read`: of the longest of their tails, whole pages.
+    """Requests of a decode batch that attend together. tokens_read: tokens of their longest tail, in whole pages.
 
     `real`: int64, which of them are no padding; None where all are. Padding writes nothing: what others read under a
     mask may lie in its page, and must be finite.
@@ -52,13 +52,13 @@ class DecodePart:
 
     @functools.cached_property
     def open_mask(self) -> torch.Tensor:
-        """bool [batch, 1, 1, tokens_read]: tokens of open segments that each query may see."""
+        """Return the tokens of open segments that each query may see, bool [batch, 1, 1, tokens_read]."""
         tokens = torch.arange(self.tokens_read, device=self.view.slots.device)
         return (tokens <= self.view.open_offsets[:, None])[:, None, None]
 
 
 class TorchOps(Operations):
-    """The operations in torch."""
+    """Operations in torch."""
 
     captures_graphs = False
 
@@ -71,15 +71,15 @@ class TorchOps(Operations):
         self._segment_bytes = 2 * widest * layout.head_dim * itemsize
 
     def reserve(self, max_batch: int) -> None:
-        """Nothing to do: batches are described in tensors of their own."""
+        """Do nothing: batches are described in tensors of their own."""
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
         most = most_seen(seq_lens_cpu, self.store.layout.segment, self.in_view)
         return DecodeView.empty(batch, most, self.store.tails)
 
     def decode_batch(self, view: DecodeView) -> tuple[DecodePart, ...]:
-        """A view as `decode` takes it: in parts whose history fits the processor's cache."""
-        # Behind what is seen anything may lie; what a mask hides must be finite.
+        """Split a view for `decode` into parts whose history fits the processor's cache."""
+        # Memory after the seen tokens may hold anything; masked values must be finite.
         unseen = torch.arange(view.slots.shape[1], device=view.slots.device) >= view.seen[:, None]
         view = replace(view, slots=view.slots.masked_fill(unseen, 0), open_offsets=view.open_offsets.long())
         tails, each = self.store.tails, self.store.tails.open_pages.tokens
@@ -170,7 +170,7 @@ def _append(
     values: torch.Tensor,
     scorer_inputs: torch.Tensor | None,
 ) -> None:
-    """Write a token per request to the tails."""
+    """Write one token per request to the tails."""
     rows, pages, places = part.view.req_pool_indices, part.view.pages, part.view.open_offsets
     if part.real is not None:
         rows, pages, places, keys, values = (x[part.real] for x in (rows, pages, places, keys, values))
@@ -181,7 +181,7 @@ def _append(
 
 
 def _scale_values(output: torch.Tensor, scale: float | None) -> None:
-    """From means of stored values to outputs, in place. Log-sum-exps do not depend on values."""
+    """Scale means of stored values to outputs, in place. Log-sum-exps do not depend on values."""
     if scale is not None:
         output.mul_(scale)
 
@@ -197,7 +197,7 @@ def _attend_pieces(
     output: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Attention of pieces of one request that see the same list of slots; tensors as in `Operations.extend`."""
+    """Compute attention of pieces of one request that see equal slots; tensors as in `Operations.extend`."""
     view, pages = batch.view, batch.open_pages[pieces[0].request : pieces[0].request + 1]
     slots = view.lists[pieces[0].listed, : max(piece.seen for piece in pieces)].long()
     scale = store.logit_scale(layer)
@@ -238,7 +238,7 @@ def _entries(
     piece: Piece,
     tokens: slice,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [heads, entries, d] that a piece's queries can see, and the mask [tokens, entries].
+    """Return keys and values [heads, entries, d] that a piece's queries can see, and the mask [tokens, entries].
 
     Args:
         history: [2, heads, kept rows, d], what the band kept of the segments seen.
@@ -259,7 +259,7 @@ def _entries(
 def _attend_part_of_batch(
     store: SlabStore, layer: int, queries: torch.Tensor, part: DecodePart, lse: torch.Tensor | None
 ) -> torch.Tensor:
-    """Decode attention over slabs and tails, the new tokens among them: [batch, heads, q_per_kv, head_dim]."""
+    """Compute decode attention over slabs and tails, new tokens included: [batch, heads, q_per_kv, head_dim]."""
     view = part.view
     assert lse is not None or not any(band.partial for band in store.layout.bands[layer]), (
         "layers with partial heads need their log-sum-exps"
@@ -288,7 +288,7 @@ def _attend_part_of_batch(
 def _attend_band(
     queries: torch.Tensor, history: Past, tail: torch.Tensor | None, mask: torch.Tensor | None, log_sums: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Decode attention of one band in float32: weights of all it sees, and what its history adds with them.
+    """Compute decode attention of one band in float32: weights of all rows, and the output of its history.
 
     Args:
         queries: [batch, heads, q_per_kv, d], scaled.
@@ -328,7 +328,7 @@ def _logits(queries: torch.Tensor, past: Past) -> torch.Tensor:
 
 
 def _sums(weights: torch.Tensor, past: Past) -> torch.Tensor:
-    """[batch, heads, q_per_kv, d]: values of the past times weights as `_logits` orders them."""
+    """Return values of the past times weights in the order of `_logits`, [batch, heads, q_per_kv, d]."""
     size, heads, per_head, _ = weights.shape
     runs = past.entries // size
     ordered = weights.unflatten(3, (runs, past.kept)).permute(0, 3, 1, 2, 4).reshape(-1, per_head, past.kept)
@@ -337,14 +337,14 @@ def _sums(weights: torch.Tensor, past: Past) -> torch.Tensor:
 
 
 def _softmax(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(logits - lse), 0 where a row holds only -inf. May overwrite the logits."""
+    """Return exp(logits - lse), 0 for a row of -inf. May overwrite the logits."""
     return logits.sub_(lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp_()
 
 
 def _attend_part(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_attend` in float32, 0 where a query sees nothing, and the log-sum-exps [heads, q_per_kv, tokens]."""
+    """Run `_attend` in float32, 0 for a query that sees nothing; return log-sum-exps [heads, q_per_kv, tokens], too."""
     logits = queries.float() @ keys[:, None].float().transpose(2, 3) * scale
     logits = logits.masked_fill(~mask, -torch.inf)
     lse = logits.logsumexp(dim=-1)
@@ -354,7 +354,7 @@ def _attend_part(
 def _attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attention of [heads, q_per_kv, tokens, d] queries to [heads, entries, d] keys under a [tokens, entries] mask."""
+    """Attend with queries [heads, q_per_kv, tokens, d] to keys [heads, entries, d] under a mask [tokens, entries]."""
     expanded = (*queries.shape[:2], *keys.shape[1:])
     return scaled_dot_product_attention(
         queries, keys[:, None].expand(expanded), values[:, None].expand(expanded), attn_mask=mask, scale=scale

@@ -1,4 +1,4 @@
-"""What decode in torch reads of sealed segments, in numbers or in codes: logits with its keys, sums of its values.
+"""Sealed segments for decode in torch, in numbers or codes: logits with their keys, sums of their values.
 
 Codes are multiplied as they are: scales go into logits and weights, which are head_dim times fewer, queries are rotated
 once, or once per segment where keys are centred, and the rotation of the values is undone once, in the output.
@@ -24,19 +24,19 @@ class Past(ABC):
 
     @abstractmethod
     def asking(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [..., d] as `logits` takes them."""
+        """Prepare queries [..., d] for `logits`."""
 
     @abstractmethod
     def logits(self, queries: torch.Tensor) -> torch.Tensor:
-        """[entries * heads, q_per_kv, kept] of queries [entries * heads, q_per_kv, d]."""
+        """Return logits [entries * heads, q_per_kv, kept] of queries [entries * heads, q_per_kv, d]."""
 
     @abstractmethod
     def sums(self, weights: torch.Tensor) -> torch.Tensor:
-        """[entries * heads, q_per_kv, d]: values times weights [entries * heads, q_per_kv, kept]. May change these."""
+        """Return values times weights, [entries * heads, q_per_kv, d]. May change the weights."""
 
     @abstractmethod
     def answer(self, sums: torch.Tensor) -> torch.Tensor:
-        """Outputs for sums [..., d], added up over segments."""
+        """Return outputs for sums [..., d] over segments."""
 
 
 class WidePast(Past):
@@ -83,7 +83,7 @@ class QuantisedPast(Past):
 
 
 class CentredPast(QuantisedPast):
-    """Rows in codes, of keys less their mean in each segment, in units of their spread."""
+    """Rows in codes of centred keys: less their segment's mean, in units of its spread."""
 
     def __init__(self, rows: QuantisedRows) -> None:
         super().__init__(rows)
@@ -100,7 +100,7 @@ class CentredPast(QuantisedPast):
 
 
 def past_of(rows: torch.Tensor | QuantisedRows) -> Past:
-    """Rows from `SlabStore.gather`."""
+    """Make rows from the result of `SlabStore.gather`."""
     if not isinstance(rows, QuantisedRows):
         return WidePast(*rows.unbind(2))
     return QuantisedPast(rows) if rows.moments is None else CentredPast(rows)

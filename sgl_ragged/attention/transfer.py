@@ -1,4 +1,4 @@
-"""How tensors come to kernels: rows of heads that lie together."""
+"""Memory layout of tensors for kernels: contiguous rows of heads."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ RowCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, tupl
 
 
 def head_rows(x: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if all but its first stride are those of a contiguous one, else a contiguous copy."""
+    """Return the tensor if only its first stride may differ from a contiguous one, else a contiguous copy."""
     return x if x[0].is_contiguous() else x.contiguous()

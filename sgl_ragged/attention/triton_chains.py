@@ -1,9 +1,9 @@
 """Chains of drafts for the Triton operations, described in buffers that stay where they are: a CUDA graph that verified
 other chains once can be replayed for these.
 
-What `view.chain_view` says is said here by the device alone, so all chains have as many tiles, and as many tokens to
-store. Of a chain that ends at a border, the tokens behind it are stored where nothing lies; what they see is not what
-they would, and is used by nobody.
+The device alone computes what `view.chain_view` describes, so all chains have equally many tiles, and as many tokens to
+store. Of a chain that ends at a border, the tokens after it are stored in unused places; their results are wrong
+and not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SEEN, _OPEN = TILE_COLUMNS.index("seen"), TILE_COLUMNS.index("open_length")
 
 @dataclass(frozen=True)
 class ChainBatch:
-    """Chains of a batch, all of one length.
+    """Chains of a batch, all of equal length.
 
     req_pool_indices: int64 [chains + 1 at least], rows of the request table; the last one is padding, as in `pages`.
     lists: int32 [chains, most], slots of the sealed segments that each sees.
@@ -75,8 +75,8 @@ class ChainRoom:
         self._scratch = operations.scratch(max(self._scratch_rows))
 
     def describe(self, req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: torch.Tensor) -> ChainBatch:
-        """Chains behind `prefixes` tokens of requests, integers [chains] on the device, as is `rows`, of the request
-        table. Overwrites the batch before."""
+        """Describe chains after `prefixes` tokens of requests, integers [chains], with these rows of the request table;
+        both are on the device. Overwrites the batch before."""
         count, width = len(rows), self.width
         # A decode step's new token is the first of a chain.
         view = describe.describe(req_to_token, rows, prefixes + 1, self._table, self._segment, self._view)

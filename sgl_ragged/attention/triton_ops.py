@@ -1,4 +1,4 @@
-"""The Triton operations: what runs on GPUs. No step waits for the device.
+"""The Triton operations, for GPUs. No step waits for the device.
 
 Decode describes its batch in buffers that stay where they are, so that a CUDA graph captured once can be replayed for
 other requests. Extend copies one table to the device per batch, whatever the number of layers.
@@ -63,7 +63,7 @@ class TritonExtendBatch(ExtendBatch):
 
 
 class TritonOps(Operations):
-    """The operations by Triton kernels.
+    """Operations by Triton kernels.
 
     Args:
         cta_map: CTAs per head for each batch bucket, made for the store's layout.
@@ -119,7 +119,7 @@ class TritonOps(Operations):
         self.reserve(max_batch)
 
     def reserve(self, max_batch: int) -> None:
-        """As in `Operations`. Replaces the buffers if they are too small, so call it before a graph is captured."""
+        """Make room as in `Operations`. Replaces buffers that are too small, so call it before a graph is captured."""
         if max_batch <= self._max_batch:
             return
         store, device = self.store, self.store.slabs.device
@@ -147,7 +147,7 @@ class TritonOps(Operations):
         return self._opens[layer] is None
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
-        """Buffers that stay where they are: a view overwrites the one before."""
+        """Return buffers at fixed addresses; each view overwrites the one before."""
         if batch > self._max_batch:
             raise RuntimeError(f"a batch of {batch} requests does not fit the buffers, {self._max_batch}")
         return self._view
@@ -155,7 +155,7 @@ class TritonOps(Operations):
     def describe_decode(
         self, req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor
     ) -> TritonDecodeBatch:
-        """As in `Operations`, in one launch."""
+        """Run the step of `Operations` in one launch."""
         room, tails = self.room(len(rows), seq_lens_cpu), self.store.tails
         view = describe.describe(req_to_token, rows, seq_lens, tails.table, tails.segment, room, self.in_view)
         return self.decode_batch(view)
@@ -181,31 +181,31 @@ class TritonOps(Operations):
         in_tails: tuple[torch.Tensor, torch.Tensor],
         in_chunks: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As in `Operations`, in one launch."""
+        """Run the step of `Operations` in one launch."""
         rows, table = view.req_pool_indices, self.store.tails.table
         return describe_chunks.describe_chunks(view.pages, rows, table, before, behind, in_tails, in_chunks)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int
     ) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
-        """Work of each layer's CTAs in prefill, and scratch for parts. Few tiles with a long history divide heads."""
+        """Return each layer's CTA work in prefill, and scratch. Few tiles with a long history divide heads."""
         long = most_seen * self.store.layout.segment >= LONG_CONTEXT
         return self.divided(num_tiles) if long else (self._whole, None)
 
     def divided(self, num_tiles: int) -> tuple[tuple[LayerWork, ...], tuple[torch.Tensor, torch.Tensor] | None]:
-        """Work and scratch where heads are divided; whole heads if there are no tiles, or too many for that."""
+        """Return work and scratch for divided heads; for whole heads if there are no tiles, or too many."""
         work, rows = self.division(num_tiles)
         return work, self.scratch(rows)
 
     def division(self, num_tiles: int) -> tuple[tuple[LayerWork, ...], int]:
-        """As `divided`, with the rows of scratch that it takes."""
+        """Return work as `divided` does, and the rows of scratch that it takes."""
         if not 0 < num_tiles <= self._few_tiles:
             return self._whole, 0
         work = self._chunk_work[num_tiles - 1]
         return work, num_tiles * max(len(layer.ctas) for layer in work) * self.extend_tile.block_m
 
     def scratch(self, rows: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of so many rows; None of none."""
+        """Return scratch for `rows` query rows; None if 0."""
         device, dim = self.store.slabs.device, self.store.layout.head_dim
         sizes = rows * dim, rows
         partial, lse = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
@@ -219,7 +219,7 @@ class TritonOps(Operations):
         prefixes_cpu: Sequence[int],
         width: int,
     ) -> ChainBatch:
-        """As in `Operations`, on the device alone, in buffers that stay where they are."""
+        """Describe a batch as in `Operations`, on the device alone, in buffers at fixed addresses."""
         if len(rows) > self._max_batch:
             raise RuntimeError(f"a batch of {len(rows)} chains does not fit the buffers, {self._max_batch}")
         if self._chains is None or self._chains.width != width:
@@ -259,13 +259,13 @@ class TritonOps(Operations):
         return torch.empty_like(queries, memory_format=torch.contiguous_format)
 
     def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As in `Operations`; of `gate`, `FoldedGate.features`, [tokens, features + heads]."""
+        """Return inputs as in `Operations`; for `gate`, `FoldedGate.features`, [tokens, features + heads]."""
         if not self._gates:
             return super().token_inputs(layer, hidden_states)
         return self._gates[layer].features(hidden_states)
 
     def made_up_inputs(self, tokens: int) -> torch.Tensor | None:
-        """Like `token_inputs` and `scorer_inputs`, to compile kernels with; None where the scorer needs nothing."""
+        """Return made-up scorer inputs to compile kernels with; None if the scorer needs none."""
         store = self.store
         if self._gates:
             return self._gates[0].weights.new_ones((tokens, len(self._gates[0].weights)))
@@ -274,7 +274,7 @@ class TritonOps(Operations):
         return store.tails.inputs.new_ones((tokens, store.layout.num_heads, store.tails.inputs.shape[-1]))
 
     def _gate_inputs(self, layer: int, scorer_inputs: torch.Tensor | None) -> GateInputs | None:
-        """What the append kernel takes, if these are features."""
+        """Return the append kernel's arguments if the inputs are features."""
         if scorer_inputs is None or scorer_inputs.dim() != 2:
             return None
         return GateInputs(scorer_inputs, self._gates[layer].output, self.store.tails.inputs)
@@ -378,7 +378,7 @@ class TritonOps(Operations):
     def newest(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, scorer_inputs: torch.Tensor | None = None
     ) -> Newest:
-        """What a decode step writes to the tails, from the arguments of `decode`."""
+        """Return the values that a decode step writes to the tails, from the arguments of `decode`."""
         scales = self.store.kv_scales[layer] if self.store.fp8 else None
         return Newest(head_rows(keys), head_rows(values), scales, self._gate_inputs(layer, scorer_inputs))
 
@@ -425,7 +425,7 @@ class TritonOps(Operations):
 
 
 def _opens(bands: tuple[Band, ...], device: torch.device) -> torch.Tensor | None:
-    """int32 [heads], 1 for heads that attend to the open segment here; None where all heads of the layer are whole."""
+    """Return int32 [heads], 1 for heads that attend to the open segment here; None if all heads are whole."""
     if not any(band.partial for band in bands):
         return None
     opens = {head: band.attends_open for band in bands for head in band.heads}

@@ -15,12 +15,12 @@ from sgl_ragged.mem_pool.segments import Finished, InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 ROWS_BYTES = 128 << 20
-"""Of whole segments that are copied at a time to be corrected."""
+"""Bytes of whole segments that are copied at a time to be corrected."""
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """Heads as kernels see them, those of one layer or of all.
+    """Head tables for kernels, of one layer or of all layers.
 
     kept: int32 [heads], rows of each sealed segment that are stored here. most_kept: the largest of them, at least 1.
     key_blocks: int64 [heads], where a head's keys start in a slab, in blocks of 16 elements.
@@ -54,7 +54,7 @@ def layer_heads(layout: SlabLayout, device: torch.device) -> list[HeadTable]:
 
 
 class Whole:
-    """Heads that keep every token, in order, of as many segments as were asked for: what is the same for all of them.
+    """Constants for heads that keep every token in order, for the largest number of segments so far.
 
     kept, key_blocks: as `HeadTable` has them. numbers: int32 [segments], 0, 1, .. positions: int32 [segments, heads,
     S], in order.
@@ -67,7 +67,7 @@ class Whole:
         self.numbers = self.positions = torch.empty(0, dtype=torch.int32, device=device)
 
     def of(self, segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`numbers` and `positions` of so many."""
+        """Return `numbers` and `positions` for `count` segments."""
         if len(self.numbers) < segments:
             self.numbers = torch.arange(segments, dtype=torch.int32, device=self.kept.device)
             order = torch.arange(self._segment, dtype=torch.int32, device=self.kept.device)
@@ -122,7 +122,7 @@ class TritonSealer:
 
 
 def _parts(source: seal.Source, layout: SlabLayout, segments: int) -> list[slice]:
-    """Runs of segments whose rows may be held at a time."""
+    """Yield runs of segments whose rows fit in scratch at a time."""
     each = source.num_heads * 2 * layout.segment * layout.head_dim * source.keys.element_size()
     most = max(ROWS_BYTES // each, 1)
     return [slice(first, first + most) for first in range(0, segments, most)]

@@ -1,6 +1,6 @@
-"""Kernels are compiled when the server starts: a variant that is missing here keeps a request waiting for seconds.
+"""Compile kernels when the server starts; a variant that is missing here delays a request by seconds.
 
-Triton compiles anew for other dtypes, constants, absent arguments, and numbers that divide by 16 or do not.
+Triton compiles another variant for other dtypes, constants, absent arguments, and numbers that divide by 16 or do not.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def warm_up(operations: TritonOps) -> None:
 def _attention(
     operations: TritonOps, layer: int, table: torch.Tensor, row: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> None:
-    """Variants of attention alone: with and without log-sum-exps, and chunks for which heads are divided.
+    """Launch variants of attention: with and without log-sum-exps, and chunks for which heads are divided.
 
-    Learned sinks, retrieval and split heads ask for log-sum-exps; the model says so when it runs.
+    Learned sinks, retrieval and split heads need log-sum-exps, which is known when the model runs.
     """
     newest = operations.newest(layer, keys, keys, operations.made_up_inputs(1))
     keys, _ = operations.to_cache(layer, keys, keys)

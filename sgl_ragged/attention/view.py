@@ -1,7 +1,7 @@
-"""Which segments, slots and tokens each query sees: the only place where positions become these.
+"""Views: the segments, slots and tokens that each query sees. No other code turns positions into these.
 
-Slots are those of `SegmentTable`. What lies in a slot is a sealed
-segment; the tokens behind the last sealed segment are open: they lie in the request's tail. Kernels and torch code take
+Slots are those of `SegmentTable`. A slot holds a sealed
+segment; the tokens after the last sealed segment are open: they are in the request's tail. Kernels and torch code take
 views and know nothing of positions. A view's lists of slots may leave segments out, and may differ between the pieces
 of one chunk.
 """
@@ -27,7 +27,7 @@ Seen = Callable[[int, int], Sequence[int] | None]
 
 @dataclass(frozen=True)
 class DecodeView:
-    """One query per request, padding included. All on one device.
+    """View of one query per request, padding included. All tensors are on one device.
 
     req_pool_indices: int64 [batch], rows of SGLang's table. pages: int32 [batch, K], of the open segments
         (`Tails.pages`).
@@ -48,12 +48,12 @@ class DecodeView:
         return len(self.req_pool_indices)
 
     def __getitem__(self, requests: slice) -> DecodeView:
-        """The view of some of the requests; shares memory."""
+        """Return the view of a part of the requests; shares memory."""
         return DecodeView(*(getattr(self, name)[requests] for name in self.__dataclass_fields__))
 
     @classmethod
     def empty(cls, batch: int, most: int, tails: Tails) -> DecodeView:
-        """Room for `decode_view` to write a batch to: zeros, which are padding."""
+        """Allocate buffers for `decode_view`: zeros, which are padding."""
         device = tails.table.device
         req_pool_indices = torch.zeros(batch, dtype=torch.int64, device=device)
         open_offsets, open_lengths, seen = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(3))
@@ -100,18 +100,18 @@ def decode_view(
 
 
 def most_seen(lengths: torch.Tensor, segment: int, in_view: torch.Tensor | None = None) -> int:
-    """The most segments that one of some requests sees; lengths on the host, with the new token, `in_view` as there."""
+    """Return the most segments that a request of the batch sees; lengths are on the host and count the new token."""
     return int(seen_segments(lengths.max()[None], segment, in_view)[0])
 
 
 def seen_segments(lengths: torch.Tensor, segment: int, in_view: torch.Tensor | None = None) -> np.ndarray:
-    """int64 [batch]: sealed segments that each request of a decode batch sees; arguments as in `most_seen`."""
+    """Return the sealed segments that each request of a decode batch sees, int64 [batch]; see `most_seen`."""
     sealed = np.maximum(lengths.numpy() - 1, 0) // segment
     return sealed if in_view is None else np.minimum(sealed, in_view.shape[1])
 
 
 def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int], tails: Tails) -> InTails | None:
-    """The segments that a decode step fills, if any. Does not wait for the device.
+    """Return the segments that a decode step fills, if any. Does not wait for the device.
 
     Args:
         rows: integers [batch], on the device. lengths: tokens of each request with the new one, on the host.
@@ -128,11 +128,11 @@ def filled(req_to_token: torch.Tensor, rows: torch.Tensor, lengths: Sequence[int
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a chunk that lie in one segment: their queries see the same sealed segments.
+    """Tokens of a chunk in one segment, whose queries see equal sealed segments.
 
     request: its index in the batch. segment_index: the segment's, in its sequence.
     first_token: index in the batch of the first token. tokens: how many there are.
-    offset: of the first token in the segment: as many tokens of the segment are in the tail already.
+    offset: place of the first token in the segment, which is the number of its tokens in the tail already.
     finished: whether the chunk ends the segment.
     listed: which of the view's lists the queries see. seen: how many slots of it.
     """
@@ -154,7 +154,7 @@ the piece's rows in this tile; slots that it sees; tokens of its segment that ar
 
 @dataclass(frozen=True)
 class ExtendView:
-    """Chunks of several requests. Tokens are numbered through the batch, requests in batch order.
+    """View of chunks of several requests. Tokens are numbered through the batch, requests in batch order.
 
     req_pool_indices: int64 [requests], rows of SGLang's table.
     pages: int32 [requests, most], slots of each request's segments, those included that its chunk finishes or leaves
@@ -179,7 +179,7 @@ class ExtendView:
 
     @functools.cached_property
     def open_copies(self) -> np.ndarray:
-        """int32 [copies, 3] of (token, request, offset): tokens of segments that their tails hold already.
+        """Tokens of segments that their tails hold already, int32 [copies, 3] of (token, request, offset).
 
         They are written before anything is sealed.
         """
@@ -187,18 +187,18 @@ class ExtendView:
 
     @functools.cached_property
     def rest_copies(self) -> np.ndarray:
-        """Like `open_copies`: tokens of segments that are open afterwards. Written once tails are read."""
+        """Tokens of segments that are open afterwards, like `open_copies`; written once tails are read."""
         return _copies([piece for piece in self.pieces if not piece.offset and not piece.finished])
 
     @functools.cached_property
     def open_segments(self) -> np.ndarray:
-        """int32 [2, requests]: indices of the segments that are open before each chunk and behind it."""
+        """Indices of the segments that are open before and after each chunk, int32 [2, requests]."""
         before = np.array(self.prefixes, np.int32)
         behind = before if self.uncertain else before + np.array(self.lengths, np.int32)
         return np.stack([before, behind]) // self.segment
 
     def begun(self, tokens: int) -> list[tuple[int, int]]:
-        """(request, index among its open segment's pages) of pages that the chunks are the first to write to.
+        """Pages that the chunks are the first to write to, as (request, index among its open segment's pages).
 
         tokens: of an open segment that a page holds.
         """
@@ -212,25 +212,25 @@ class ExtendView:
 
     @functools.cached_property
     def tail_seals(self) -> np.ndarray:
-        """int32 [segments, 2] of (request, segment index): finished, and in tails once `open_copies` are in."""
+        """Finished segments in tails, after `open_copies`, int32 [segments, 2] of (request, segment index)."""
         found = [(p.request, p.segment_index) for p in self.pieces if p.finished and p.offset]
         return np.array(found, np.int32).reshape(-1, 2)
 
     @functools.cached_property
     def chunk_seals(self) -> np.ndarray:
-        """int32 [segments, 3] of (request, segment index, first token): finished segments that lie in their chunks."""
+        """Finished segments inside chunks, int32 [segments, 3] of (request, segment index, first token)."""
         found = [(p.request, p.segment_index, p.first_token) for p in self.pieces if p.finished and not p.offset]
         return np.array(found, np.int32).reshape(-1, 3)
 
     @functools.cached_property
     def chunk_runs(self) -> list[slice]:
-        """Of `chunk_seals`, those that lie one behind the other."""
+        """Runs of `chunk_seals` that are adjacent."""
         found = self.chunk_seals[:, 2]
         borders = [0, *(np.flatnonzero(np.diff(found) != self.segment) + 1).tolist(), len(found)]
         return [slice(start, stop) for start, stop in itertools.pairwise(borders) if stop > start]
 
     def tiles(self, q_per_kv: int, block_m: int) -> np.ndarray:
-        """int32 [tiles, len(TILE_COLUMNS)], those with the longest history first.
+        """Tiles, int32 [tiles, len(TILE_COLUMNS)], those with the longest history first.
 
         A tile has `block_m` rows, pairs of a token and a query head.
         """
@@ -264,10 +264,10 @@ def extend_view(
 def chain_view(
     req_to_token: torch.Tensor, rows: torch.Tensor, prefixes: Sequence[int], width: int, segment: int
 ) -> ExtendView:
-    """Describe chains of `width` tokens, which may yet be rejected, behind `prefixes` tokens of their requests.
+    """Describe chains of `width` tokens, which may yet be rejected, after `prefixes` tokens of their requests.
 
-    A chain ends at the border of the open segment: what lies behind it sees that segment sealed, and whether its tokens
-    are accepted is not known. Tokens of a batch behind a border are in no piece: they are neither stored nor attend.
+    A chain ends at the border of the open segment: tokens after it see that segment sealed, whose tokens may not be
+    accepted yet. Tokens of a batch after a border are in no piece: they are neither stored nor attend.
 
     Args:
         req_to_token, rows: as in `decode_view`.
@@ -287,7 +287,7 @@ def _view(
     seen: Seen | None = None,
     uncertain: bool = False,
 ) -> ExtendView:
-    """starts: the number of each request's first token in the batch."""
+    """Return pieces of chunks; starts: number of each request's first token in the batch."""
     pieces: list[Piece] = []
     own_lists: list[tuple[int, Sequence[int]]] = []
     for request, (prefix, length, start) in enumerate(zip(prefixes, lengths, starts, strict=True)):
@@ -318,7 +318,7 @@ def _view(
 
 
 def _lists(pages: torch.Tensor, wanted: Sequence[tuple[int, Sequence[int]]]) -> torch.Tensor:
-    """int32 [wanted, most]: the slots of some segments of a request, from its row of `pages`; then any."""
+    """Return the slots of a request's segments, int32 [wanted, most], padded with any slot."""
     requests = np.array([request for request, _ in wanted], np.int32)
     numbers = np.zeros((len(wanted), pages.shape[1]), np.int32)
     for line, (_, own) in zip(numbers, wanted, strict=True):

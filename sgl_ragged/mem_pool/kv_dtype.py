@@ -13,12 +13,12 @@ from sgl_ragged.errors import RaggedConfigError
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KV_DTYPES = (*WIDE, *FP8)
-"""What slabs and tails can hold."""
+"""Dtypes that slabs and tails can hold."""
 
 
 @dataclass(frozen=True)
 class KvScales:
-    """Factors of the numbers that one layer stores in FP8; a wide cache does not look at them.
+    """Factors of the numbers that one layer stores in FP8; a wide cache does not use them.
 
     Raises:
         RaggedConfigError: a scale is not a positive number that can be divided by.
@@ -37,7 +37,7 @@ class KvScales:
 
 
 def describe_scales(scales: Sequence[KvScales]) -> str:
-    """The smallest and largest scale of all layers, in words."""
+    """Return the smallest and largest scale of all layers, in words."""
     keys, values = [one.keys for one in scales], [one.values for one in scales]
     return f"scales of keys {min(keys):g} to {max(keys):g}, of values {min(values):g} to {max(values):g}"
 
@@ -47,12 +47,12 @@ def is_fp8(dtype: torch.dtype) -> bool:
 
 
 def beside_cache(cache: torch.dtype, model: torch.dtype) -> torch.dtype:
-    """The dtype of queries that are kept beside a cache: the cache's, or the model's where the cache is FP8."""
+    """Return the dtype of queries that are stored for scorers: the cache's, or the model's if the cache is FP8."""
     return model if is_fp8(cache) else cache
 
 
 def to_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """x / scale in FP8. What is too large becomes the largest number, whose sign it keeps; NaN stays NaN.
+    """Return x / scale in FP8, saturated to the largest number with its sign; NaN stays NaN.
 
     It is multiplied by the reciprocal, in float32, as in `attention.kernels.quantize_fp8`: so both give the same bits.
     """
@@ -61,7 +61,7 @@ def to_fp8(x: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def movable(x: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype for which torch has every operation that moves elements: FP8 as bytes."""
+    """View a tensor in a dtype for which torch can move elements: FP8 as bytes, any other dtype unchanged."""
     return x.view(torch.uint8) if is_fp8(x.dtype) else x
 
 

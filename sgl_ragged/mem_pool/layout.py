@@ -1,4 +1,4 @@
-"""Slab layout: where each head's kept rows lie inside the storage of one sealed segment.
+"""Slab layout: the position of each head's kept rows in the storage of one sealed segment.
 
 Budgets are static, so all sealed segments of a model have the same inner layout: one table of offsets
 addresses every one of them. Offsets are in elements: numbers of the KV dtype, or bytes where rows are quantised.
@@ -18,7 +18,7 @@ from sgl_ragged.profiles.budgets import UNIT, check_segment
 
 @dataclass(frozen=True)
 class Band:
-    """Heads of one layer that store equally much and lie side by side in the slab.
+    """Heads of one layer that store equally many rows and are adjacent in the slab.
 
     The band's storage starts at element `offset`, relative to the layer's start: for each of its heads what the format
     says (`SlabFormat`), [len(heads), 2 (K, V), kept, head_dim] if that is wide. Attention and sealing treat a band as
@@ -34,7 +34,7 @@ class Band:
 
     @property
     def partial(self) -> bool:
-        """True if other ranks store, or may store, more of these heads: attention here is a part of theirs."""
+        """True if other ranks store, or may store, more of these heads: attention on this rank is a part of theirs."""
         return self.kept < self.total
 
     @property
@@ -54,7 +54,7 @@ class SlabLayout:
         total: like `kept`, what the head keeps on all ranks together, or None where that is all stored here.
         first: like `kept`, how many of those are stored on lower ranks; with `total`.
         full_heads: heads that an uncompressed cache would store here, or None for all of these.
-        form: how kept rows lie in the slab.
+        form: format of kept rows in the slab.
     """
 
     kept: np.ndarray
@@ -85,13 +85,13 @@ class SlabLayout:
 
     @property
     def totals(self) -> np.ndarray:
-        """int64 [num_layers, num_heads]: what heads keep, here and on other ranks."""
+        """Rows that heads keep on all ranks, int64 [num_layers, num_heads]."""
         assert self.total is not None
         return self.total
 
     @property
     def firsts(self) -> np.ndarray:
-        """int64 [num_layers, num_heads]: how many of those are stored on lower ranks."""
+        """Rows of heads that are stored on lower ranks, int64 [num_layers, num_heads]."""
         assert self.first is not None
         return self.first
 
@@ -124,7 +124,7 @@ class SlabLayout:
         return tuple(layers)
 
     def part_elems(self, kept: int) -> int:
-        """Elements of the part of a head that keeps this many tokens."""
+        """Return the elements of the part of a head that keeps `kept` tokens."""
         return self.form.part_elems(kept, self.head_dim)
 
     @cached_property
@@ -159,11 +159,11 @@ class SlabLayout:
         return self.key_offset + self.kept * self.form.key_elems(self.head_dim)
 
     def slab_bytes(self, itemsize: int) -> int:
-        """Bytes of one slab beside a KV dtype of `itemsize` bytes."""
+        """Return the bytes of one slab for a KV dtype of `itemsize` bytes."""
         return self.slab_elems * self.form.itemsize(itemsize)
 
     def full_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes that one token takes in an uncompressed cache."""
+        """Return the bytes of one token in an uncompressed cache."""
         return self.num_layers * 2 * (self.full_heads or self.num_heads) * self.head_dim * itemsize
 
     @property
@@ -172,5 +172,5 @@ class SlabLayout:
         return float(self.kept.sum()) / (self.num_layers * (self.full_heads or self.num_heads)) / self.segment
 
     def byte_share(self, itemsize: int) -> float:
-        """Kept / full bytes of a sealed segment, beside a KV dtype of `itemsize` bytes."""
+        """Return kept / full bytes of a sealed segment, for a KV dtype of `itemsize` bytes."""
         return self.slab_bytes(itemsize) / self.full_bytes_per_token(itemsize) / self.segment

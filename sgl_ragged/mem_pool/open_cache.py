@@ -1,8 +1,8 @@
-"""Open segments that nobody fills any more, kept for whoever goes on with the same tokens. Without SGLang.
+"""Cache of open segments of ended requests, for requests that continue their tokens. Without SGLang.
 
 An open segment is uncompressed, so keys and values in it are functions of the tokens before them, and any of its
-beginnings is of use. Entries belong to the sealed prefix behind which they lie; of several, the one is found that has
-most tokens in common with what is asked for. Those that were used longest ago go first.
+beginnings is of use. Entries belong to the sealed prefix that they follow; a lookup finds the one that
+shares most tokens with the request. The least recently used entries are evicted first.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ LEAST_TOKENS = 16
 may never be asked again. A conversation that has ended behind a border is found to its last token."""
 
 MOST_BRANCHES = 32
-"""Entries behind one prefix: each is compared with what is asked for."""
+"""Most entries per prefix, since a lookup compares each of them."""
 
 Key = tuple[int, Hashable, bytes]
 
 
 @dataclass(eq=False)
 class Entry:
-    """tokens: int64 [count], behind the prefix. pages: int64 [n], which hold them; the entry's until it is dropped."""
+    """tokens: int64 [count] after the prefix. pages: int64 [n] that hold them and belong to the entry."""
 
     key: Key
     tokens: np.ndarray
@@ -37,7 +37,7 @@ class Entry:
 
 
 class OpenCache:
-    """See above; everything but the contents of pages is on the host.
+    """Cache of open segments; all data but the contents of pages is on the host.
 
     `num_pages`: of all entries. `reused_tokens`: found and used since the start.
     """
@@ -58,11 +58,11 @@ class OpenCache:
 
     @staticmethod
     def least(prefix: int) -> int:
-        """Tokens that are worth a search behind so many sealed ones."""
+        """Return the fewest tokens that are worth a lookup after a prefix of `prefix` sealed tokens."""
         return 1 if prefix else LEAST_TOKENS
 
     def find(self, prefix: int, name: Hashable, tokens: array, end: int) -> tuple[Entry, int] | None:
-        """The entry that goes on longest with a sequence, and for how many tokens, if it is worth it.
+        """Return the entry that continues a sequence longest, and for how many tokens; None if too few.
 
         Args:
             prefix: tokens that are sealed. name: which sequences may share.
@@ -77,7 +77,7 @@ class OpenCache:
         return found
 
     def holds(self, key: Key, tokens: np.ndarray) -> bool:
-        """True if an entry of this key begins with these tokens; it is used then."""
+        """Return True if an entry of this key begins with these tokens; marks it as used."""
         found = self._longest(key, tokens)
         if found is None or found[1] < len(tokens):
             return False
@@ -85,7 +85,7 @@ class OpenCache:
         return True
 
     def _longest(self, key: Key, tokens: np.ndarray) -> tuple[Entry, int] | None:
-        """The entry of a key that has most tokens in common with others, and how many."""
+        """Return the entry of a key that shares most leading tokens, and their number."""
         common = [(entry, _common(entry.tokens, tokens)) for entry in self._entries.get(key, ())]
         return max(common, key=lambda one: one[1], default=None)
 
@@ -93,16 +93,16 @@ class OpenCache:
         entry.used = next(self._clock)
 
     def has(self, prefix: int, name: Hashable, tokens: array, end: int) -> bool:
-        """True if an entry holds all tokens from `prefix` to `end`."""
+        """Return True if an entry holds all tokens from `prefix` to `end`."""
         found = self.find(prefix, name, tokens, end)
         return found is not None and found[1] == end - prefix
 
     def add(self, prefix: int, name: Hashable, tokens: array, end: int, pages: torch.Tensor) -> list[Entry]:
-        """Keep tokens from `prefix` to `end`, which lie in `pages`. Returns the entries that are dropped for it."""
+        """Add an entry for tokens `prefix` to `end` in `pages`. Returns the entries that are dropped for it."""
         return self.put(_key(prefix, name, tokens), np.array(tokens[prefix:end], np.int64), pages)
 
     def put(self, key: Key, tokens: np.ndarray, pages: torch.Tensor, spared: Collection[Entry] = ()) -> list[Entry]:
-        """Keep an entry of another cache, in other pages; those spared are not dropped for it, else as `add`."""
+        """Add an entry of another cache in other pages, as `add` does, without dropping those in `spared`."""
         entry = Entry(key, tokens, pages)
         self.touch(entry)
         others = self._entries.setdefault(key, [])
@@ -118,7 +118,7 @@ class OpenCache:
         return [*covered, *oldest]
 
     def remove(self, entry: Entry) -> None:
-        """Drop an entry; its pages are the caller's."""
+        """Drop an entry; the caller owns its pages."""
         others = self._entries[entry.key]
         others.remove(entry)
         if not others:
@@ -130,7 +130,7 @@ class OpenCache:
         self.num_pages -= len(entry.pages)
 
     def oldest(self, pages: int, spared: Collection[Entry] = ()) -> list[Entry]:
-        """Entries that were used longest ago, with so many pages if there are so many; none of those spared."""
+        """Return the least recently used entries with `count` pages in all, or fewer; none of those in `spared`."""
         every = sorted((one for own in self._entries.values() for one in own), key=lambda one: one.used)
         found: list[Entry] = []
         for entry in every:
@@ -143,7 +143,7 @@ class OpenCache:
 
 
 def _common(first: np.ndarray, second: np.ndarray) -> int:
-    """Tokens with which both begin."""
+    """Return the number of leading tokens that both share."""
     length = min(len(first), len(second))
     differ = np.flatnonzero(first[:length] != second[:length])
     return int(differ[0]) if len(differ) else length

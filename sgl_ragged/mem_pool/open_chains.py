@@ -1,4 +1,4 @@
-"""Pages of open segments behind which chains of drafts lie, and when such a segment ends. Without SGLang.
+"""Pages of open segments with chains of drafts, and the end of such segments. Without SGLang.
 
 How much of a chain is accepted is known late: where batches overlap, pages for the next chain are allocated while this
 one is computed. So pages are put aside for whatever may be accepted, and are given to the open segment when the next
@@ -23,7 +23,7 @@ Seal = Callable[[torch.Tensor, Sequence[int]], None]
 
 
 class OpenChains:
-    """See above. A chain ends at the border of its segment, so of each request at most one segment ends with it.
+    """Pages of open segments with chains. A chain ends at a segment border, so it fills at most one segment.
 
     width: tokens of a chain. ahead: how many tokens more than SGLang says a request may have when its next chain
     begins: `width` where batches overlap, else 0.
@@ -43,23 +43,23 @@ class OpenChains:
 
     @property
     def spare(self) -> int:
-        """Pages that are put aside."""
+        """Pages that are set aside."""
         return sum(self._spare.values())
 
     def most_pages(self) -> int:
-        """Pages that one request needs at most beside one for each of its segments."""
+        """Return the most pages that a request needs in addition to one per segment."""
         return self._open.pages.most + self._of_chain(0)
 
     def demand(self, rows: Sequence[int], lengths: Sequence[int]) -> int:
-        """Pages to be put aside for requests with these rows, which have `lengths` tokens as far as SGLang knows.
+        """Return the pages to set aside for requests in `rows`, which have `lengths` tokens as far as SGLang knows.
 
         Whether a chain that comes to its segment's border fills it is known once its tokens are accepted: it has the
-        stage by then. What lies behind the border needs no page, since it is computed anew when that segment is sealed.
+        stage by then. Tokens after the border need no page, since they are computed again when that segment is sealed.
         """
         return sum(map(self._demand, rows, lengths))
 
     def reserve(self, rows: Sequence[int], lengths: Sequence[int], pages: torch.Tensor) -> None:
-        """Put `pages`, int64 [demand], aside."""
+        """Set `pages`, int64 [demand], aside."""
         cells = list[tuple[int, int]]()
         for row, length in zip(rows, lengths, strict=True):
             has, more = self._spare.get(row, 0), self._demand(row, length)
@@ -73,7 +73,7 @@ class OpenChains:
         """Chains begin behind `lengths` tokens of requests, which all count: what they end is sealed, and their open
         segments get pages of those put aside. rows: integers [requests], on the device.
 
-        Of requests that have ended while the batch was prepared, nobody needs what is computed.
+        Of requests that have ended while the batch was prepared, the results are not needed.
         """
         segment = self._open.pages.segment
         gone = [row for row in rows_cpu if row not in self._number]
@@ -95,7 +95,7 @@ class OpenChains:
             self._open.more([row for row, _ in running], counts, self._aside[self._to_device(cells)])
 
     def settle(self, row: int, tokens: int) -> None:
-        """A request has ended, and so many of its tokens count: they may end its segment, with no chain behind it."""
+        """Seal the last segment of an ended request if its `tokens` tokens fill it, with no chain after it."""
         number = self._number.get(row)
         if number is None or tokens // self._open.pages.segment <= number:
             return
@@ -108,23 +108,23 @@ class OpenChains:
         return self._number.get(row, 0) > tokens // self._open.pages.segment
 
     def may_end(self, tokens: int) -> bool:
-        """True if what is computed now may fill the open segment of a request with so many tokens."""
+        """Return True if the running step may fill the open segment of a request with `tokens` tokens."""
         return tokens % self._open.pages.segment + self.ahead >= self._open.pages.segment
 
     def release(self, row: int) -> torch.Tensor:
-        """Pages put aside for a request that ends, int64: they are the caller's."""
+        """Return pages that were set aside for a request that ends, int64; the caller owns them."""
         self._number.pop(row, None)
         return self._aside[row, : self._spare.pop(row, 0)].clone()
 
     def _end(self, rows: torch.Tensor, rows_cpu: Sequence[int], lengths: Sequence[int]) -> None:
-        """Requests have filled their open segments, those of 0 tokens excepted."""
+        """Commit open segments that requests have filled; requests with 0 tokens have filled none."""
         self._seal(rows, lengths)
         full = {row: length for row, length in zip(rows_cpu, lengths, strict=True) if length}
         self._open.commit(list(full), list(full.values()))
         self._number.update((row, length // self._open.pages.segment) for row, length in full.items())
 
     def _demand(self, row: int, length: int) -> int:
-        """Whatever is accepted of the chain that is computed now, up to the border."""
+        """Return the most tokens that the running chain can add before the border."""
         number, place = divmod(length, self._open.pages.segment)
         last = place + self.ahead
         # What has ended already keeps its pages until they are read no more.
@@ -135,7 +135,7 @@ class OpenChains:
         return max(needed - self._spare.get(row, 0), 0)
 
     def _of_chain(self, place: int) -> int:
-        """Pages beside its own of an open segment with a chain at this place."""
+        """Return the extra pages of an open segment with a chain at this place."""
         pages, stop = self._open.pages, place + self.width
         return pages.most if stop >= pages.segment else pages.extra(stop)
 

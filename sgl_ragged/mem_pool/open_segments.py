@@ -1,4 +1,4 @@
-"""Which pages open segments have: how many is known on the host, which ones on the device. Without SGLang.
+"""Pages of open segments: their number is known on the host, their indices on the device. Without SGLang.
 
 Pages are handed out batch by batch, before the batch is described, and go back when the segment is sealed. They are
 read until then: a batch that finishes a segment leaves its pages to the next batch, which may write to them.
@@ -28,7 +28,7 @@ Cell = tuple[int, int, int]
 
 @dataclass
 class _Changes:
-    """What a batch changes: pages for these cells, rows whose segment is finished, pages that go back behind it."""
+    """Changes of a batch: cells that get pages, rows whose segment is finished, cells whose pages go back after it."""
 
     first: list[Cell] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class _Changes:
 
 
 class OpenSegments:
-    """See above.
+    """Pages of all open segments of a pool.
 
     `store` has the tails, whose table is written, and counts the batches that have been described. `kept`: those of
     requests that have ended, where the radix cache keeps any. `chains`: of drafts, where requests have any. `on_copy`:
@@ -70,12 +70,12 @@ class OpenSegments:
 
     @property
     def held(self) -> int:
-        """Pages that requests have beside one for each of their segments."""
+        """Pages that requests have in addition to one per segment."""
         return sum(self._held.values())
 
     @property
     def returning(self) -> int:
-        """Pages that nobody will read any more."""
+        """Number of pages that no batch will read again."""
         return sum(len(pages) for batch, pages in self._retired if batch < self.store.batches)
 
     @property
@@ -85,18 +85,18 @@ class OpenSegments:
         return self.held + spare + sum(len(pages) for _, pages in self._retired) - self.returning
 
     def take_back(self) -> list[torch.Tensor]:
-        """Pages that nobody will read any more, int64 each; they are the caller's then."""
+        """Return pages that no batch will read again, int64 each; the caller owns them."""
         now = self.store.batches
         back = [pages for batch, pages in self._retired if batch < now]
         self._retired = [(batch, pages) for batch, pages in self._retired if batch >= now]
         return back
 
     def extend_demand(self, prefixes: Sequence[int], ends: Sequence[int]) -> int:
-        """Pages that chunks from positions `prefixes` to `ends` need beside one for each segment that they begin."""
+        """Return the pages that chunks from `prefixes` to `ends` need in addition to one per new segment."""
         return sum(map(self._extend_demand, prefixes, ends))
 
     def decode_demand(self, lengths: Sequence[int]) -> int:
-        """The same for one token each, with which requests have `lengths` tokens."""
+        """Return the pages for one new token each, with which requests have `lengths` tokens."""
         return sum(map(self._decode_demand, lengths))
 
     def _extend_demand(self, prefix: int, end: int) -> int:
@@ -144,11 +144,11 @@ class OpenSegments:
         self._write(changes, pages)
 
     def held_by(self, row: int) -> int:
-        """Pages that a request's open segment has beside its own."""
+        """Return the extra pages of a request's open segment."""
         return self._held.get(row, 0)
 
     def more(self, rows: Sequence[int], counts: Sequence[int], pages: torch.Tensor) -> None:
-        """Hand out `pages`, int64 [sum of counts], to open segments of requests behind those that they have."""
+        """Hand out `pages`, int64 [sum of counts], to open segments of requests after the pages they have."""
         changes = _Changes()
         for row, count in zip(rows, counts, strict=True):
             held = self._held.get(row, 0)
@@ -157,7 +157,7 @@ class OpenSegments:
         self._write(changes, pages)
 
     def give_none(self, rows: Sequence[int]) -> None:
-        """Let what is written behind the first page of these requests' open segments go to the page of padding."""
+        """Direct writes after the first page of these requests' open segments to the padding page."""
         (which,) = to_device([np.array(rows, np.int32)], self._tails.table.device)
         self._tails.table[which.long(), NOW] = 0
 
@@ -176,26 +176,26 @@ class OpenSegments:
 
     @property
     def reusable(self) -> int:
-        """Tokens of an open segment of which all that is needed lies in its pages."""
+        """Tokens of an open segment whose pages hold all that is needed of them."""
         return self._tails.reusable
 
     def extra_pages(self, row: int, tokens: int) -> torch.Tensor:
-        """int64: the extra pages of the first tokens of a request's open segment; they stay its own."""
+        """Return the extra pages, int64, of the first `tokens` tokens of a request's open segment, which keeps them."""
         return self._tails.table[row, NOW, : self.pages.extra(tokens)].long()
 
     def give_up(self, row: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and those behind them; all of them are the caller's."""
+        """Take the extra pages of the first `tokens` tokens, and the remaining ones; the caller owns all of them."""
         pages = self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
         return pages[: self.pages.extra(tokens)], pages[self.pages.extra(tokens) :]
 
     def adopt(self, row: int, pages: torch.Tensor) -> None:
-        """Let a request that begins have these extra pages, int64, of the segment that it goes on with."""
+        """Give a new request the extra pages, int64, of the open segment that it continues."""
         if len(pages):
             self._tails.table[row, NOW, : len(pages)] = pages.to(torch.int32)
             self._hold(row, len(pages))
 
     def release(self, row: int) -> torch.Tensor:
-        """Pages that a request leaves which ends, int64: they are the caller's."""
+        """Take the pages of a request that ends, int64; the caller owns them."""
         pages = self._tails.table[row, NOW, : self._held.pop(row, 0)].long()
         return pages if self.chains is None else torch.cat([pages, self.chains.release(row)])
 
@@ -206,7 +206,7 @@ class OpenSegments:
             self._held.pop(row, None)
 
     def _write(self, changes: _Changes, pages: torch.Tensor, batches: int | None = None) -> None:
-        """batches: how many have been described before the one that is the last to write to pages that go back."""
+        """Write changes to the table; `batches`: number of the last batch that writes to pages that go back."""
         if not (changes.first or changes.finished or changes.then):
             return
         table = self._tails.table

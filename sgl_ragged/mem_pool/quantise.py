@@ -16,12 +16,12 @@ from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
 
 
 def rotation_block(head_dim: int) -> int:
-    """The largest power of two that divides a head dimension: rotations mix dimensions in blocks of it."""
+    """Return the largest power of two that divides a head dimension: rotations mix dimensions in blocks of it."""
     return head_dim & -head_dim
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """x [..., d] in float32, times a Hadamard matrix in each block of `rotation_block(d)` dimensions.
+    """Multiply x [..., d] in float32 by a Hadamard matrix in each block of `rotation_block(d)` dimensions.
 
     The matrix is its own inverse. By sums and differences in a fixed order, so that a row's bits depend on nothing but
     the row: a product of matrices may round otherwise for other shapes.
@@ -42,17 +42,17 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def rotation_matrix(head_dim: int, device: torch.device) -> torch.Tensor:
-    """float32 [d, d]: what `rotated` multiplies by, for queries and outputs, whose last bits nothing is named by."""
+    """Return the matrix of `rotated`, float32 [d, d], for queries and outputs, whose last bits do not matter."""
     return rotated(torch.eye(head_dim, device=device))
 
 
 def largest_code(bits: int) -> int:
-    """Codes lie in [-this, this]."""
+    """Return the largest code; the smallest is its negative."""
     return 2 ** (bits - 1) - 1
 
 
 def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 like x [..., d], rotated, and scales float16 [...]: a number is its code times its row's scale.
+    """Quantise x [..., d], rotated, to codes int8 [..., d] and scales float16 [...]; code * scale is the number.
 
     The scale is rounded before it is used, so what is stored is the nearest that its own scale allows: an error of half
     a scale at most. A row of zeros has the least scale. A row with NaN has NaN as its scale, and stays NaN; what is too
@@ -65,7 +65,7 @@ def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 [..., d * bits / 8]: codes int8 [..., d] as bytes, as `SlabFormat` lays them out.
+    """Pack codes int8 [..., d] into bytes uint8 [..., d * bits / 8], as `SlabFormat` lays them out.
 
     Of four and six bits, plus 8 and 32, so that none is negative.
     """
@@ -86,7 +86,7 @@ def _folded(numbers: torch.Tensor, bits: int, block: int) -> torch.Tensor:
 
 
 def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """int8 [..., d]: the codes of bytes that `packed` made."""
+    """Unpack bytes of `packed` to codes int8 [..., d]."""
     if bits == 8:
         return stored.view(torch.int8)
     head_dim = stored.shape[-1] * 8 // bits
@@ -98,14 +98,14 @@ def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unfolded(stored: torch.Tensor, bits: int, block: int) -> torch.Tensor:
-    """The numbers that `_folded` made bytes of."""
+    """Unpack bytes of `_folded` to numbers."""
     parts = stored.unflatten(-1, (-1, block * bits // 8))
     places = range(0, 8, bits)
     return torch.stack([(parts >> place) & (2**bits - 1) for place in places], dim=-2).flatten(-3)
 
 
 def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
-    """uint8 [..., part bytes]: what heads of a slab hold of keys and values [..., kept, d]."""
+    """Return a head's part of a slab, uint8 [..., part bytes], for keys and values [..., kept, d]."""
     header = []
     if form.centred:
         moments = row_moments(keys)
@@ -118,7 +118,7 @@ def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> t
 
 
 def stored_keys(keys: torch.Tensor, form: SlabFormat) -> torch.Tensor:
-    """float32 [..., kept, d]: what keys of heads of a slab will be in this format, if these are all that is kept."""
+    """Round keys as this format stores them, float32 [..., kept, d], if these are all kept rows."""
     moments = row_moments(keys) if form.centred else None
     codes, scales = quantised(keys if moments is None else centred(keys, moments), form.key_bits)
     return _restored(codes.float(), scales.float(), moments)
@@ -134,7 +134,7 @@ def _restored(codes: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor |
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """Views of what heads of slabs hold.
+    """Views on the parts of heads in slabs.
 
     keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)]. moments:
     `row_moments` of the keys, where the format's are centred.
@@ -148,7 +148,7 @@ class QuantisedRows:
 
     @classmethod
     def of(cls, stored: torch.Tensor, kept: int, head_dim: int, form: SlabFormat) -> QuantisedRows:
-        """Of the bytes that `stored_rows` made, uint8 [..., part bytes]."""
+        """Make the views on bytes of `stored_rows`, uint8 [..., part bytes]."""
         parts = form.header_elems(head_dim), kept * form.key_elems(head_dim), kept * form.value_elems(head_dim)
         header, keys, values, scales = stored.split([*parts, stored.shape[-1] - sum(parts)], dim=-1)
         return cls(
@@ -165,9 +165,9 @@ class QuantisedRows:
         return unpacked(self.keys, self.form.key_bits).float(), self.scales[..., 0].float()
 
     def rotated_values(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `rotated_keys`, of values."""
+        """Return values as `rotated_keys` returns keys."""
         return unpacked(self.values, self.form.value_bits).float(), self.scales[..., 1].float()
 
     def restored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 keys and values [..., kept, d] that the codes stand for."""
+        """Return the keys and values of the codes, float32 [..., kept, d]."""
         return _restored(*self.rotated_keys(), self.moments), _restored(*self.rotated_values(), None)

@@ -1,7 +1,7 @@
 """Mean and spread of a head's kept keys in each channel. Torch: the oracle, and what runs on CPUs.
 
-Keys have channels that are far from zero, or much wider than others, in every token: no rotation spreads what all rows
-have in common. Taken off, four bits are enough for what is left (per channel: KIVI, 2402.02750).
+Keys have channels that are far from zero, or much wider than other channels, in every token: no rotation spreads what
+all rows share. Without that part four bits are enough (per channel: KIVI, 2402.02750).
 
 What rounding adds to a query's logits grows with a product of two sums over channels, that of the squared spreads and
 that of the squared distances from the mean in spreads. By Cauchy and Schwarz it is least where the spread is the
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 def row_moments(keys: torch.Tensor) -> torch.Tensor:
-    """float16 [..., 2 (mean, spread), d] of the keys [..., kept, d] that heads keep here of a segment.
+    """Return mean and spread, float16 [..., 2, d], of the keys [..., kept, d] that heads keep here of a segment.
 
     The spread is the square root of the root mean square of the distances from the mean, which is rounded before. A
     channel that never changes has the least. Numbers beyond float16 count as its largest, and NaN as zero: one row
@@ -34,13 +34,13 @@ def row_moments(keys: torch.Tensor) -> torch.Tensor:
 
 
 def centred(keys: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
-    """float32 like keys [..., kept, d]: less their mean, in units of their spread."""
+    """Centre keys [..., kept, d]: subtract their mean and divide by their spread, in float32."""
     mean, spread = moments.float()[..., None, :].unbind(-3)
     return (keys.float() - mean) / spread
 
 
 def _total(x: torch.Tensor) -> torch.Tensor:
-    """Sum of x [..., kept, d] over the rows, in a fixed order: equal rows have equal bits, wherever they lie.
+    """Sum x [..., kept, d] over the rows in a fixed order, so that equal rows give equal bits.
 
     Block is added to block, then half to half: what `sum` does depends on strides and shapes.
     """

@@ -23,19 +23,19 @@ class SegmentTable:
 
     @property
     def most_segments(self) -> int:
-        """Of one request, the open one among them."""
+        """Most segments of one request, the open one included."""
         return -(-self.req_to_token.shape[1] // self.segment)
 
     def first_slots(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """int32 [rows, count at most]: slots of the first segments of some rows, int64 [rows]."""
+        """Return the slots of the first `count` segments of rows, int32 [rows, at most count]; rows: int64 [rows]."""
         firsts = self.req_to_token[:, : count * self.segment : self.segment].index_select(0, rows)
         return firsts.div_(self.segment, rounding_mode="floor")
 
     def slots(self, rows: torch.Tensor | int, numbers: torch.Tensor) -> torch.Tensor:
-        """int32, of the shape to which rows and numbers of segments, integers, are broadcast together."""
+        """Return slots, int32, for rows and segment numbers, integers that broadcast together."""
         firsts = self.req_to_token[rows, numbers.long() * self.segment]
         return firsts.div_(self.segment, rounding_mode="floor")
 
     def row_slots(self, row: int, count: int) -> torch.Tensor:
-        """int64 [count]: slots of the first segments of one row."""
+        """Return the slots of the first `count` segments of one row, int64 [count]."""
         return self.req_to_token[row, : count * self.segment : self.segment].long() // self.segment

@@ -1,4 +1,4 @@
-"""Finished segments: where their tokens lie until they are sealed."""
+"""Finished segments: the place of their tokens until they are sealed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ class InTails:
 
 @dataclass(frozen=True)
 class InChunk:
-    """Segments that lie in a chunk of one layer.
+    """Finished segments inside a chunk of one layer.
 
     firsts: integers [segments], index of each segment's first token. slots, segment_indices: as in `InTails`.
     keys, values: [tokens, heads, head_dim], keys after RoPE, in the cache's dtype.
-    scorer_inputs: [tokens, heads, elements], what the scorer needs of each token beside these, if anything.
-    run: index of the first token where each segment lies behind the one before, so that nothing needs to be gathered;
-        None where they may lie anywhere.
-    places: int64 [segments, S], the index of each of their tokens, if somebody has made it.
+    scorer_inputs: [tokens, heads, elements], the scorer's inputs of each token, or None.
+    run: index of the first token if segments are adjacent, so that nothing needs to be gathered; else None.
+    places: int64 [segments, S], the index of each of their tokens, or None if it is not made yet.
     """
 
     firsts: torch.Tensor
@@ -70,13 +69,13 @@ class Sealed:
     totals: torch.Tensor
 
     def kept(self, layer: int, length: int) -> torch.Tensor:
-        """bool [segments, heads, S]: which tokens each head of a layer keeps. length: S, of a segment."""
+        """Return the tokens that each head of a layer keeps, bool [segments, heads, S]; length: S."""
         chosen, totals = self.chosen[self.layers.index(layer)], self.totals[layer]
         if chosen is None:
             shape = (len(self.segments), len(totals), length)
             return torch.ones(shape, dtype=torch.bool, device=totals.device)
         counts = torch.arange(length, device=totals.device) < totals[:, None]
-        # What is undefined goes behind the segment.
+        # Undefined positions go after the segment.
         places = torch.where(counts, chosen.long(), length)
         kept = torch.zeros((*chosen.shape[:2], length + 1), dtype=torch.bool, device=totals.device)
         return kept.scatter_(2, places, True)[..., :length]

@@ -1,4 +1,4 @@
-"""How a KV budget in bytes is divided into pages, which hold slabs and open segments, and what lies beside. Plain
+"""Divide a KV budget in bytes into pages, which hold slabs and open segments, request rows and side pages. Plain
 arithmetic."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 
 MAX_ROW_SHARE = 1 / 8
-"""Unless the user asks for more running requests, what is kept beside them takes at most this share of the KV bytes,
+"""Unless the user wants more running requests, their rows take at most this share of the KV bytes,
 and at most half of what compression frees."""
 
 TYPICAL_TOKENS = (1024, 8192)
-"""Lengths of requests for which the start-up line says how many the pool holds at once."""
+"""Lengths of requests for which the start-up line gives the number that the pool holds at once."""
 
 LOADS_TOKENS = (256, 1024, 4096, 16384)
-"""The same for `sgl-ragged layout`."""
+"""Lengths of requests in `sgl-ragged layout`."""
 
 MAX_ROWS = 2048
 """SGLang's own default number of request rows."""
@@ -29,7 +29,7 @@ _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10
 
 
 def parse_bytes(text: str) -> int:
-    """'24GiB', '512M', '1e9', '1048576' to bytes; decimal suffixes k M G T, binary Ki Mi Gi Ti, optional B."""
+    """Parse '24GiB', '512M', '1e9', '1048576' as bytes; suffixes k M G T decimal, Ki Mi Gi Ti binary, optional B."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
     if match is None or match.group(2) not in _SUFFIXES:
         raise RaggedConfigError(f"cannot read {text!r} as a number of bytes; write for example 24GiB, 512M or 1048576")
@@ -45,7 +45,7 @@ def parse_bytes(text: str) -> int:
 
 
 class SidePages(Protocol):
-    """Pages of another pool that grows with the slabs; `windows.sizes.WindowNeeds` is one. what: whose they are."""
+    """Pages of a second pool that grows with the slabs (`windows.sizes.WindowNeeds`). what: their owner, in words."""
 
     @property
     def what(self) -> str: ...
@@ -54,11 +54,11 @@ class SidePages(Protocol):
     def page_bytes(self) -> int: ...
 
     def pages(self, num_slots: int, requests: int, segment: int) -> int:
-        """Pages beside so many slabs and for so many running requests, the padding page among them."""
+        """Return the pages for `num_slots` slabs and `requests` running requests, padding included."""
         ...
 
     def running(self, requests: int, budget_bytes: int) -> int:
-        """Of so many requests, those whose pages are counted where the user gave no number."""
+        """Return the requests whose pages are counted if the user gave no number."""
         ...
 
     def require(self, pages: int, num_slots: int) -> None:
@@ -70,10 +70,9 @@ class SidePages(Protocol):
 class PoolSizes:
     """Sizes of the pool on one rank. Bytes are of this rank; tokens are virtual (uncompressed) tokens.
 
-    `open_pages`: of open segments. `side_bytes`: what is kept beside each request row: by the scorer, and overlays.
+    `open_pages`: geometry of open segments. `side_bytes`: bytes per request row of the scorer and of features.
     `side_pages`, `side_page_bytes`: another pool's, its padding page among them. `side_pages_of`: whose they are.
-    `beside_bytes`: what another cache keeps beside each page, for as many tokens: an uncompressed cache would have it,
-    too.
+    `beside_bytes`: bytes per page of features, which an uncompressed cache would have, too.
     """
 
     layout: SlabLayout
@@ -93,22 +92,22 @@ class PoolSizes:
 
     @property
     def page_bytes(self) -> int:
-        """A slab, and what is beside it."""
+        """Bytes of a slab and of features' data per page."""
         return self.slab_bytes + self.beside_bytes
 
     @property
     def full_page_bytes(self) -> int:
-        """The same of an uncompressed cache."""
+        """Bytes of a page of an uncompressed cache, with the same data of features."""
         return self.layout.segment * self.layout.full_bytes_per_token(self.itemsize) + self.beside_bytes
 
     @property
     def freed_share(self) -> float:
-        """Of these, what compression frees."""
+        """Share of an uncompressed page's bytes that compression frees."""
         return 1 - self.page_bytes / self.full_page_bytes
 
     @property
     def row_bytes(self) -> int:
-        """What is kept beside the pages of one request: which these are, and `side_bytes`."""
+        """Bytes of one request outside of its pages: their table, and `side_bytes`."""
         return 2 * self.open_pages.most * 4 + self.side_bytes
 
     @property
@@ -135,7 +134,7 @@ class PoolSizes:
 
     @property
     def full_tokens(self) -> int:
-        """Tokens that an uncompressed cache holds in the same bytes, with as many pages beside it."""
+        """Tokens that an uncompressed cache holds in the same bytes, with equal side pages."""
         return (self.total_bytes - self.side_pages_bytes) * self.layout.segment // self.full_page_bytes
 
     @property
@@ -151,7 +150,7 @@ class PoolSizes:
         if self.layout.byte_share(self.itemsize) >= 1:
             return f"{loss}: at ratio 1 nothing is compressed; lower --ragged-ratio"
         return (
-            f"{loss}: what is kept beside {self.max_requests} requests takes {self.rows_bytes} of them; lower "
+            f"{loss}: the rows of {self.max_requests} requests take {self.rows_bytes} of them; lower "
             f"--max-running-requests, take another scorer, or give more memory"
         )
 
@@ -216,7 +215,7 @@ def fit_pool(
     side_pages: SidePages | None = None,
     beside_bytes: int = 0,
 ) -> PoolSizes:
-    """Divide a KV budget into pages for slabs and open segments, and what is beside them.
+    """Divide a KV budget into pages for slabs and open segments, request rows, and side pages.
 
     Args:
         layout: the slab layout of this rank.
@@ -224,10 +223,10 @@ def fit_pool(
         budget_bytes: everything the pool may allocate on this rank.
         open_pages: of open segments.
         max_requests: the user's --max-running-requests, or None to choose it so that every request can have an open
-            segment at its largest and a page more, and what is kept beside them takes at most MAX_ROW_SHARE of the
+            segment at its largest and a page more, and their rows take at most MAX_ROW_SHARE of the
             bytes and half of what compression frees (but at least one request).
         side_bytes: as in PoolSizes.
-        max_tokens: the user's --max-total-tokens, or None for as many as the budget holds. A pool that it makes
+        max_tokens: --max-total-tokens, or None for all that the budget holds. A pool that it makes
             smaller has fewer requests, too.
         side_pages: what another pool needs, if there is one.
         beside_bytes: as in PoolSizes.
@@ -286,14 +285,14 @@ def fit_pool(
     share = min(MAX_ROW_SHARE, freed / 2) if freed > 0 else MAX_ROW_SHARE
     requests = min((alone.num_slots - 1) // (open_pages.most + 1), int(budget_bytes * share) // alone.row_bytes - 1)
     plan = with_requests(min(max(requests, 1), MAX_ROWS))
-    # In a small pool the padding page and what is left over of the budget weigh as much as what is beside requests.
+    # In a small pool the padding page and the rest of the budget weigh as much as request rows.
     while plan.warning and freed > 0 and plan.max_requests > 1:
         plan = with_requests(plan.max_requests // 2)
     return plan
 
 
 def least_slots(open_pages: OpenPages) -> int:
-    """Pages that serve one request beyond its first segment, the padding page among them."""
+    """Return the pages that serve one request beyond its first segment, padding included."""
     return open_pages.transient + 3
 
 

@@ -1,4 +1,4 @@
-"""Slab formats: what a kept key and value take in a slab, and how many tokens that leaves for a share of the bytes.
+"""Slab formats: bytes of a kept key and value in a slab, and the share of tokens that a share of the bytes holds.
 
 A sealed segment is immutable, so it can be stored in few bits once, when it is sealed. Keys and values are then
 rotated by a Hadamard matrix over the head dimension, which spreads outliers, and each row is rounded to symmetric codes
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sgl_ragged.errors import RaggedConfigError
 
 SCALE_BYTES = 2
-"""Of the scale of one key or one value, and of each number of a head's moments: float16."""
+"""Bytes of a float16: the scale of a key or value, and each number of a head's moments."""
 
 LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 """The smallest and largest positive numbers of float16."""
@@ -20,12 +20,13 @@ LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 
 @dataclass(frozen=True)
 class SlabFormat:
-    """How kept rows lie in a slab. `key_bits`: of each code, 8, 6 or 4; `value_bits`: 8 or 4; both 0 for numbers of the
-    cache's dtype.
+    """Format of kept rows in a slab.
+
+    key_bits: bits per code of keys, 8, 6 or 4. value_bits: 8 or 4. Both are 0 for numbers of the cache's dtype.
 
     A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Rows
     of four-bit codes go by blocks of B dimensions, the largest power of two that divides d; byte j of a block holds its
-    dimensions j (low half) and j + B / 2. Rows of six-bit codes are those of their lower four bits and, behind them,
+    dimensions j (low half) and j + B / 2. Rows of six-bit codes have the lower four bits of all codes, then
     those of their upper two: byte j of a block holds dimensions j (lowest), j + B / 4, j + B / 2 and j + 3 B / 4.
     Where keys are `centred`, the moments of the head's rows come first, [2 (mean, spread), d]
     (`mem_pool.row_moments`): keys are stored less the mean and divided by the spread of their channel. Where nothing is
@@ -42,7 +43,7 @@ class SlabFormat:
         return self.key_bits > 0
 
     def elems(self, bits: int, head_dim: int) -> int:
-        """Elements of a slab that one key or value takes: bytes if the format has codes, else numbers."""
+        """Return the elements of a slab for one key or value: bytes if the format has codes, else numbers."""
         return head_dim * bits // 8 if self.quantised else head_dim
 
     def key_elems(self, head_dim: int) -> int:
@@ -65,7 +66,7 @@ class SlabFormat:
         return kept * self.row_elems(head_dim) + (self.header_elems(head_dim) if kept else 0)
 
     def itemsize(self, cache_itemsize: int) -> int:
-        """Bytes of an element of a slab, beside a cache whose numbers take `cache_itemsize` bytes."""
+        """Return bytes per element of a slab, for a cache of `cache_itemsize` bytes per number."""
         return 1 if self.quantised else cache_itemsize
 
     def row_bytes(self, head_dim: int, cache_itemsize: int) -> int:
@@ -86,7 +87,7 @@ class SlabFormat:
         return min(1.0, rows / self.row_bytes(head_dim, cache_itemsize))
 
     def byte_share(self, kept: int, head_dim: int, cache_itemsize: int) -> float:
-        """Bytes of a head's part of a slab / bytes of as many tokens in an uncompressed cache."""
+        """Return bytes of a head's part of a slab / bytes of the segment in an uncompressed cache."""
         part = self.part_elems(kept, head_dim) * self.itemsize(cache_itemsize)
         return part / (kept * 2 * head_dim * cache_itemsize)
 
@@ -117,15 +118,15 @@ EIGHT_BIT_TOKENS = 0.75
 SmolLM2-135M, eight bits lose less at .78 of the tokens and more at .58 (docs/slab-formats.md)."""
 
 SIX_BIT_TOKENS = 0.6
-"""Where K8V4 holds a smaller share of the tokens than this, `auto` gives keys six bits: measured on the same model,
+"""Share of the tokens in K8V4 below which `auto` gives keys six bits: measured on the same model,
 eight bits lose less where K8V4 holds .77, six where it holds .51 and less."""
 
 FOUR_BIT_TOKENS = 0.25
-"""Where K8V4 holds a smaller share of the tokens than this, `auto` gives keys four bits, which lose less where it holds
+"""Share of the tokens in K8V4 below which `auto` gives keys four bits, which lose less where it holds
 .13."""
 
 CODED_RATIO, WIDE_RATIO = 0.3, 0.5
-"""What --ragged-ratio is where nobody says: by the format, since codes lose less of three tenths of the bytes than wide
+"""Defaults of --ragged-ratio by format, since codes lose less of three tenths of the bytes than wide
 slabs of a half (docs/slab-formats.md)."""
 
 
@@ -140,7 +141,7 @@ class Share:
 def settle_share(
     asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, segment: int, readable: bool = True
 ) -> Share:
-    """Share and format for --ragged-slab-dtype and --ragged-ratio; None where nobody said a ratio.
+    """Return share and format for --ragged-slab-dtype and --ragged-ratio; ratio: None if it was not given.
 
     `auto` is wide at ratio 1, where exactness is promised; else eight bits where most tokens fit in them, else eight
     for keys and four for values, and six or four for keys where few tokens fit in those.
@@ -149,7 +150,7 @@ def settle_share(
         readable: whether what serves can read codes; else `auto` is `wide`.
 
     Raises:
-        RaggedConfigError: there is no such format.
+        RaggedConfigError: the format does not exist.
     """
     if asked not in ASKED:
         raise RaggedConfigError(f"unknown --ragged-slab-dtype {asked!r}; known: {', '.join(ASKED)}")

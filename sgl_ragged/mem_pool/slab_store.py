@@ -1,4 +1,4 @@
-"""Slabs and tails: the storage behind the pool, and the life of a segment in it. Without SGLang.
+"""Slabs and tails: the pool's storage, and the life of a segment in it. Without SGLang.
 
 A segment is open while it is in a tail, pending once decode has filled it, and sealed once its slab is written.
 """
@@ -93,7 +93,7 @@ def open_pages(
 
 
 class SealMeter:
-    """Adds up sealed segments and the host's time around sealing; never waits for the device.
+    """Count sealed segments and the host's time around sealing; never waits for the device.
 
     Sealing goes layer by layer in prefill and over all layers at once after decode, so what is counted is layers of
     segments. `seconds` is the work itself on a CPU, and the time to launch it on a GPU.
@@ -112,12 +112,12 @@ class SealMeter:
 
     @property
     def segments(self) -> int:
-        """Segments of which every layer has been sealed."""
+        """Segments whose layers have all been sealed."""
         return self._layers // self._num_layers
 
     @contextlib.contextmanager
     def sealing(self, segments: int, layers: int = 1) -> Iterator[None]:
-        """Around the sealing of so many segments in so many layers."""
+        """Measure the sealing of `segments` segments in `layers` layers."""
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
@@ -130,7 +130,7 @@ def seal_in_torch(store: SlabStore, layers: Sequence[int], segments: Finished) -
 
 
 def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> torch.Tensor | None:
-    """Seal in one layer; what `rank_positions` says, None where all is kept."""
+    """Seal in one layer; return `rank_positions`, or None if every token is kept."""
     rows, order = store.segment_rows(layer, segments), None
     every_key, every_value = (movable(part) for part in rows)
     if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
@@ -279,7 +279,7 @@ class SlabStore:
 
     @property
     def stored_as(self) -> str:
-        """Names the dtype, of FP8 the scales, and the format: what decides which numbers a slab's bytes stand for."""
+        """Return dtype, FP8 scales and format in words: all that decides the meaning of a slab's bytes."""
         scales = [(one.keys, one.values) for one in self.kv_scales]
         form = f" in {self.layout.form.name}" if self.layout.form.quantised else ""
         return f"{self.dtype} {scales}" if self.fp8 else f"{self.dtype}{form}"
@@ -293,14 +293,14 @@ class SlabStore:
         return self.kv_scales[layer].values if self.fp8 else None
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of any shape as the cache holds them; those in its dtype already are."""
+        """Convert keys and values of any shape to the cache's dtype; those that have it are unchanged."""
         dtype, scales = self.dtype, self.kv_scales[layer]
         if not self.fp8 or keys.dtype == dtype:
             return keys.to(dtype), values.to(dtype)
         return to_fp8(keys, scales.keys, dtype), to_fp8(values, scales.values, dtype)
 
     def from_cache(self, layer: int, part: int, stored: torch.Tensor) -> torch.Tensor:
-        """Numbers for stored keys (part 0) or values (1): float32 where they are FP8, else themselves."""
+        """Convert stored keys (part 0) or values (1) to numbers: float32 if FP8, else unchanged."""
         if not self.fp8:
             return stored
         scales = self.kv_scales[layer]
@@ -308,7 +308,7 @@ class SlabStore:
 
     @property
     def has_scorer_inputs(self) -> bool:
-        """True if the scorer needs something of every token beside its key and value."""
+        """True if the scorer needs inputs of every token in addition to its key and value."""
         return self.tails.places > 0
 
     def band_heads(self, layer: int, index: int) -> torch.Tensor:
@@ -364,7 +364,7 @@ class SlabStore:
         view[slots] = torch.stack([keys, values], dim=2).to(view.dtype)
 
     def segment_rows(self, layer: int, segments: Finished) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [segments, heads, S, head_dim] of a layer's finished segments, as the cache holds them."""
+        """Return keys and values [segments, heads, S, head_dim] of a layer's finished segments, as stored."""
         if isinstance(segments, InTails):
             return self.tails.segments(layer, segments.pages)
         return self._of_segments(segments, segments.keys), self._of_segments(segments, segments.values)
@@ -372,7 +372,7 @@ class SlabStore:
     def segment_data(
         self, layer: int, segments: Finished, rows: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> SegmentData:
-        """Finished segments of a layer as the scorer sees them: the only place that builds this.
+        """Build the scorer's view of a layer's finished segments; no other code builds it.
 
         Args:
             rows: their `segment_rows`, if they are there already.
@@ -396,7 +396,7 @@ class SlabStore:
         return SegmentData(keys, values, queries, token_scores, scale, statistics, segments.segment_indices)
 
     def _of_segments(self, segments: InChunk, tokens: torch.Tensor) -> torch.Tensor:
-        """[segments, heads, S, ...] of what a chunk has of each token, [tokens, heads, ...]; a view for a run."""
+        """Split a chunk's tokens [tokens, heads, ...] into segments [segments, heads, S, ...]; a view for a run."""
         length = self.layout.segment
         if segments.run is not None:
             own = tokens[segments.run : segments.run + len(segments) * length]
@@ -418,7 +418,7 @@ class SlabStore:
         self._pending.append(segments)
 
     def flush_pending_seals(self) -> None:
-        """Seal what is pending, then do what was deferred. Call before any later batch, and before a slab is copied.
+        """Seal pending segments, then do deferred copies. Call before any later batch, and before a slab is copied.
 
         SGLang counts a page as full one step before its segment is sealed. Its pages are free by then, and may be those
         that are copied to.
@@ -436,19 +436,19 @@ class SlabStore:
             copy()
 
     def defer(self, copy: Callable[[], None]) -> None:
-        """Have pages copied by `flush_pending_seals`, in the order of the calls."""
+        """Defer a copy of pages to `flush_pending_seals`, in the order of the calls."""
         self._deferred.append(copy)
 
     def defer_beside(self, copy: Callable[[], None]) -> None:
-        """Have something copied that lies in no page: behind pages, in the order of the calls."""
+        """Defer a copy of data outside of pages: after copies of pages, in the order of the calls."""
         self._deferred_beside.append(copy)
 
     def defer_copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Have pages copied to others of the pool, int64 [n] each, as `defer` does."""
+        """Defer a copy of pages `source` to pages `target`, int64 [n] each."""
         self.defer(functools.partial(self.tails.copy, source, target))
 
     def forget_copies(self) -> None:
-        """Do nothing of what was deferred: all pages are free."""
+        """Forget deferred copies: all pages are free."""
         self._deferred, self._deferred_beside = [], []
 
     @property

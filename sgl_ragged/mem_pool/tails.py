@@ -1,4 +1,4 @@
-"""Open segments: the only code that knows where their tokens lie, and what scorers will need of these."""
+"""Tails: storage of open segments' tokens, and of what scorers will need of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
 
 COPIED_BYTES = 64 << 20
-"""Of pages that are copied at a time."""
+"""Most pages that are copied at a time."""
 
 BEFORE, NOW = 0, 1
-"""Which open segment of a request (`Tails.table`)."""
+"""Indices of a request's open segments in `Tails.table`."""
 
 
 def token_bytes(layout: SlabLayout, itemsize: int, input_shape: tuple[int, int], input_itemsize: int) -> int:
@@ -33,8 +33,8 @@ class Tails:
     the stage, where there is one. `which` is NOW for the segment that is open once the batch is done, and BEFORE for
     one that the batch finishes. Nothing here waits for the device.
 
-    What a scorer needs of every token lies in the pages, too. What it needs of a segment's last `places` tokens alone
-    lies in `inputs`, [num_rows, layers, heads, places + 1, elements]; the last place takes what need not be kept.
+    Scorer inputs of every token are stored in the pages, too. Inputs of a segment's last `places` tokens alone are in
+    `inputs`, [num_rows, layers, heads, places + 1, elements]; the last place takes inputs that are not kept.
 
     Args:
         slabs: [num_slots, elements of a slab].
@@ -78,7 +78,7 @@ class Tails:
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the pages."""
+        """Bytes in addition to the pages."""
         return self.table.nbytes + (0 if self._in_pages else self.inputs.nbytes)
 
     def pages(self, rows: torch.Tensor, slots: torch.Tensor, which: int | torch.Tensor) -> torch.Tensor:
@@ -112,11 +112,11 @@ class Tails:
 
     @property
     def reusable(self) -> int:
-        """Tokens of an open segment of which all that is needed lies in its pages."""
+        """Tokens of an open segment whose pages hold all that is needed of them."""
         return self.segment if self._in_pages else self.segment - self.places
 
     def clear(self, pages: torch.Tensor) -> None:
-        """Before an open segment has them: zeros, integers [n]. Attention in torch reads behind the last token, under a
+        """Before an open segment has them: zeros, integers [n]. Attention in torch reads after the last token, under a
         mask, where a foreign NaN would still spread."""
         movable(self._slabs)[pages.long()] = 0
 
@@ -126,7 +126,7 @@ class Tails:
         return full[:, 0], full[:, 1]
 
     def segment_inputs_of_all_layers(self, pages: torch.Tensor) -> torch.Tensor:
-        """`segment_inputs` of all layers, one behind the other: [n, layers * heads, S, elements]. They lie in pages."""
+        """Return `segment_inputs` of all layers, [n, layers * heads, S, elements], which are stored in pages."""
         found = self.inputs.index_select(0, pages.flatten()).unflatten(0, pages.shape)
         # [n, K, layers, heads, T, elements] -> [n, layers * heads, K * T, elements]
         return found.movedim(1, 3).flatten(3, 4).flatten(1, 2)[:, :, : self.segment]
@@ -194,7 +194,7 @@ class Tails:
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)

@@ -1,4 +1,4 @@
-"""How small tables come from the host to the device."""
+"""Transfer of small tables from the host to the device."""
 
 from __future__ import annotations
 

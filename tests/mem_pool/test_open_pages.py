@@ -46,7 +46,7 @@ def test_what_is_beside_requests_may_eat_the_gain():
     layout, pages = llama_layout(0.5)
     plan = fit_pool(layout, 2, pages, 6 * 10**9, 1024, side_bytes=32 * 8 * 12 * 4 * 128 * 2)
     assert plan.max_total_tokens / plan.full_tokens < 1
-    assert f"what is kept beside 1024 requests takes {plan.rows_bytes}" in plan.warning
+    assert f"the rows of 1024 requests take {plan.rows_bytes}" in plan.warning
     assert fit_pool(layout, 2, pages, 6 * 10**9, 1024).warning is None
     full, pages = llama_layout(1.0)
     assert fit_pool(full, 2, pages, 6 * 10**9, 64).warning is None

@@ -96,8 +96,8 @@ def append(
         tokens, requests, places: int32 [copies]: which token of the batch goes to which place of whose open segment.
         pages: int32 [requests, K], contiguous, those of each request's open segment.
         scales: for FP8 tails, of keys and values that are still to be divided by them; else None.
-        gate: what scores of these tokens are made of, which lie beside keys and values in pages; None where there are
-            none, or others write what scorers need.
+        gate: inputs of the tokens' scores, stored in pages with keys and values; None if there are none, or if
+            another kernel writes them.
     """
     if len(tokens) == 0:
         return

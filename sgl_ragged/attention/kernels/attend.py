@@ -15,7 +15,7 @@ from sgl_ragged.attention.kernels.parts import accumulate
 
 @triton.jit
 def segment_of(number, per_unit):
-    """Which of the segments seen the kept row `number` of a head is of; per_unit is 16 / kept.
+    """Return the index of the seen segment that holds kept row `number` of a head; per_unit is 16 / kept.
 
     A division by multiplication: integer division in every row of every tile would take a third of the kernel's
     instructions. Rows are kept in units of 16, and half a unit keeps float32 exact up to millions of units.
@@ -98,7 +98,7 @@ def attend_tail(
 ):
     """Attend to the tokens [begin, end) of the open segment with the pages at `pages_at`: new (best, total, output).
 
-    `tail_at` is where the head's keys start in page 0; its values lie `value_offset` behind its keys.
+    `tail_at` is where the head's keys start in page 0; its values start `value_offset` after its keys.
     """
     dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)

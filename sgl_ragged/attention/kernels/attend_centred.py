@@ -33,7 +33,7 @@ def attend_centred(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """As `attend_codes.attend_codes`; keys have 6 or 4 bits, values 4."""
+    """Attend as `attend_codes.attend_codes` does; keys have 6 or 4 bits, values 4."""
     KEY_BYTES: tl.constexpr = HEAD_DIM * KEY_BITS // 8
     VALUE_BYTES: tl.constexpr = HEAD_DIM // 2
     BYTE_COLUMNS: tl.constexpr = columns(VALUE_BYTES)
@@ -65,7 +65,7 @@ def attend_centred(
         mask = cells(valid, VALUE_BYTES)
         key_bytes = tl.load(keys_at[:, None] + byte[None, :], mask=mask, other=0)
         # Columns beyond the row's bytes come to codes of -8 and -32: of keys, queries have nothing there, and of
-        # values, nobody writes them.
+        # values, which are not written.
         value_bytes = tl.load((part + value_at + row * VALUE_BYTES)[:, None] + byte[None, :], mask=mask, other=0)
         pairs = key_bytes
         if KEY_BITS == 6:

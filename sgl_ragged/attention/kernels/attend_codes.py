@@ -69,7 +69,7 @@ def attend_codes(
         keys_at = (slab + key_at + row * HEAD_DIM).to(tl.pointer_type(tl.int8))
         keys = tl.load(keys_at[:, None] + dims[None, :], mask=cells_until(number, end, HEAD_DIM), other=0)
         values_at = (slab + value_at + row * VALUE_BYTES)[:, None] + tl.arange(0, VALUE_COLUMNS)[None, :]
-        # Columns beyond the row's bytes come to codes of -8, and to outputs that nobody writes.
+        # Columns beyond the row's bytes come to codes of -8, and to outputs that are not written.
         packed = tl.load(values_at, mask=cells_until(number, end, VALUE_BYTES), other=0)
         following = number + BLOCK_N
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)

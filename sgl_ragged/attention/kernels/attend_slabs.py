@@ -1,4 +1,4 @@
-"""The walk over sealed segments of any format: which of the walks it is."""
+"""The walk over sealed segments of any format: chooses the walk of the format."""
 
 from __future__ import annotations
 

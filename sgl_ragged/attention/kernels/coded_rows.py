@@ -1,4 +1,4 @@
-"""Rows of codes in a tile: their numbers, and sums of values in codes. What all walks over codes have in common."""
+"""Rows of codes in a tile: their numbers, and sums of values in codes. Shared by all walks over codes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sgl_ragged.attention.kernels.dims import columns
 
 @triton.jit
 def float16_of(bits):
-    """The number, in float32, of which an integer has the sixteen bits."""
+    """Return the float32 of a float16 given as a 16-bit integer."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def nibbles(packed, dtype: tl.constexpr):
-    """Codes in the lower and in the upper halves of bytes, as numbers."""
+    """Return the codes in the lower and upper halves of bytes, as numbers."""
     return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
 
 

@@ -43,7 +43,7 @@ def rotated(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Codes of a tile of rows, rotated, whole numbers in float32, and their scales in float16 [ROWS]."""
+    """Quantise a tile of rows, rotated, to whole numbers in float32 and scales in float16 [ROWS]."""
     MOST: tl.constexpr = 2 ** (BITS - 1) - 1
     x = rotated(x, ROWS, HEAD_DIM)
     largest = tl.max(tl.abs(x), axis=1)
@@ -68,7 +68,7 @@ def halves(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def joined(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Join halves."""
+    """Join two halves of a tile."""
     COLUMNS: tl.constexpr = columns(HEAD_DIM)
     BLOCK: tl.constexpr = rotation_width(HEAD_DIM)
     blocks = tl.reshape(tl.join(low, high), [ROWS, COLUMNS // BLOCK, BLOCK // 2, 2])

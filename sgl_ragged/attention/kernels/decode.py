@@ -1,4 +1,4 @@
-"""Decode: one query per request and query head over what its head kept and over the tail.
+"""Decode: one query per request and query head over the head's kept rows and the tail.
 
 Split-KV, as in FlashDecoding, in two launches. In the first, every CTA of the CTA map takes its part of one head's rows
 of one request; the rows are the kept rows of all sealed segments, then those of the tail, to the last of which, the new
@@ -89,7 +89,7 @@ def decode_kernel(
     owns = (part == parts - 1) & (open_tokens > 0)
     open_rows, attends = open_tokens, owns
     if PARTIAL:
-        # A head's tail is stored here even where others attend to it.
+        # A head's tail is stored here even if other ranks attend to it.
         opens = tl.load(opens_ptr + head)
         open_rows *= opens
         attends &= opens > 0

@@ -1,4 +1,4 @@
-"""Describe: what each request of a decode batch sees, from SGLang's tables to buffers that stay where they are.
+"""Describe a decode batch: the segments that each request sees, from SGLang's tables to buffers at fixed addresses.
 
 The only kernel that knows positions; `attention.view.decode_view` is the same in torch.
 """
@@ -87,7 +87,7 @@ def describe(
     out: DecodeView,
     in_view: torch.Tensor | None = None,
 ) -> DecodeView:
-    """As `view.decode_view`, in one launch; of `slots`, only those that count are written.
+    """Describe a decode batch as `view.decode_view` does, in one launch; only `slots` that count are written.
 
     Args:
         req_to_token: int32 [rows, context]. rows, lengths: integers [batch].

@@ -1,4 +1,4 @@
-"""Describe chunks: where open segments of a prefill batch lie, and slabs of segments that it finishes.
+"""Describe chunks: pages of open segments of a prefill batch, and slots of segments that it finishes.
 
 `attention.operations.Operations.look_up` is the same in torch.
 """
@@ -86,7 +86,7 @@ def describe_chunks(
     in_tails: tuple[torch.Tensor, torch.Tensor],
     in_chunks: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `Operations.look_up`, in one launch.
+    """Look up segments as `Operations.look_up` does, in one launch.
 
     Args:
         slots: int32 [requests, most], contiguous, `ExtendView.pages`. rows: int64 [requests].

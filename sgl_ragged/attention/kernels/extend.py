@@ -26,7 +26,7 @@ from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 _COLUMNS = tl.constexpr(len(TILE_COLUMNS))
 
 
-# Triton compiles anew for a number that divides by 16: this one changes from batch to batch.
+# Triton compiles another variant for a number that divides by 16: this one changes from batch to batch.
 @triton.jit(do_not_specialize=["slots_stride"])
 def extend_kernel(
     queries_ptr,
@@ -277,7 +277,7 @@ def extend(
             [tiles, CTAs, block_m] elements, which are overwritten; None where each head is one CTA.
         opens: as in `decode.decode_parts`.
         head_lse: float32 [tokens, heads, q_per_kv], contiguous, for natural log-sum-exps, -inf where a head attends to
-            nothing (its output is 0), without sinks; None where heads are whole and nobody asks.
+            nothing (its output is 0), without sinks; None if heads are whole and log-sum-exps are not needed.
         sinks: [heads * q_per_kv] in any floating dtype, contiguous: learned sinks, or None.
 
     Returns:

@@ -24,10 +24,10 @@ _PI, _TURNS = tl.constexpr(math.pi), tl.constexpr(0.5 / math.pi)
 """Radians of half a turn, and turns of a radian."""
 
 _ROWS = tl.constexpr(16)
-"""Of a tile of keys."""
+"""Rows of a tile of keys."""
 
 _QUERIES = tl.constexpr(32)
-"""Of a tile of the codebook's queries."""
+"""Rows of a tile of the codebook's queries."""
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def seen_from_warps(head_dim: int) -> int:
 
 
 def seen_from(references: References, numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
-    """As `Steps.seen_from`."""
+    """Run `Steps.seen_from` in one launch."""
     heads, dim, queries = references.queries.shape
     made = {"dtype": torch.float32, "device": numbers.device}
     turned, outputs = (torch.empty((len(numbers), heads, dim, queries), **made) for _ in range(2))
@@ -136,7 +136,7 @@ def seen_from(references: References, numbers: torch.Tensor, length: int) -> tup
 
 @triton.constexpr_function
 def _overshoot(step: int) -> float:
-    """How far beyond the new point Nesterov's step goes, of the way from the last one: 1 in the first step."""
+    """Return the factor of Nesterov's step beyond the new point, relative to the last step; 1 at first."""
     momentum, last = 1.0, 1.0
     for _ in range(step + 1):
         momentum, last = (1 + math.sqrt(1 + 4 * momentum**2)) / 2, momentum
@@ -188,7 +188,7 @@ def weights_kernel(
 
 
 def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
-    """As `Steps.weights`."""
+    """Run `Steps.weights` in one launch."""
     found = torch.empty((*exps.shape[:-1], 1), dtype=torch.float32, device=exps.device)
     tokens, queries = exps.shape[-2:]
     weights_kernel[(found[..., 0, 0].numel(),)](
@@ -207,7 +207,7 @@ def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: 
 
 @triton.jit
 def _loaded(rows_at, numbers, real, HEAD_DIM: tl.constexpr):
-    """Rows of a tile, zeros where there are none."""
+    """Load the rows of a tile, zeros beyond the last one."""
     at = rows_at + numbers[:, None].to(tl.int64) * HEAD_DIM + tl.arange(0, columns(HEAD_DIM))[None, :]
     return tl.load(at, mask=cells(real, HEAD_DIM), other=0.0).to(tl.float32)
 
@@ -278,7 +278,7 @@ def stored_kernel(
 def nearly_stored(
     rows: torch.Tensor, ranks: torch.Tensor | None, keys: torch.Tensor, kept: Kept, bits: int, centred: bool
 ) -> torch.Tensor:
-    """As `Steps.nearly_stored`."""
+    """Run `Steps.nearly_stored` in one launch."""
     segments, heads, tokens, dim = rows.shape
     stored = torch.empty_like(rows, memory_format=torch.contiguous_format)
     stored_kernel[(segments, heads)](

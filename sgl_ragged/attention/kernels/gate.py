@@ -1,4 +1,4 @@
-"""Gate: what is left of the scorer's network once its first product is made (`scorers.gate.FoldedGate`)."""
+"""Gate: the scorer's network after its first product (`scorers.gate.FoldedGate`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROUNDS = tl.constexpr(1.5 * 2.0**23)
 
 @triton.jit
 def gate_score(features_ptr, output_ptr, token, head, feature_stride, FEATURES: tl.constexpr):
-    """float32: the score of one token in one head. Everywhere the same bits for the same features."""
+    """Return the score of one token in one head, float32; equal features give equal bits."""
     number = tl.arange(0, columns(FEATURES))
     inside = number < FEATURES
     at = features_ptr + token * feature_stride
@@ -39,7 +39,7 @@ def gate_kernel(features_ptr, output_ptr, scores_ptr, feature_stride, FEATURES: 
 
 
 def gate_scores(features: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """`FoldedGate.scores`: float32 [tokens, heads].
+    """Compute `FoldedGate.scores`, float32 [tokens, heads].
 
     Args:
         features: float32 [tokens, features + heads], rows of which lie together. output: float32 [heads, features].

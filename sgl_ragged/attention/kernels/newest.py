@@ -1,8 +1,8 @@
-"""The newest token of a request in a decode step: who attends to it writes it to the tail.
+"""The newest token of a request in a decode step: the CTA that attends to it writes it to the tail.
 
-It is the last row of each head, so it lies in the last of the head's parts, which is never empty: that CTA alone takes
+It is the last row of each head, in the last of the head's parts, which is never empty: that CTA alone takes
 the token's key and value from what the model hands over, stores them as the cache holds them, and goes on with what it
-has stored, from registers. Nobody reads the row from memory in this step, so nobody need wait for it.
+has stored, from registers. No other CTA reads this row in this step, so no barrier is needed.
 """
 
 from __future__ import annotations

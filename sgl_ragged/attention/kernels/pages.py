@@ -17,26 +17,26 @@ import triton.language as tl
 
 @triton.jit
 def page_at(page, page_units, UNIT: tl.constexpr):
-    """int64: where pages, as loaded, begin, in elements."""
+    """Return the first element of pages, int64."""
     return page.to(tl.int64) * (page_units * UNIT)
 
 
 @triton.jit
 def entry_of(number, TOKENS: tl.constexpr):
-    """Where in its segment's table the pages of tokens stand."""
+    """Return the index in the segment's table of the pages of tokens."""
     # Unsigned: a signed division by a constant takes some instructions and registers more.
     return number.to(tl.uint32) // TOKENS
 
 
 @triton.jit
 def row_in_page(number, TOKENS: tl.constexpr):
-    """int32: the places of tokens of a segment in their pages."""
+    """Return the places of tokens of a segment in their pages, int32."""
     return (number.to(tl.uint32) % TOKENS).to(tl.int32)
 
 
 @triton.jit
 def begin_of(pointer, firsts_ptr, segment, first_step, offset, PAGES: tl.constexpr, UNIT: tl.constexpr):
-    """Where a finished segment's part at `offset` begins; for one in several pages, in page 0 (`seal.Source`)."""
+    """Return the start of a finished segment's part at `offset`; in page 0 if it has several (`seal.Source`)."""
     if PAGES == 1:
         pointer += page_at(tl.load(firsts_ptr + segment), first_step, UNIT)
     return pointer + offset
@@ -46,7 +46,7 @@ def begin_of(pointer, firsts_ptr, segment, first_step, offset, PAGES: tl.constex
 def row_starts(
     firsts_ptr, segment, token, valid, first_step, stride, TOKENS: tl.constexpr, PAGES: tl.constexpr, UNIT: tl.constexpr
 ):
-    """int64 [rows]: where tokens of a finished segment lie, from `begin_of` on."""
+    """Return the offsets of tokens of a finished segment from `begin_of`, int64 [rows]."""
     if PAGES == 1:
         # Arithmetic and nothing else, for the sake of chunks: most segments are sealed from there.
         return token.to(tl.int64) * stride
@@ -56,12 +56,12 @@ def row_starts(
 
 
 def unit(tails: torch.Tensor) -> int:
-    """Elements of 16 bytes."""
+    """Return the number of elements in 16 bytes."""
     return 16 // tails.element_size()
 
 
 def page_units(tails: torch.Tensor) -> int:
-    """How far apart pages are, in units; `tails` as `Tails.data`."""
+    """Return the distance of pages in units; `tails` as `Tails.data`."""
     units, rest = divmod(tails.stride(0), unit(tails))
     assert rest == 0, "slabs end at multiples of 16 bytes"
     return units

@@ -1,4 +1,4 @@
-"""What decode and extend share: online softmax over tiles of rows, and the merge of the parts that CTAs computed."""
+"""Online softmax over tiles of rows, and the merge of CTAs' parts, for decode and extend."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def accumulate(query, keys, values, valid, scale, best, total, output, PRECISION
 def merge_parts(partial_ptr, lse_ptr, first, stride, parts, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr):
     """Attention over all parts of one query: float32 [next power of 2], 0 where no part has rows; and its lse.
 
-    Part p lies at row first + p * stride of partial results [rows, HEAD_DIM] and log-sum-exps [rows].
+    Part p is row first + p * stride of partial results [rows, HEAD_DIM] and log-sum-exps [rows].
     """
     dims = tl.arange(0, columns(HEAD_DIM))
     best = float("-inf")

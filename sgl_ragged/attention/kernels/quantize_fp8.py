@@ -1,4 +1,4 @@
-"""Keys and values as an FP8 cache holds them: divided by the layer's scales and saturated."""
+"""Convert keys and values for an FP8 cache: divided by the layer's scales and saturated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quantize_fp8_kernel(
 
 
 def reciprocals(scales: KvScales) -> tuple[float, float]:
-    """Factors of keys and values."""
+    """Return the factors of keys and values."""
     return 1 / scales.keys, 1 / scales.values
 
 

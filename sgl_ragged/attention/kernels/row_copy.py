@@ -1,4 +1,4 @@
-"""Copies parts of rows between two buffers on a GPU, one of which may be pinned memory of the host."""
+"""Copy parts of rows between two buffers on a GPU, one of which may be pinned memory of the host."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def copy_rows(
     Args:
         source, target: [rows, ...], contiguous, rows a multiple of 4 bytes; on the GPU or in pinned memory.
         source_rows, target_rows: int64 [pairs], on the GPU.
-        source_bytes: first byte and the one behind the last in each source row, multiples of 4.
+        source_bytes: [first, end) bytes in each source row, multiples of 4.
         target_first_byte: where they go in each target row, a multiple of 4.
         programs: at most; PROGRAMS by default.
     """
@@ -85,7 +85,7 @@ def copy_rows(
 
 
 def warm_up(device: torch.device) -> None:
-    """Have every variant of the kernel compiled: copies of nothing."""
+    """Compile every variant of the kernel by copies of 0 rows."""
     words, rows = torch.zeros(4, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     for unit in UNITS:
         copy_rows_kernel[(1,)](words, words, rows, rows, 1, 1, 0, 0, 0, 0, UNIT=unit, BLOCK=BLOCK_WORDS, num_warps=8)

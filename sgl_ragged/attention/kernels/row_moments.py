@@ -26,7 +26,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 @triton.jit
 def moments_at(key_at, HEAD_DIM: tl.constexpr):
-    """Where a head's moments lie, float16 [2 (mean, spread), HEAD_DIM]: in front of its keys."""
+    """Return the address of a head's moments, float16 [2 (mean, spread), HEAD_DIM], before its keys."""
     return (key_at - 4 * HEAD_DIM).to(tl.pointer_type(tl.float16))
 
 
@@ -66,7 +66,7 @@ def _averaged(total, kept, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _bounded(keys_at, at, HEAD_DIM: tl.constexpr):
-    """The keys that lie at int64 [rows] as numbers of float16's range; NaN as zero."""
+    """Load the keys at int64 [rows] as numbers of float16's range; NaN as zero."""
     dims = tl.arange(0, columns(HEAD_DIM))
     keys = tl.load(keys_at + at[:, None] + dims[None, :], mask=dims[None, :] < HEAD_DIM, other=0.0).to(tl.float32)
     keys = tl.where(keys == keys, keys, 0.0)

@@ -34,10 +34,10 @@ _SINKS = tl.constexpr(SINKS)
 
 @dataclass(frozen=True)
 class Source:
-    """Where finished segments lie, all numbers in elements of `keys` and `values`.
+    """Place of finished segments; all numbers are elements of `keys` and `values`.
 
-    A segment lies in K pages of `tokens` tokens each, or, as in a chunk, in one piece; `firsts`, int32 [segments, K],
-    contiguous, say where. Key element (segment, head, token, i) is at firsts[segment, token // tokens] * unit *
+    A segment is stored in K pages of `tokens` tokens each, or, as in a chunk, in one piece, at `firsts`, int32
+    [segments, K], contiguous. Key element (segment, head, token, i) is at firsts[segment, token // tokens] * unit *
     key_first_step + head // heads * layer_stride + head % heads * head_stride + token % tokens * key_stride + i, where
     `heads` counts the heads of one layer; values likewise. `num_heads` counts the heads of all layers that are sealed.
     """
@@ -79,7 +79,7 @@ class Source:
 
     @staticmethod
     def of_rows(rows: torch.Tensor, heads: int, numbers: torch.Tensor) -> Source:
-        """Segments whose keys and values lie in one tensor [segments, heads of all layers, 2 (K, V), S, d], contiguous.
+        """Segments whose keys and values are one tensor [segments, heads of all layers, 2 (K, V), S, d], contiguous.
         heads: of one layer. numbers: int32 [segments], 0, 1, .."""
         _, count, _, length, dim = rows.shape
         head = 2 * length * dim
@@ -88,7 +88,7 @@ class Source:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels take of it as constants."""
+        """Return the constants that kernels take."""
         return dict(HEADS=self.heads, TOKENS=self.tokens, PAGES=self.firsts.shape[1], UNIT=self.unit)
 
 
@@ -173,7 +173,7 @@ def choose_kernel(
     kept = tl.load(kept_ptr + head)
 
     # A token's rank is the number of tokens that go before it. What is kept whatever its score has a class above all
-    # others: sinks first, then the guard from its end, so that it gives way, oldest token first.
+    # the rest: sinks first, then the guard from its end, so that it gives way, oldest token first.
     token = tl.arange(0, PADDED)
     score = _defined(tl.load(scores_ptr + at + token, mask=token < SEGMENT, other=float("-inf")))
     forced = _forced(token, starts_sequence, SEGMENT)
@@ -195,7 +195,7 @@ def choose_kernel(
 
 @triton.jit
 def _defined(score):
-    """As `scorers.forced_first`: infinities become the largest finite numbers, NaN goes below everything."""
+    """Order scores as `scorers.forced_first` does: infinities become the largest finite numbers, NaN is lowest."""
     bounded = tl.minimum(tl.maximum(score, -3.4028234663852886e38), 3.4028234663852886e38)
     return tl.where(score == score, bounded, float("-inf"))
 
@@ -318,7 +318,7 @@ def choose(scores: torch.Tensor, numbers: torch.Tensor, kept: torch.Tensor) -> t
         kept: int32 [heads].
 
     Returns:
-        int32 [segments, heads, S]: the positions that are kept, kept[head] of them, and behind them the others; both
+        int32 [segments, heads, S]: the kept positions, kept[head] of them, then the dropped ones; both
         ascending.
     """
     segments, heads, segment = scores.shape

@@ -1,4 +1,4 @@
-"""Tile shapes: how much of the work one CTA holds at a time."""
+"""Tile shapes: the part of the work that a CTA holds at a time."""
 
 from __future__ import annotations
 
