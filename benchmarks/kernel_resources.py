@@ -30,11 +30,9 @@ from sgl_ragged.attention.kernels import (
     append,
     decode,
     describe,
-    describe_chunks,
     extend,
     fit,
     gate,
-    parts,
     quantize_fp8,
     row_copy,
     row_moments,
@@ -135,9 +133,9 @@ def builds(architecture: int) -> Iterator[Build]:
     pages = _pages("bf16")["PAGES"]
     constants = {"SEGMENT": SEGMENT, "PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe.BLOCK_SLOTS}
     yield Build(describe.describe_kernel, types, constants, 4, "fp32", 0)
-    chunks = describe_chunks.describe_chunks_kernel
+    chunks = describe.describe_chunks_kernel
     types = {n: "*i32" if n.endswith("_ptr") else "i32" for n in chunks.arg_names if not n.isupper()}
-    constants = {"PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe_chunks.BLOCK_SEALS}
+    constants = {"PAGES": pages, "PADDED_PAGES": 4, "BLOCK": describe.BLOCK_SEALS}
     yield Build(chunks, types | {"rows_ptr": "*i64"}, constants, 1, "fp32", 0)
     types = {n: "*fp32" if n.endswith("_ptr") else "i32" for n in gate.gate_kernel.arg_names if not n.isupper()}
     yield Build(gate.gate_kernel, types, {"FEATURES": FEATURES}, 1, "fp32", 0)
@@ -254,7 +252,7 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
             "BLOCK": quantize_fp8.MOST_BLOCK,
         } | plain
         constants |= {"KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
-        constants |= {"BLOCK_P": parts.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
+        constants |= {"BLOCK_P": primitives.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         warps = 1 if kernel is append.append_kernel else 4
         options: dict[str, Any] = row_moments.OPTIONS if kernel is row_moments.row_moments_kernel else {}

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.speculative import eagle_utils
 
 from sgl_ragged.attention.operations import commit
-from sgl_ragged.mem_pool.open_chains import OpenChains
+from sgl_ragged.mem_pool.open_segments import OpenChains
 from tests.open_machine import ROWS, SEGMENT, OpenMachine
 from tests.pool_machine import LAYOUT, VOCABULARY, kv
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import build_cta_map
-from sgl_ragged.attention.kernels.newest import Newest
+from sgl_ragged.attention.kernels.append import Newest
 from sgl_ragged.attention.merge import merge_states
 from sgl_ragged.attention.triton_ops import TritonDecodeBatch, TritonOps
 from sgl_ragged.attention.view import DecodeView, seen_segments

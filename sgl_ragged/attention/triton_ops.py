@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
-from sgl_ragged.attention.kernels import append, decode, describe, describe_chunks, extend, gate, quantize_fp8, tiles
-from sgl_ragged.attention.kernels.append import GateInputs
-from sgl_ragged.attention.kernels.newest import Newest
+from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
+from sgl_ragged.attention.kernels.append import GateInputs, Newest
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.attention.triton_chains import ChainBatch, ChainRoom
@@ -183,7 +182,7 @@ class TritonOps(Operations):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the step of `Operations` in one launch."""
         rows, table = view.req_pool_indices, self.store.tails.table
-        return describe_chunks.describe_chunks(view.pages, rows, table, before, behind, in_tails, in_chunks)
+        return describe.describe_chunks(view.pages, rows, table, before, behind, in_tails, in_chunks)
 
     def _divide_chunks(
         self, num_tiles: int, most_seen: int

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgl_ragged.mem_pool.segment_table import SegmentTable
-from sgl_ragged.mem_pool.segments import InTails
+from sgl_ragged.mem_pool.segments import InTails, SegmentTable
 from sgl_ragged.mem_pool.tails import NOW, Tails
 from sgl_ragged.mem_pool.transfer import sent, to_device
 

@@ -18,7 +18,7 @@ from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.attention.view import ExtendView, extend_view
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.kv_dtype import KvScales
-from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.segments import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.serve.kv_scales import kv_scales
 from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_pool

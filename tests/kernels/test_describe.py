@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgl_ragged.attention.kernels.describe import describe
-from sgl_ragged.attention.kernels.describe_chunks import describe_chunks
+from sgl_ragged.attention.kernels.describe import describe, describe_chunks
 from sgl_ragged.attention.torch_ops import TorchOps
 from sgl_ragged.attention.view import DecodeView, decode_view, extend_view
 from sgl_ragged.mem_pool.layout import SlabLayout
@@ -58,7 +57,7 @@ def test_the_same_as_in_torch(limit, tokens, dtype, monkeypatch):
 def test_chunks_as_in_torch(tokens, monkeypatch):
     """That stay in a segment, that finish one or several, that end at a border, that begin with one."""
     # More than one look at what is finished.
-    monkeypatch.setattr("sgl_ragged.attention.kernels.describe_chunks.BLOCK_SEALS", 4)
+    monkeypatch.setattr("sgl_ragged.attention.kernels.describe.BLOCK_SEALS", 4)
     torch.manual_seed(tokens)
     layout = SlabLayout(np.full((1, 1), SEGMENT), 16, SEGMENT)
     store = SlabStore(layout, get_scorer("keydiff"), 2, 8, torch.float32, "cpu", pages=OpenPages(SEGMENT, tokens))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.attend import segment_of
-from sgl_ragged.attention.kernels.parts import merge_parts
+from sgl_ragged.attention.kernels.primitives import merge_parts
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.segments import SegmentTable
 
 SEGMENT = 4
 

@@ -13,12 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.attend import attend_tail
-from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
-from sgl_ragged.attention.kernels.dims import cells, columns
-from sgl_ragged.attention.kernels.newest import Newest, see_newest, take_newest
-from sgl_ragged.attention.kernels.pages import page_units, unit
-from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, merge_parts
+from sgl_ragged.attention.kernels.append import Newest, see_newest, take_newest
+from sgl_ragged.attention.kernels.attend import attend_slabs, attend_tail
+from sgl_ragged.attention.kernels.primitives import (
+    COMBINED_PARTS,
+    LN2,
+    LOG2E,
+    cells,
+    columns,
+    merge_parts,
+    page_units,
+    unit,
+)
 from sgl_ragged.attention.kernels.quantize_fp8 import reciprocals
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.view import DecodeView

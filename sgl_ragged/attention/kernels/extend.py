@@ -14,11 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.attend import attend_tail
-from sgl_ragged.attention.kernels.attend_slabs import attend_slabs
-from sgl_ragged.attention.kernels.dims import cells, cells_until, columns
-from sgl_ragged.attention.kernels.pages import page_units, unit
-from sgl_ragged.attention.kernels.parts import COMBINED_PARTS, LN2, LOG2E, accumulate, merge_parts
+from sgl_ragged.attention.kernels.attend import attend_slabs, attend_tail
+from sgl_ragged.attention.kernels.primitives import (
+    COMBINED_PARTS,
+    LN2,
+    LOG2E,
+    accumulate,
+    cells,
+    cells_until,
+    columns,
+    merge_parts,
+    page_units,
+    unit,
+)
 from sgl_ragged.attention.kernels.tiles import Tile
 from sgl_ragged.attention.view import TILE_COLUMNS
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import quantised, rotated
-from sgl_ragged.attention.kernels.dims import cells, columns
+from sgl_ragged.attention.kernels.primitives import cells, columns
 from sgl_ragged.fitting.attention_matching import Kept
 from sgl_ragged.fitting.references import References
 from sgl_ragged.fitting.torch_steps import LEAST_WEIGHT, MOST_WEIGHT, STEPS

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import columns
+from sgl_ragged.attention.kernels.primitives import columns
 from sgl_ragged.scorers.gate import STEP
 
 _STEP = tl.constexpr(STEP)

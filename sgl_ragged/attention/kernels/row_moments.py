@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.dims import columns
-from sgl_ragged.attention.kernels.pages import begin_of, row_starts
+from sgl_ragged.attention.kernels.primitives import begin_of, columns, row_starts
 from sgl_ragged.mem_pool.row_moments import BLOCK
 
 if TYPE_CHECKING:

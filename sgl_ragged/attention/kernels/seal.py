@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
-from sgl_ragged.attention.kernels.dims import cells, columns
-from sgl_ragged.attention.kernels.pages import begin_of, page_units, row_starts, unit
+from sgl_ragged.attention.kernels.primitives import begin_of, cells, columns, page_units, row_starts, unit
 from sgl_ragged.attention.kernels.row_moments import centred, write_moments
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, SINKS

@@ -10,7 +10,7 @@ from sgl_ragged import sglang_contract as sglang
 from sgl_ragged.attention.operations import commit
 from sgl_ragged.features.drafts import chain_hooks, draft_pool
 from sgl_ragged.features.drafts.draft_model import DraftSettings
-from sgl_ragged.mem_pool.open_chains import OpenChains
+from sgl_ragged.mem_pool.open_segments import OpenChains
 from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
 

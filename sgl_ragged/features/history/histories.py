@@ -17,7 +17,7 @@ import torch
 from sgl_ragged.attention.view import Seen
 from sgl_ragged.features.history.bound import BoundedHistory, HistoryBound
 from sgl_ragged.features.history.segment_scores import SegmentScores
-from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.segments import SegmentTable
 from sgl_ragged.mem_pool.transfer import sent
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]

@@ -19,7 +19,7 @@ from sgl_ragged.features.retrieval.pivot_topk import Pivots, PivotTopK, Share
 from sgl_ragged.features.retrieval.reservoir import NOWHERE, Reservoir
 from sgl_ragged.features.retrieval.roles import HeadRoles
 from sgl_ragged.features.retrieval.settings import ASKING_TOKENS, DELAY, Retrieval
-from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.segments import SegmentTable
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 
