@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.features.drafts.draft_backend import DraftSteps
 from sgl_ragged.features.drafts.draft_config import AUX_LAYERS, read_draft_model
 from sgl_ragged.features.drafts.draft_model import DraftSettings
+from sgl_ragged.features.drafts.draft_pool import DraftSteps
 from sgl_ragged.features.drafts.launch import FEATURE as DRAFTS
 from sgl_ragged.features.drafts.sglang_flags import draft_backend, refuse_resolved
 from sgl_ragged.launch.models import load_model_config

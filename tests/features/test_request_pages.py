@@ -10,12 +10,11 @@ import torch
 
 from sgl_ragged.attention.operations import commit
 from sgl_ragged.attention.torch_ops import TorchOps
-from sgl_ragged.features.disaggregation.agreement import agreement, disagreement
 from sgl_ragged.features.disaggregation.decode_server import destinations
 from sgl_ragged.features.disaggregation.meter import SendMeter
 from sgl_ragged.features.disaggregation.pages import RequestPages
 from sgl_ragged.features.disaggregation.prefill_server import Exchange, refuse_other_pools
-from sgl_ragged.features.disaggregation.roles import NAME
+from sgl_ragged.features.disaggregation.roles import NAME, agreement, disagreement
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.scorers import get_scorer

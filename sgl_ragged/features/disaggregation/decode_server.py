@@ -11,8 +11,8 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import prepare_abort
 
-from sgl_ragged.features.disaggregation.agreement import disagreement
 from sgl_ragged.features.disaggregation.prefill_server import exchange_of, settle
+from sgl_ragged.features.disaggregation.roles import disagreement
 from sgl_ragged.serve.allocation_hooks import release_row
 from sgl_ragged.serve.pool import slab_allocator
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Exchange:
     """Component that a worker of either server attaches to its pool.
 
-    pages: of requests. agreement: as `disaggregation.agreement.agreement` gives it.
+    pages: of requests. agreement: as `disaggregation.roles.agreement` gives it.
     """
 
     def __init__(self, pages: RequestPages, agree: Callable[[], str]) -> None:

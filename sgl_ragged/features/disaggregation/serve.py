@@ -7,11 +7,10 @@ from typing import Any
 
 from sgl_ragged import sglang_contract as sglang
 from sgl_ragged.features.disaggregation import decode_server, prefill_server
-from sgl_ragged.features.disaggregation.agreement import agreement
 from sgl_ragged.features.disaggregation.meter import sent_bytes
 from sgl_ragged.features.disaggregation.pages import RequestPages
 from sgl_ragged.features.disaggregation.prefill_server import Exchange
-from sgl_ragged.features.disaggregation.roles import NAME, ServerRole
+from sgl_ragged.features.disaggregation.roles import NAME, ServerRole, agreement
 from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
 OF_EACH_SERVER = (NAME, "tier")

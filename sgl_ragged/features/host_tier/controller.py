@@ -25,8 +25,7 @@ from sgl_ragged.features.host_tier.host_pool import DIRECT_LAYOUT, KERNEL_LAYOUT
 from sgl_ragged.features.host_tier.open_store import open_host_pages
 from sgl_ragged.features.host_tier.restore_schedule import LOAD, Rate, StoragePays, recomputed_first
 from sgl_ragged.features.host_tier.restoring import Restorer
-from sgl_ragged.features.host_tier.stopwatch import Stopwatch
-from sgl_ragged.features.host_tier.tier_meter import HOST, STORAGE, TierMeter
+from sgl_ragged.features.host_tier.tier_meter import HOST, STORAGE, Stopwatch, TierMeter
 from sgl_ragged.features.host_tier.tier_plan import TierPlan, refuse_storage
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 from sgl_ragged.serve.radix_cache import OpenRadixCache

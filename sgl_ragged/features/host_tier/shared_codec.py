@@ -1,19 +1,43 @@
-"""Slabs without the layers that are restored from another's: Krul's layer sharing."""
+"""Slabs without the layers that are restored from another layer: Krul's layer sharing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.features.host_tier.kept_counts import KeptCounts
 from sgl_ragged.features.host_tier.layer_pairs import Shareable, choose_pairs, distances, pair_candidates
 from sgl_ragged.features.host_tier.slab_codec import SlabCodec
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.slab_store import SlabStore
+
+if TYPE_CHECKING:
+    from sgl_ragged.mem_pool.segments import Sealed
+
+
+class KeptCounts:
+    """Counts of the heads per layer that keep each token, recorded when segments are sealed.
+
+    They take one byte per token and layer in addition to the KV budget. Like the slab, the counts of a segment depend
+    only on the tokens up to its end. Counts of slots whose slabs were restored are not valid.
+
+    `counts`: uint8 [num_slots, layers, S], one row for each slot.
+    """
+
+    def __init__(self, layout: SlabLayout, num_slots: int, device: torch.device) -> None:
+        self.layout = layout
+        shape = (num_slots, layout.num_layers, layout.segment)
+        self.counts = torch.zeros(shape, dtype=torch.uint8, device=device)
+
+    def note(self, store: SlabStore, sealed: Sealed) -> None:
+        """Record the counts of sealed segments; registered with `SlabStore.add_seal_listener`."""
+        slots = sealed.segments.slots.long()
+        for layer in sealed.layers:
+            self.counts[slots, layer] = sealed.kept(layer, self.layout.segment).sum(dim=1, dtype=torch.uint8)
+
 
 ALIGNMENT = 16
 """Bytes that the header is rounded up to."""

@@ -1,6 +1,15 @@
-"""Segments and bytes that came back from the tiers under the device, counted on the host."""
+"""Counts of segments and bytes that come back from the host tier, and durations of work on the device."""
 
 from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from sglang.srt.managers.cache_controller import device_module
+
+from sgl_ragged.features.host_tier.restore_schedule import Rate
 
 HOST, STORAGE, RECOMPUTED = "host", "storage", "recomputed"
 """Ways in which a segment comes back: copied from the host to the pool, read from storage to the host before that,
@@ -28,3 +37,39 @@ class TierMeter:
     def count(self, way: str, tokens: int) -> None:
         """Count segments that came back."""
         self.segments[way] += tokens // self._segment
+
+
+class Stopwatch:
+    """Adds durations to a rate: at once on a CPU; on a GPU at a later call, when the work has ended there.
+
+    Args:
+        rate: what is measured.
+        on_cpu: whether work is over when its call returns.
+    """
+
+    def __init__(self, rate: Rate, on_cpu: bool) -> None:
+        self.rate = rate
+        self._on_cpu = on_cpu
+        self._open: list[tuple[Any, Any, float]] = []
+
+    @contextlib.contextmanager
+    def measuring(self, segments: float) -> Iterator[None]:
+        """Measure work on `segments` segments, on the current stream."""
+        if self._on_cpu:
+            began = time.perf_counter()
+            yield
+            self.rate.add(segments, time.perf_counter() - began)
+            return
+        start, end = (device_module.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self.add_events(start, end, segments)
+
+    def add_events(self, start: Any, end: Any, segments: float) -> None:
+        """Add GPU work between two events; collect work that has ended since."""
+        self._open.append((start, end, segments))
+        ended = [one for one in self._open if one[1].query()]
+        self._open = [one for one in self._open if one not in ended]
+        for first, last, count in ended:
+            self.rate.add(count, first.elapsed_time(last) / 1e3)

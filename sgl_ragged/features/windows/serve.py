@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from sgl_ragged import sglang_contract as sglang
-from sgl_ragged.features.windows.allocator import HybridAllocator
 from sgl_ragged.features.windows.attention import window_backend
-from sgl_ragged.features.windows.pool import RaggedHybridPool
+from sgl_ragged.features.windows.pool import HybridAllocator, RaggedHybridPool
 from sgl_ragged.serve.feature import Hook, ServeFeature, Worker
 
 
