@@ -11,7 +11,7 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import prepare_abort
 
-from sgl_ragged.features.disaggregation.prefill_server import exchange_of, settle
+from sgl_ragged.features.disaggregation.prefill_server import exchange_of, flush_seals
 from sgl_ragged.features.disaggregation.roles import disagreement
 from sgl_ragged.serve.allocation_hooks import release_row
 from sgl_ragged.serve.pool import slab_allocator
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def free_row(original: Callable, table: Any, req: Any) -> None:
-    """Take the pages of an open segment back; SGLang's request table of a decode server is a class of its own."""
+    """Free the pages of a request's open segment; SGLang's decode servers have a request table of a separate class."""
     release_row(table, req.kv.req_pool_idx)
     original(table, req)
 
@@ -44,20 +44,20 @@ def allocate(
 def needed_tokens(original: Callable, queue: Any, *, fill_len: int, prefix_len: int) -> int:
     """Return the tokens that SGLang needs before it allocates, extra pages of the open segment included."""
     allocator = slab_allocator(queue.token_to_kv_pool_allocator)
-    beside = allocator.open_segments.extend_demand([prefix_len], [fill_len])
-    return original(queue, fill_len=fill_len, prefix_len=prefix_len) + beside * allocator.page_size
+    open_pages = allocator.open_segments.extend_demand([prefix_len], [fill_len])
+    return original(queue, fill_len=fill_len, prefix_len=prefix_len) + open_pages * allocator.page_size
 
 
 def needed_again(original: Callable, queue: Any, req: Any) -> tuple[int, int]:
     """Return the tokens that a retracted request needs, extra pages of its open segment included."""
     full, windows = original(queue, req)
     allocator = slab_allocator(queue.token_to_kv_pool_allocator)
-    beside = allocator.open_segments.extend_demand([0], [queue._pre_alloc_fill_len(req)])
-    return full + beside * allocator.page_size, windows
+    open_pages = allocator.open_segments.extend_demand([0], [queue._pre_alloc_fill_len(req)])
+    return full + open_pages * allocator.page_size, windows
 
 
 def refuse_what_never_fits(original: Callable, queue: Any, req: Any) -> bool:
-    """Refuse a request that needs more pages than exist; SGLang compares tokens, and would let it wait for ever."""
+    """Refuse a request that needs more pages than exist; SGLang compares tokens, and would never admit it."""
     if original(queue, req):
         return True
     needed, most = queue._prealloc_required_tokens(req)[0], queue.max_total_num_tokens
@@ -74,8 +74,8 @@ def destinations(original: Callable, queue: Any, decode_req: Any, kv_indices: An
     """Return the pages that the prefill server writes to: those of segments, then extra pages of the open segment."""
     found, kv = original(queue, decode_req, kv_indices, page_size), decode_req.req.kv
     pages = exchange_of(queue.token_to_kv_pool).pages
-    # Whoever had these pages before may have left a seal to be written there.
-    settle(pages, queue.scheduler)
+    # A pending seal of the pages' former request may still write to them.
+    flush_seals(pages, queue.scheduler)
     extra = pages.extra(kv.req_pool_idx, kv.kv_committed_len)
     return np.concatenate([found, extra.cpu().numpy().astype(found.dtype)])
 
@@ -85,7 +85,7 @@ def agree_first(
 ) -> tuple[dict[str, list[Any]], list[Any]]:
     """End requests whose prefill server has another plan, with one line each; the other requests go on.
 
-    SGLang raises where page sizes or dtypes differ, which would end this server for what another was started with.
+    SGLang raises where page sizes or dtypes differ, which would end this server because of the prefill server's flags.
     """
     ready: dict[str, list[Any]] = {}
     waiting: list[Any] = []

@@ -12,7 +12,10 @@ TOKENS = (256, 1024, 4096, 16384)
 
 
 def sent_bytes(sizes: PoolSizes) -> dict[int, dict[str, int]]:
-    """Return bytes by tokens of a prompt: of its pages, as a mean over its end in a segment, and of the token pool."""
+    """Return the bytes that are sent for prompts of TOKENS lengths: by this pool, and by the token pool.
+
+    Bytes of pages are a mean over all positions of the prompt's end in its last segment.
+    """
     segment, token_bytes = sizes.layout.segment, sizes.layout.full_bytes_per_token(sizes.itemsize)
     found = {}
     for tokens in TOKENS:
@@ -26,13 +29,13 @@ class SendMeter:
     """Requests, tokens and bytes that a prefill server has handed to its transfer engine.
 
     Args:
-        page_bytes: of one page.
+        page_bytes: bytes of one page.
     """
 
     gauges: ClassVar[Mapping[str, str]] = {}
     counters: ClassVar[Mapping[str, str]] = {
         "sent_requests": "Requests whose pages have been handed to the transfer engine.",
-        "sent_tokens": "Tokens of these.",
+        "sent_tokens": "Tokens of requests whose pages have been handed to the transfer engine.",
         "sent_bytes": "Bytes of the pages that have been handed to the transfer engine on this rank.",
     }
     label: ClassVar[str] = ""
@@ -42,7 +45,7 @@ class SendMeter:
         self._counts = dict.fromkeys(self.counters, 0)
 
     def count(self, pages: int, requests: int = 0, tokens: int = 0) -> None:
-        """Count pages that were handed over, and requests of which these were the last pages."""
+        """Count pages that were handed over; `requests` and `tokens` of those that are complete with them."""
         self._counts["sent_bytes"] += pages * self._page_bytes
         self._counts["sent_requests"] += requests
         self._counts["sent_tokens"] += tokens

@@ -12,7 +12,7 @@ from sgl_ragged.mem_pool.open_segments import OpenSegments
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of a pool's pages. address: of the first byte. num_bytes: of all pages. page_bytes: of one page."""
+    """Memory of a pool's pages: address of the first byte, bytes of all pages, and bytes of one page."""
 
     address: int
     num_bytes: int
@@ -20,10 +20,10 @@ class Buffer:
 
 
 class RequestPages:
-    """The pages of requests of one pool.
+    """Pages of the requests of one pool.
 
-    Slabs and open segments share pages of one memory, which hold all that their tokens need. So another pool needs
-    pages alone: one per segment, which SGLang knows, then the extra pages of the open segment.
+    Slabs and open segments are stored in pages of one buffer, so pages alone describe a request to another pool: one
+    per segment, which SGLang has in its table, then the extra pages of the open segment.
     """
 
     def __init__(self, open_segments: OpenSegments) -> None:
@@ -57,10 +57,10 @@ class RequestPages:
         """True if seals are pending."""
         return self._store.has_pending_seals
 
-    def settle(self) -> None:
-        """Seal what is pending and do deferred copies, since both may concern pages that were given back meanwhile.
+    def flush_seals(self) -> None:
+        """Run pending seals and deferred copies, which may read or write pages that have been freed since.
 
-        Call it before pages are read by another pool, or written by one.
+        Call it before another pool reads or writes pages.
         """
         self._store.flush_pending_seals()
 
@@ -68,17 +68,18 @@ class RequestPages:
         """Copy the pages of a request to host memory; return [pages, elements of a slab].
 
         Args:
-            slots: integers [segments], of its first `tokens` tokens.
+            slots: integers [segments], slots of the request's first `tokens` tokens.
+            row: the request's row of SGLang's table.
         """
         if tokens % self.segment == 0:
-            # Its last segment is full, and may not be a slab yet. One that a step on its way has filled beyond these
-            # tokens must stay open: what that step computes is dropped.
-            self.settle()
+            # The last segment is full and may not be sealed yet. A segment that a running step fills beyond `tokens`
+            # must stay open, because the results of that step are dropped.
+            self.flush_seals()
         return movable(self._store.slabs)[self._all(slots, row, tokens)].cpu()
 
     def copy_from_host(self, pages: torch.Tensor, slots: torch.Tensor, row: int, tokens: int) -> None:
         """Write a copy that `copy_to_host` made to the request's present pages."""
-        self.settle()
+        self.flush_seals()
         slabs = movable(self._store.slabs)
         slabs[self._all(slots, row, tokens)] = pages.to(slabs.device)
 

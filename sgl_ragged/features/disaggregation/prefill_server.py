@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 class Exchange:
     """Component that a worker of either server attaches to its pool.
 
-    pages: of requests. agreement: as `disaggregation.roles.agreement` gives it.
+    Args:
+        pages: pages of the pool's requests.
+        agree: returns the agreement (`disaggregation.roles.agreement`).
     """
 
     def __init__(self, pages: RequestPages, agree: Callable[[], str]) -> None:
@@ -36,7 +38,7 @@ class Exchange:
         # Scales of an FP8 cache are known once the model has been loaded, which is after the pool has been made.
         return self._agree()
 
-    # What SGLang calls of the pool, in place of methods that raise.
+    # SGLang calls these methods of the pool; the pool's own raise.
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         """Return addresses, bytes, and bytes per item of all buffers: there is one, whose items are pages."""
@@ -68,15 +70,15 @@ def describe_memory(
         # SGLang takes every pool for GPU memory, which UCX refuses to register on a machine without one.
         kv_args.kv_data_mem_kinds = ["DRAM"] * len(kv_args.kv_data_ptrs)
     if serving.served_plan.settings_of(NAME).mode == PREFILL:
-        # SGLang hands it on to decode servers that ask. These compare it in `decode_server.agree_first`: SGLang's own
-        # comparison, of two that both have one, ends the server, and speaks of another model.
+        # SGLang sends it to decode servers, which compare it in `decode_server.agree_first`. SGLang's own comparison
+        # would end the server with an error about another model.
         kv_args.kv_layout = exchange_of(token_to_kv_pool).agreement
 
 
 def send_open_pages(original: Callable, queue: Any, req: Any, *args: Any, **more: Any) -> bool:
     """Have a request's sender send the extra pages of its open segment after the page of its last token.
 
-    SGLang sends a list of pages, and the decode server gives a list of as many where they go (`decode_server`).
+    SGLang sends a list of pages, and the decode server returns an equally long list of destinations (`decode_server`).
     """
     created = original(queue, req, *args, **more)
     sender = getattr(req, "disagg_kv_sender", None)
@@ -87,10 +89,10 @@ def send_open_pages(original: Callable, queue: Any, req: Any, *args: Any, **more
 
 
 def refuse_other_pools(original: Callable, manager: Any, peer: Any) -> None:
-    """Refuse a decode server whose buffers are not pages like these; its requests fail one by one.
+    """Refuse a decode server whose buffers are not pages of this size; each of its requests fails.
 
-    Decode servers with this pool compare agreements first. One with the token pool, and pages of as many tokens, would
-    come here, and SGLang's error would end the thread that all decode servers speak to.
+    Decode servers with this pool compare agreements first. A decode server with the token pool and equal page size gets
+    here, and SGLang's error would end the thread that serves all decode servers.
     """
     own, found = list(manager.kv_args.kv_item_lens), list(peer.dst_kv_item_lens)
     if found == own:
@@ -122,9 +124,9 @@ class _Sending:
         self._init(num_kv_indices + self._exchange.pages.num_extra(self._tokens), aux_index)
 
     def send(self, kv_indices: np.ndarray, *args: Any, **more: Any) -> None:
-        # Chunks seal before they attend, so that there are pending seals only where something has been decoded.
+        # Chunks seal before they attend, so only decode steps leave pending seals.
         if self._exchange.pages.unsealed:
-            settle(self._exchange.pages, self._scheduler)
+            flush_seals(self._exchange.pages, self._scheduler)
         self._left -= len(kv_indices)
         last = self._left == 0
         if last:
@@ -134,12 +136,12 @@ class _Sending:
         self._exchange.count(len(kv_indices), int(last), self._tokens * last)
 
 
-def settle(pages: RequestPages, scheduler: Any) -> None:
-    """Seal after the forward passes that are under way, and wait for both: transfers do not wait."""
+def flush_seals(pages: RequestPages, scheduler: Any) -> None:
+    """Seal full segments after the running forward passes, and wait for both, because transfers do not wait."""
     device = torch.get_device_module(scheduler.device)
     if not scheduler.enable_overlap:
-        pages.settle()
+        pages.flush_seals()
     else:
         with device.stream(scheduler.forward_stream):
-            pages.settle()
+            pages.flush_seals()
     device.synchronize()

@@ -23,7 +23,7 @@ _PREFIX = "ragged-"
 
 @dataclass(frozen=True)
 class ServerRole(FeatureSettings):
-    """mode: PREFILL or DECODE."""
+    """Settings of a worker of either server. mode: PREFILL or DECODE."""
 
     mode: str
 
@@ -33,24 +33,26 @@ class ServerRole(FeatureSettings):
 
 
 def agreement(plan_digest: str, stored_as: str, page_bytes: Sequence[int], open_page_tokens: int) -> str:
-    """Return one word for all that decides what the bytes of a page mean; servers with equal words can exchange pages.
+    """Return a digest of all settings that decide what the bytes of a page mean.
 
-    The same on all ranks: SGLang hands on what the first one says.
+    Servers with equal digests can exchange pages. The digest is equal on all ranks, because SGLang sends only that of
+    the first rank.
 
     Args:
-        plan_digest: of the plan without what the two may have each for itself.
-        stored_as: as `SlabStore.stored_as`.
-        page_bytes: of the slabs of all ranks. open_page_tokens: of an open segment, in a page.
+        plan_digest: digest of the plan without the settings in which the two servers may differ.
+        stored_as: `SlabStore.stored_as` of the rank.
+        page_bytes: bytes of a slab on each rank.
+        open_page_tokens: tokens of an open segment in one page.
     """
     parts = json.dumps([plan_digest, stored_as, list(page_bytes), open_page_tokens])
     return _PREFIX + hashlib.sha256(parts.encode()).hexdigest()[:15]
 
 
 def disagreement(own: str, other: str | None, own_ranks: int, other_ranks: int) -> str | None:
-    """Return one line why a decode server must not take pages of a prefill server; None if it may.
+    """Return the reason why a decode server must not take pages of a prefill server, in one line; None if it may.
 
     Args:
-        own, other: agreements of the decode and the prefill server; None for one with another pool.
+        own, other: agreements of the decode and of the prefill server; None for a server with another pool.
         own_ranks, other_ranks: tensor-parallel ranks of the two.
     """
     if other is None or not other.startswith(_PREFIX):
