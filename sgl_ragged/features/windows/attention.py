@@ -23,8 +23,8 @@ def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
     backend = TritonAttnBackend(model_runner)
-    # Its prefill lets a query see that many tokens before it, and its decode that many with the query's own. Keys that
-    # decode writes would differ from those of the same tokens in a prompt, and a cache hit from a miss.
+    # In SGLang's prefill a query sees `sliding_window_size` tokens before it, in decode one fewer. Keys that decode
+    # writes would then differ from those of the same tokens in a prompt, and a cache hit from a miss.
     backend.sliding_window_size += 1
     return backend
 
@@ -33,8 +33,10 @@ def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
 class _Chunk:
     """New tokens of one request, and the tokens that they can see.
 
-    tokens: where they are in the batch. first: position of the first token that is read. start: of the first new one.
-    locations: int64 [tokens read], places in the pool of windowed layers.
+    tokens: positions of the new tokens in the batch.
+    first: position in the sequence of the first token that is read.
+    start: position in the sequence of the first new token.
+    locations: int64 [tokens read], locations in the pool of windowed layers.
     """
 
     tokens: slice
@@ -67,7 +69,7 @@ class TorchWindowBackend(AttentionBackend):
         self.windowed = layers if is_fp8(self._pool.dtype) else []
 
     def use_scales(self, scales: Sequence[KvScales]) -> None:
-        """FP8 scales of the layers in `windowed`. Called before anything is stored."""
+        """Set FP8 scales of the layers in `windowed`; called before the first token is stored."""
         self._scales = dict(zip((layer.layer_id for layer in self.windowed), scales, strict=True))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

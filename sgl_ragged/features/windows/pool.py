@@ -38,7 +38,7 @@ class RaggedHybridPool(SWAKVPool):
         Args:
             slabs: keys and values of the layers `layer_numbers`.
             window_tokens: tokens that the sliding-window layers have pages for.
-            num_heads: their heads on this rank.
+            num_heads: heads of the sliding-window layers on this rank.
         """
         super().__init__(
             size=slabs.size,
@@ -53,7 +53,7 @@ class RaggedHybridPool(SWAKVPool):
             full_kv_pool_class=lambda **_: slabs,
             enable_alt_stream=False,
         )
-        # SGLang's backends look at the buffer of this layer for its shape, and slabs have no such buffer.
+        # SGLang's backends read the shape of this layer's buffer, and slabs have no buffer for a single layer.
         self.start_layer = windowed.layers[0]
 
 
@@ -83,7 +83,7 @@ class HybridAllocator(SWATokenToKVPoolAllocator):
         return super().alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, *args, **more)
 
     def _enough(self, demand: int, prefix_lens_cpu: Any, seq_lens_cpu: Any) -> bool:
-        """Return True if slabs have enough pages: SGLang asserts that they have if windows have."""
+        """Return True if slabs have enough pages; SGLang asserts it wherever windows have enough."""
         size = self.page_size
         new = sum(
             -(-end // size) + -prefix // size for prefix, end in zip(*lists(prefix_lens_cpu, seq_lens_cpu), strict=True)
@@ -107,7 +107,7 @@ class HybridAllocator(SWATokenToKVPoolAllocator):
         return tokens + extend_tokens(self.full_attn_allocator, prefix_lens_cpu, seq_lens_cpu)
 
     def check_decode_capacity(self, *, num_tokens: int, tree_cache: Any, requests: Any = None, **more: Any) -> bool:
-        beside = decode_tokens(self.full_attn_allocator, requests)
-        self.evict_to_free_tokens(tree_cache, num_tokens + beside)
+        open_tokens = decode_tokens(self.full_attn_allocator, requests)
+        self.evict_to_free_tokens(tree_cache, num_tokens + open_tokens)
         windows = self.swa_req_ring or self.swa_available_size() >= num_tokens
-        return windows and self.full_available_size() >= num_tokens + beside
+        return windows and self.full_available_size() >= num_tokens + open_tokens

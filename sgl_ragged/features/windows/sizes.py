@@ -1,8 +1,8 @@
 """Sizes of the pool of sliding-window layers. Plain arithmetic.
 
 A page holds the windowed layers' keys and values of one segment, uncompressed. A running request holds the pages of its
-window and of what is being prefilled; a cached prefix is of use only where the pages of the window before its end are
-still there. So both pools must grow together.
+window and of the chunk that is prefilled; a cached prefix can be used only if the pages of the window before its end
+are in the cache. So both pools must grow together.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def window_pages(window: int, interval: int, segment: int) -> int:
 class WindowNeeds:
     """Needs of sliding-window layers, in pages of one segment on one rank.
 
-    page_bytes: of a page.
+    page_bytes: bytes of a page.
     per_prefix: pages that hold the window before the end of a cached prefix.
     per_request: pages of a running request, at most.
-    in_flight: pages of one chunk of prefill, and of what its prompt holds before it.
+    in_flight: pages of one chunk of prefill and of the window before it.
     share: pages per slab (--swa-full-tokens-ratio); None for the rule of `pages`.
     """
 
@@ -58,7 +58,8 @@ class WindowNeeds:
         """Return the pages for `num_slots` slabs, padding included; at most one per slab.
 
         Args:
-            requests: how many running requests there is room for.
+            requests: number of running requests whose windows must fit.
+            segment: tokens of a segment.
         """
         slabs = max(num_slots - 1, 0)
         if self.share is not None:
@@ -67,7 +68,7 @@ class WindowNeeds:
         return 1 + min(slabs, self.in_flight + requests * self.per_request + cached)
 
     def running(self, requests: int, budget_bytes: int) -> int:
-        """Return the requests whose windows are counted if the user gave no number."""
+        """Return the number of running requests whose windows are counted if the user gave no number."""
         most = int(budget_bytes * MAX_RUNNING_SHARE) // (self.per_request * self.page_bytes)
         return max(1, min(requests, most))
 
