@@ -135,7 +135,7 @@ WRONG_HEADS = [
     ("EAGLE", {"vocab_size": 100}, "has 100 tokens, and the model 512"),
     ("NEXTN", {"tie_word_embeddings": True}, "has tie_word_embeddings"),
     ("EAGLE3", {"target_hidden_size": 512}, "reads hidden states of 512 elements"),
-    ("EAGLE3", {"eagle_config": {AUX_LAYERS: [0, 2]}}, r"reads behind layers \[0, 2\] of 3"),
+    ("EAGLE3", {"eagle_config": {AUX_LAYERS: [0, 2]}}, r"reads after layers \[0, 2\] of 3"),
     ("EAGLE3", {"num_kv_shared_layers": 1}, "as a draft model, .* share keys and values"),
 ]
 

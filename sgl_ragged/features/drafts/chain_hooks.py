@@ -18,13 +18,13 @@ def draft_chains(
     batch_tokens: list[list[int]],
     total_lens: list[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce each tree of the corpus to its longest path. Even with breadth 1 it has one path per known suffix."""
+    """Reduce each tree of the corpus to its longest path; even with breadth 1 a tree has one path per known suffix."""
     tokens, mask = original(corpus, req_ids, batch_tokens, total_lens)
     return as_chains(tokens, mask, corpus.draft_token_num)
 
 
 def alloc_for_chains(original: Callable, tree_cache: Any, req_to_token_pool: Any, *, reqs: Any, **more: Any) -> None:
-    """Set pages aside for the open segments of the next chain; SGLang's, for two chains ahead, are for slabs."""
+    """Reserve pages for the open segments of the next chain; SGLang reserves only pages of slabs, two chains ahead."""
     allocator = slab_allocator(tree_cache.token_to_kv_pool_allocator)
     rows, lengths = [req.kv.req_pool_idx for req in reqs], [req.kv.kv_committed_len for req in reqs]
     allocator.begin_batch()
@@ -39,8 +39,10 @@ def alloc_for_chains(original: Callable, tree_cache: Any, req_to_token_pool: Any
 
 
 def begin_chains(original: Callable, batch: Any, verify_input: Any, forward_stream: Any) -> None:
-    """Says which tokens count, and gives open segments their pages: at the first thing that SGLang does in a step for
-    verification, by when it knows what was accepted in the step before."""
+    """Set the lengths of sequences and the pages of open segments at the start of a verification step.
+
+    The hooked function is SGLang's first in the step, and the drafts accepted in the previous step are known by then.
+    """
     original(batch, verify_input, forward_stream)
     if batch.forward_mode.is_decode():
         chains = slab_pool(batch.token_to_kv_pool_allocator.get_kvcache()).open_segments.chains

@@ -2,9 +2,8 @@
 
 A chain holds a request's possible next tokens: one that is certain, then drafts, each after the one before. It ends at
 the border of the open segment: tokens after the border see that segment sealed, which needs its last tokens to be
-accepted. So nothing is computed from an open segment that decoding one by one would compute from the sealed
-one, and results are equal. A step that comes to a border loses the drafts after it: fewer than a chain's tokens in
-each segment.
+accepted. So every token reads the same keys and values as in decoding without drafts, and results are
+equal. A step that reaches a border loses the drafts after it: at most one chain less one token per segment.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ def as_chains(tokens: np.ndarray, mask: np.ndarray, width: int) -> tuple[np.ndar
 
     Args:
         tokens: int64 [requests * width], the first of each request is certain.
-        mask: integers [requests * width * width], which tokens are ancestors of which, themselves included; ancestors
-            stand before their descendants.
+        mask: integers [requests * width * width], nonzero where the second token is an ancestor of the first or the
+            token itself; ancestors precede their descendants.
 
     Returns:
         Tokens and masks of the chains, of the same shapes and dtypes.
@@ -45,7 +44,7 @@ def end_at_border(following: torch.Tensor, lengths: torch.Tensor, segment: int) 
 
 
 def require_chains(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise RuntimeError if accepted tokens would have to be moved: those of a chain are in place already.
+    """Raise RuntimeError if accepted tokens would have to be moved; tokens of a chain are in place.
 
     Args:
         target, source: integers [n], locations. On a GPU the error comes with a later call; nothing waits for it here.

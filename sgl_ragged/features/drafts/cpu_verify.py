@@ -1,4 +1,4 @@
-"""Verification of drafts with SGLang's own pool on CPUs, which its torch attention lacks."""
+"""Verification of drafts on CPUs with SGLang's own pool, which SGLang's torch attention does not support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts on CPUs without AMX: SGLang's workers, with torch functions in place of kernels that it lacks here."""
+"""Drafts on CPUs without AMX: SGLang's workers, with torch functions in place of kernels that CPUs lack."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from sgl_ragged.features.drafts import torch_verify
 
 _LINKS = "sglang.kernels.ops.speculative.reconstruct_tree"
-"""Cannot be imported without a GPU, and holds one function."""
+"""Module that cannot be imported without a GPU, and contains one function."""
 
 Replaced = tuple[tuple[ModuleType | type, str, object], ...]
 

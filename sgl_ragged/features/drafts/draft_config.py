@@ -25,8 +25,8 @@ def read_draft_model(start: ModelStart) -> DraftModel:
     """Read the sizes of the draft model's cache.
 
     Raises:
-        RaggedConfigError: there is no such model, its attention is of a kind that `--kv-pool ragged` does not serve, or
-            it is a head for another model.
+        RaggedConfigError: the draft model is not found, its attention is of a kind that `--kv-pool ragged` does not
+            serve, or it is a head for another model.
     """
     path = start.server_args.speculative_draft_model_path or start.model.model_path
     # Where no server is started, SGLang has resolved nothing.

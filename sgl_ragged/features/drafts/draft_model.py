@@ -1,7 +1,7 @@
 """Settings of drafts that workers follow, and sizes of a draft model's cache. Without SGLang.
 
 Keys and values of a draft model are stored uncompressed in a pool of its own, at the tokens' locations in the pool of
-slabs: one token of the draft model per virtual token. So they live as long as the pages at these locations.
+slabs: one token of the draft model per virtual token. They are freed with the pages at these locations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Sizes of its cache on one rank. name: for messages. itemsize: bytes per element."""
+    """Sizes of a draft model's cache on one rank. name: name in messages. itemsize: bytes per element."""
 
     name: str
     num_layers: int

@@ -53,12 +53,13 @@ class DraftSteps:
             backend.init_forward_metadata(forward_batch)
 
 
-def build_beside(model: DraftModel, configurator: Any, build: Callable[[], Any]) -> Any:
-    """SGLang's own pool for the draft model, at the locations of the pool of slabs; copies of open segments have its
-    tokens, too.
+def build_draft_pool(model: DraftModel, configurator: Any, build: Callable[[], Any]) -> Any:
+    """Build SGLang's own pool for the draft model, with tokens at the locations of the pool of slabs.
+
+    Copies of open segments copy the draft model's tokens, too.
 
     Raises:
-        RaggedConfigError: it is not of the size that was counted.
+        RaggedConfigError: the pool does not have the size that was counted.
     """
     pool, slabs = build(), slab_pool(configurator.token_to_kv_pool_allocator.get_kvcache())
     counted = model.token_bytes * slabs.page_size * slabs.sizes.num_slots
@@ -67,10 +68,10 @@ def build_beside(model: DraftModel, configurator: Any, build: Callable[[], Any])
             f"the draft model's cache takes {sum(pool.get_kv_size_bytes())} bytes, and {counted} were counted for it; "
             f"use --speculative-algorithm NGRAM"
         )
-    places = torch.arange(slabs.page_size, device=slabs.device)
+    offsets = torch.arange(slabs.page_size, device=slabs.device)
 
     def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-        first = (pages[:, None] * slabs.page_size + places for pages in (target, source))
+        first = (pages[:, None] * slabs.page_size + offsets for pages in (target, source))
         pool.move_kv_cache(*(locations.flatten() for locations in first))
 
     slabs.open_segments.on_copy.append(copy)
@@ -84,6 +85,6 @@ def steps_of_drafting(original: Callable, factory: Any) -> Any:
     return DraftSteps(factory.draft_model_runner, factory.speculative_num_steps)
 
 
-def behind_drafting(original: Callable, factory: Any) -> Any:
+def extend_after_drafting(original: Callable, factory: Any) -> Any:
     """Return the draft model's attention to accepted tokens; None on CPUs keeps the one it has."""
     return None if factory.draft_attn_backend == BACKENDS["cpu"] else original(factory)

@@ -24,14 +24,14 @@ class Drafting(ServeFeature):
         Hook(sglang.BEFORE_VERIFY, chain_hooks.begin_chains),
         Hook(sglang.SAMPLE_DRAFTS, chain_hooks.sample_to_border),
         Hook(f"{sglang.DRAFT_BACKENDS}.create_decode_backend", draft_pool.steps_of_drafting),
-        Hook(f"{sglang.DRAFT_BACKENDS}.create_draft_extend_backend", draft_pool.behind_drafting),
+        Hook(f"{sglang.DRAFT_BACKENDS}.create_draft_extend_backend", draft_pool.extend_after_drafting),
     )
 
     def own_pool(self, settings: DraftSettings, configurator: Any, build: Callable[[], Any]) -> Any:
         if not configurator.is_draft_worker:
             return None
         assert settings.model is not None, "SGLang makes a pool for a model that drafts"
-        return draft_pool.build_beside(settings.model, configurator, build)
+        return draft_pool.build_draft_pool(settings.model, configurator, build)
 
     def attach(self, settings: DraftSettings, worker: Worker) -> Any:
         seal = functools.partial(commit, worker.pool.store, worker.req_to_token)

@@ -1,4 +1,4 @@
-"""SGLang's flags of drafts: values that are served, and reasons against the other ones. Loads without SGLang."""
+"""SGLang's flags of drafts: served values, and reasons for refusing all other values. Loads without SGLang."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sgl_ragged.launch.flags import RefusedValues, refuse_values
 from sgl_ragged.launch.start import ModelStart
 
 ALGORITHMS = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
-"""Whose drafts are verified: n-grams, a smaller model, and heads that read the served model's hidden states. NEXTN is
-SGLang's other name of EAGLE."""
+"""Served algorithms: n-grams, a smaller model, and heads that read the served model's hidden states. NEXTN is SGLang's
+other name of EAGLE."""
 
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")
 
@@ -25,7 +25,7 @@ WIDTHS = {"NGRAM": 12, "STANDALONE": 4, "EAGLE": 4, "EAGLE3": 4, "NEXTN": 4}
 """SGLang's default tokens of a chain, by algorithm."""
 
 PLAN_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-"""A variable of SGLang's environment."""
+"""Environment variable of SGLang that plans a step before the drafts of the step are known."""
 
 _OF_ALL: RefusedValues = (
     (
@@ -121,7 +121,7 @@ def refuse(server_args: Any) -> None:
             f"{', '.join(ALGORITHMS)} are; {USE}"
         )
     refuse_values(server_args, _OF_ALL + (_OF_A_MODEL if by_model(server_args) else _OF_NGRAMS))
-    # Of EAGLE it may be the served model's own checkpoint.
+    # The draft model of EAGLE may be a part of the served model's checkpoint.
     if algorithm.upper() in ("STANDALONE", "EAGLE3") and not server_args.speculative_draft_model_path:
         raise RaggedConfigError(
             f"{algorithm.upper()} has drafts by a model: add --speculative-draft-model-path, or use NGRAM"
@@ -136,7 +136,7 @@ def _refuse_steps(server_args: Any) -> None:
     """Raise RaggedConfigError for sizes that SGLang asserts, and for trees that it chooses for some models."""
     topk, steps = server_args.speculative_eagle_topk, server_args.speculative_num_steps
     if steps is None and (topk is not None or server_args.speculative_num_draft_tokens is not None):
-        raise RaggedConfigError("SGLang needs --speculative-num-steps beside other sizes of drafts: add it")
+        raise RaggedConfigError("SGLang needs --speculative-num-steps with the other sizes of drafts: add it")
     if by_head(server_args) and topk is None:
         raise RaggedConfigError(
             "for some models SGLang drafts trees by itself: set --speculative-eagle-topk 1 and --speculative-num-steps"
@@ -153,7 +153,7 @@ def refuse_resolved(view: Any) -> None:
 
 
 def draft_backend(start: ModelStart) -> str:
-    """Return the draft model's attention backend. Raises RaggedConfigError for any other one in the flags."""
+    """Return the draft model's attention backend. Raise RaggedConfigError if the flags name another backend."""
     asked, device = start.server_args.speculative_draft_attention_backend, start.view.device
     served = BACKENDS.get(device)
     if served is None:

@@ -1,6 +1,6 @@
 """Verification of chains in torch for CPUs, where SGLang has kernels for AMX alone. Without SGLang.
 
-Functions take what SGLang's kernels of the same purpose take, and change in place what these change.
+Functions have the arguments of SGLang's kernels of the same purpose, and change the same arguments in place.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def verify_greedily(
     Args:
         predicts: int32 [requests * width], the token after each accepted one.
         accept_index: int32 [requests, depth], numbers of accepted tokens, then -1.
-        accept_token_num: int32 [requests], how many of them are drafts.
+        accept_token_num: int32 [requests], number of accepted drafts.
         candidates: int64 [requests, width]. target_predict: integers [requests, width].
     """
 
     def goes_on(request: int, token: int, draft: int) -> bool:
         return bool(candidates[request, draft] == target_predict[request, token])
 
-    def behind(request: int, token: int, _rejected: list[int]) -> int:
+    def next_token(request: int, token: int, _rejected: list[int]) -> int:
         return int(target_predict[request, token])
 
     links = retrieve_index, retrieve_next_token, retrieve_next_sibling
-    _walk(predicts, accept_index, accept_token_num, candidates, *links, goes_on, behind)
+    _walk(predicts, accept_index, accept_token_num, candidates, *links, goes_on, next_token)
     return predicts, accept_index, accept_token_num
 
 
@@ -89,25 +89,25 @@ def verify_by_sampling(
     """Accept each draft with the probability that the model gives it; else draw from what remains of its distribution.
 
     Args:
-        others: as in `verify_greedily`.
+        predicts to retrive_next_sibling: as in `verify_greedily`.
         uniform_samples: float32 [requests, width], in [0, 1), by candidate.
         uniform_samples_for_final_sampling: float32 [requests].
         target_probs: float32 [requests, width, vocabulary].
-        threshold_single, threshold_acc: 1, unless drafts are to be accepted that are only probable enough.
+        threshold_single, threshold_acc: 1 for exact sampling; less accepts drafts of lower probability.
     """
 
     def goes_on(request: int, token: int, draft: int) -> bool:
         chance = float(target_probs[request, token, candidates[request, draft]])
         return float(uniform_samples[request, draft]) < chance / threshold_acc or chance >= threshold_single
 
-    def behind(request: int, token: int, rejected: list[int]) -> int:
+    def next_token(request: int, token: int, rejected: list[int]) -> int:
         chances = target_probs[request, token].double()
         chances[candidates[request, rejected]] = 0
         sums = chances.cumsum(0)
         return int(torch.searchsorted(sums, uniform_samples_for_final_sampling[request] * sums[-1], right=True))
 
     links = retrive_index, retrive_next_token, retrive_next_sibling
-    _walk(predicts, accept_index, accept_token_num, candidates, *links, goes_on, behind)
+    _walk(predicts, accept_index, accept_token_num, candidates, *links, goes_on, next_token)
 
 
 def _walk(
@@ -119,13 +119,14 @@ def _walk(
     following: torch.Tensor,
     siblings: torch.Tensor,
     goes_on: Callable[[int, int, int], bool],
-    behind: Callable[[int, int, list[int]], int],
+    next_token: Callable[[int, int, list[int]], int],
 ) -> None:
-    """Go down each request's tree while a child is accepted; `behind` gives the token after the last one.
+    """Follow accepted children down each request's tree, and append the token that `next_token` returns.
 
     Args:
-        goes_on: takes a request, a token and a draft after it; True if the draft is accepted.
-        behind: takes a request, a token and the rejected drafts after it; returns the token after it.
+        goes_on: takes a request, a token and a draft after it; returns True if the draft is accepted.
+        next_token: takes a request, its last accepted token and the rejected drafts after it; returns the token that
+            follows.
     """
     for request, numbers in enumerate(indices.tolist()):
         token, path = 0, [0]
@@ -140,7 +141,7 @@ def _walk(
             predicts[numbers[token]] = candidates[request, draft]
             token = draft
             path.append(token)
-        predicts[numbers[token]] = behind(request, token, rejected)
+        predicts[numbers[token]] = next_token(request, token, rejected)
         accept_index[request, : len(path)] = torch.tensor([numbers[one] for one in path])
         accept_token_num[request] = len(path) - 1
 
