@@ -1,4 +1,4 @@
-"""Reserve, count and check in SGLang's scheduler what requests with bounded histories come to hold."""
+"""Reservations, counts and leak checks in SGLang's scheduler for requests with bounded histories."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def reserve_running(original: Callable, adder: Any, req: Any) -> float:
 
 
 def fits(original: Callable, adder: Any, req: Any, *, total_tokens: int, **more: Any) -> Any:
-    """Return True if a request fits that is not running yet."""
+    """Return SGLang's admission result for a waiting request, with the tokens that its bound allows."""
     extend = len(req.full_untruncated_fill_ids) - req.prefix_len - req.host_hit_length
-    beside = adder.per_req_token_overhead + adder._request_slot_reserve_for_req(req)
-    most = req.host_hit_length + growth(adder.tree_cache, req, extend) + beside
+    overhead = adder.per_req_token_overhead + adder._request_slot_reserve_for_req(req)
+    most = req.host_hit_length + growth(adder.tree_cache, req, extend) + overhead
     return original(adder, req, total_tokens=min(total_tokens, most), **more)
 
 
@@ -50,11 +50,11 @@ def reserve_admitted(
     *args: Any,
     **more: Any,
 ) -> None:
-    """Reserve for the request that was admitted last: its chunk, and what it can come to hold beyond it."""
+    """Reserve tokens for the request that was admitted last: its chunk, and the growth that its bound allows."""
     req = adder.can_run_list[-1]
     rest = len(req.full_untruncated_fill_ids) - req.extend_end
     beyond = max(growth(adder.tree_cache, req, extend_input_len + rest) - extend_input_len, 0)
-    # Of a prompt that is not done SGLang reserves nothing further, on the understanding that it fitted as a whole.
+    # SGLang reserves nothing beyond the chunk for an unfinished prompt, because it checked the whole prompt before.
     original(adder, prefix_len, extend_input_len, beyond if rest else min(max_new_tokens, beyond), *args, **more)
 
 
@@ -68,9 +68,10 @@ def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
 
 
 class _HeldPages:
-    """SGLang's request table for its checks: pages that a request has given back read as page 0.
+    """SGLang's request table for its checks: pages that a request has freed read as page 0.
 
-    The table itself still names those pages, which may be others' by now: a batch that has not run yet may read it.
+    The table itself still names those pages, because a batch that has not run yet may read them; they may belong to
+    another request.
     """
 
     def __init__(self, table: torch.Tensor, histories: Histories, segment: int) -> None:

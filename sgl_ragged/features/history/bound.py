@@ -1,9 +1,9 @@
 """The bound of a request's history: the segments that it sees, and the memory that it can take. No torch.
 
 PagedEviction (Algorithms 1 and 3) drops a block of the cache whenever one fills up. Here blocks are sealed segments:
-once more than `limit` are in view, the one with the lowest score leaves it for ever. The score is fixed when a segment
-is sealed, so what is in view at a position follows from the tokens before it, whatever was cached, retracted or
-batched.
+once more than `limit` are in view, the segment with the lowest score leaves the view for good. The score is fixed when
+a segment is sealed, so the view at a position depends only on the tokens before it, and not on cache hits, retractions
+or batches.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import PoolSizes
 
 LEAST_SEGMENTS = 3
-"""The first, the latest, and one that is chosen."""
+"""Smallest bound: the first segment, the latest, and one that is chosen by score."""
 
 RECENCY = "recency"
-"""The score by which the oldest leaves: StreamingLLM in blocks, a sink and a window."""
+"""Score by which the oldest segment leaves: StreamingLLM in blocks, a sink and a window."""
 
 NOVELTY = "value_novelty"
-"""The score of segments by what in them is unlike the rest; needs the means of values that calibration records."""
+"""Score of a segment by its least typical tokens; needs the mean values that calibration records."""
 
 AUTO = "auto"
-"""NOVELTY where there are such means, else RECENCY."""
+"""NOVELTY if the profile has mean values, else RECENCY."""
 
 SCORE_NAMES = (AUTO, NOVELTY, "value_key_norm", RECENCY)
 """Values of --ragged-history-score. The formulas are in `segment_scores`, which needs torch."""
@@ -36,10 +36,11 @@ RADIX_CACHE = "ragged_bounded"
 
 @dataclass(frozen=True)
 class HistoryBound:
-    """limit: sealed segments that a query sees at most. score: by which they leave (SCORE_NAMES).
+    """Bound of a request's history.
 
-    lag: how many of the latest sealed segments a request holds whether it sees them or not, at most: those that
-        sliding-window layers still need.
+    limit: most sealed segments that a query sees.
+    score: name of the score by which segments leave, one of SCORE_NAMES.
+    lag: most of the latest sealed segments that a request holds for sliding-window layers even if they have left.
     """
 
     limit: int
@@ -50,14 +51,13 @@ class HistoryBound:
     def latest(self) -> int:
         """Number of latest segments that never leave.
 
-        A chunk of prefill that is no longer than that needs no score of its own segments to know what its queries see.
+        A chunk of prefill of at most this length needs no scores of its own segments to find the view of its queries.
         """
         return max(1, self.limit // 2)
 
     @property
     def held(self) -> int:
-        """Segments of its own that a request holds at most while it decodes: what it sees, the open one, and what has
-        left its view within the lag."""
+        """Most unshared segments of a decoding request: its view, the open segment, and segments within the lag."""
         return self.limit + 1 + max(self.lag - self.latest, 0)
 
     @property
@@ -65,8 +65,7 @@ class HistoryBound:
         return self.score == RECENCY
 
     def request_bytes(self, sizes: PoolSizes) -> int:
-        """Bytes that a request holds of its own at most while it decodes: slabs of what it sees and of its open
-        segment, that one's other pages, and what sliding-window layers need."""
+        """Return the most unshared bytes of a decoding request: slabs, pages of the open segment, and windows."""
         windows = (self.lag + 1) * sizes.side_page_bytes
         return (self.held + sizes.open_pages.most) * sizes.slab_bytes + sizes.row_bytes + windows
 
@@ -74,18 +73,20 @@ class HistoryBound:
         """Return the part of the start-up line."""
         return (
             f"requests see {self.limit * sizes.layout.segment} tokens of their histories and hold at most "
-            f"{self.request_bytes(sizes)} bytes beside what they share"
+            f"{self.request_bytes(sizes)} bytes in addition to shared pages"
         )
 
     def growth(self, shared: int, own: int, extend: int, new: int, segment: int) -> int:
         """Return the most tokens that a request can still come to hold in addition to those it holds.
 
-        It holds the segments that it shares through the radix tree whether it sees them or not; of its own, `held` and,
-        in prefill, those of the chunk. While nothing has left the view, prefill hands segments over to the tree.
+        A request holds all segments that it shares through the radix tree, even if they have left its view. It holds
+        `held` segments of its own and, in prefill, the segments of the chunk. Until the first segment leaves, prefill
+        hands segments over to the tree.
 
         Args:
-            shared, own: segments that it holds of the tree's and of its own.
-            extend, new: tokens that it has still to prefill and to generate. segment: tokens of one.
+            shared, own: segments that the request holds in the tree and outside of it.
+            extend, new: tokens that remain to be prefilled and to be generated.
+            segment: tokens of a segment.
         """
         prompt = shared + own + -(-extend // segment)
         handed_over = max(min(self.limit, prompt) - shared, 0) if extend else 0
@@ -116,8 +117,10 @@ def history_bound(tokens: int | None, score: str, segment: int) -> HistoryBound 
 class BoundedHistory:
     """The segments that one request sees, numbered from 0.
 
-    sealed: how many have been sealed. in_view: indices, ascending. left: those that have left. returned: those of them
-    whose pages the request has given back.
+    sealed: number of sealed segments.
+    in_view: indices of the segments that the request sees, ascending.
+    left: indices of the segments that have left the view.
+    returned: members of `left` whose pages the request has freed.
     """
 
     def __init__(self, bound: HistoryBound) -> None:
@@ -141,7 +144,7 @@ class BoundedHistory:
         self._scores.update(zip(segment_indices, scores, strict=True))
 
     def advance(self, sealed: int) -> None:
-        """Seal segments until there are `sealed`; one leaves for each that is too many. Changes the state.
+        """Seal segments until there are `sealed`; for each one above the bound a segment leaves. Changes the state.
 
         Every score of `unscored(sealed)` must be known.
         """

@@ -1,9 +1,9 @@
 """Bounded histories of all running requests, by row of SGLang's request table.
 
-Segments that leave a view are chosen on the host, before the next segment is opened. The scores that this takes
-were sealed at least one segment earlier: in decode they are sent to the host when a segment begins and used when the
-next one does, so that no step waits for them. Decode reads `table` on the device, which is written
-where it has changed: one small transfer for a filled segment.
+Segments that leave a view are chosen on the host, before the next segment is opened. The choice uses scores of segments
+that were sealed at least one segment earlier: in decode they are sent to the host when a segment begins and used when
+the next segment begins, so no step waits for them. Decode reads `table` on the device; only changed rows are written,
+one small transfer for each filled segment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sgl_ragged.mem_pool.segments import SegmentTable
 from sgl_ragged.mem_pool.transfer import sent
 
 OverRanks = Callable[[torch.Tensor], torch.Tensor]
-"""From this rank's float32 [n] to the sum over ranks, the same numbers on all of them."""
+"""Function that sums float32 [n] over ranks and returns equal numbers on all of them."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Histories:
         scores: of segments in the store; None if segments leave by age.
         over_ranks: combines scores of tensor-parallel ranks, whose decisions must be the same.
 
-    `table` is int32 [rows, columns], the segments that each row's decode steps see, ascending; the first as many as
-    are sealed, `limit` at most, count. `dropped` counts segments that have left views.
+    `table` is int32 [rows, columns], the segments that each row's decode steps see, ascending; the first
+    min(sealed segments, `limit`) entries of a row are valid. `dropped` counts segments that have left views.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Histories:
         if sealed < self.bound.limit and history is None:
             return None
         if history is None:
-            # From its first segment on: nothing has left, so all of them are there.
+            # No segment has left yet, so the history starts with the first segment.
             history = self._histories[row] = BoundedHistory(self.bound)
         if sealed > history.sealed:
-            self._know(row, history, sealed)
+            self._collect_scores(row, history, sealed)
             before = len(history.left)
             history.advance(sealed)
             self.dropped += len(history.left) - before
@@ -123,7 +123,8 @@ class Histories:
     def refresh(self) -> None:
         """Send changes to the device, and start copies of scores that the next decisions need.
 
-        Runs before a decode step is described, where all that is full has been sealed. Does not wait for the device.
+        Call it before a decode step is described, after all full segments have been sealed. Does not wait for the
+        device.
         """
         if not self._changed:
             return
@@ -135,12 +136,12 @@ class Histories:
             line = self._all.clone()
             if history is not None:
                 line[: len(history.in_view)] = torch.tensor(history.in_view, dtype=torch.int32)
-                self._ask(row, history)
+                self._request_scores(row, history)
             lines.append(line)
         changed = sent(torch.tensor(req_pool_indices), self.table.device)
         self.table[changed] = sent(torch.stack(lines), self.table.device)
 
-    def _ask(self, row: int, history: BoundedHistory) -> None:
+    def _request_scores(self, row: int, history: BoundedHistory) -> None:
         segment_indices = history.unscored(history.sealed + 1)
         if not segment_indices:
             return
@@ -154,8 +155,8 @@ class Histories:
         else:
             history.learn(segment_indices, scores.tolist())
 
-    def _know(self, row: int, history: BoundedHistory, sealed: int) -> None:
-        """Have the scores that the history needs to advance: take copies that arrived, and wait for missing ones."""
+    def _collect_scores(self, row: int, history: BoundedHistory, sealed: int) -> None:
+        """Collect the scores that the history needs to advance: take finished copies, and wait for missing scores."""
         arriving, self._arriving = self._arriving, []
         for one in arriving:
             if one.sent is not None:

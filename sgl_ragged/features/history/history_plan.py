@@ -14,7 +14,11 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 
 @dataclass(frozen=True, eq=False)
 class HistoryPlan(FeatureSettings):
-    """value_mean: float32 [layers, heads, head_dim], mean values of the model's heads, if the profile has them."""
+    """Settings of bounded histories.
+
+    bound: bound of each request's history.
+    value_mean: float32 [layers, heads, head_dim], mean values of the model's heads; None if the profile has none.
+    """
 
     bound: HistoryBound
     value_mean: np.ndarray | None

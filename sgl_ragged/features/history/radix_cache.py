@@ -1,10 +1,10 @@
 """SGLang's radix cache for requests with bounded histories: pages go back while their request runs.
 
-What has left a request's view and is its own goes back to the allocator at once. What it shares through the tree stays
-there. The tree takes at most the first `limit` segments of a sequence, and none after a page that was given back.
+An unshared page whose segment has left its request's view is freed at once. Pages that are shared through the tree stay
+in the tree. The tree takes at most the first `limit` segments of a sequence, and none after a freed page.
 
-Where a model has sliding-window layers, a page has a part of theirs, which SGLang frees by itself once windows have
-left it. So a page goes back after that, and what is returned is its other part alone.
+In a model with sliding-window layers SGLang frees the page's part for these layers once windows have left it. The
+page's other part is freed after that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BoundedRadixCache(UnifiedRadixCache):
-    """Radix cache that gives pages back while their request runs. histories: the pool's."""
+    """Radix cache that frees pages while their request runs. histories: bounded histories of the pool's requests."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -56,14 +56,14 @@ class BoundedRadixCache(UnifiedRadixCache):
         protected = req.kv.cache_protected_len
         super().checkpoint(req, up_to=max(end, protected) if self._can_be_found(req.kv, end) else protected, **kwargs)
         if self.supports_swa() and not req.finished():
-            # SGLang has slid the windows as far as the tree's part goes; they go with what was computed.
+            # SGLang moves the windows to the end of the tree's part; they must follow the computed tokens.
             self.evict_sliding_windows(req, up_to - 1)
             self._leave_windows(req, req.prefix_len)
         self._give_back(req.kv)
 
     def free_kv_row(self, kv: ReqKvInfo, ranges: list[tuple[int, int]]) -> None:
-        # With --strip-thinking-cache a request that was retracted amid its thoughts owns less than the tree took of it
-        # when it was prefilled again.
+        # With --strip-thinking-cache a request that was retracted while it was thinking owns fewer tokens than the tree
+        # took when the request was prefilled again.
         ranges = [(max(start, kv.cache_protected_len), end) for start, end in ranges]
         history = self.histories.get(kv.req_pool_idx)
         returned = history.returned if history is not None else set()
@@ -84,8 +84,8 @@ class BoundedRadixCache(UnifiedRadixCache):
     def _leave_windows(self, req: Req, first: int) -> None:
         """Let the tree evict its windows, if no query from position `first` on sees any of them.
 
-        Uncut, a request's part of the tree ends where it decodes, or close to it. Here it may be far behind, and a pool
-        for windows that holds one for each request would hold too few.
+        Without a bound, a request's part of the tree ends close to its last token. With a bound it may end much
+        earlier, and a pool with one window per request would be too small for both windows.
         """
         if self.supports_swa() and first - self.swa_retain_window >= req.kv.cache_protected_len:
             self.release_swa_prefix_lock(req)
@@ -98,8 +98,8 @@ class BoundedRadixCache(UnifiedRadixCache):
         size, first = self.page_size, kv.cache_protected_len // self.page_size
         leaving = sorted(number for number in history.left - history.returned if number >= first)
         if self.supports_swa():
-            behind = kv.get_evicted_seqlen(ComponentType.SWA) // size
-            leaving = [number for number in leaving if number < behind]
+            freed_windows = kv.get_evicted_seqlen(ComponentType.SWA) // size
+            leaving = [number for number in leaving if number < freed_windows]
         if leaving:
             super().free_kv_row(kv, [(number * size, (number + 1) * size) for number in leaving])
             history.returned.update(leaving)

@@ -1,4 +1,4 @@
-"""One number for each sealed segment: how much later tokens would miss it. Fixed when the segment is sealed."""
+"""Scores of sealed segments, which estimate how much later tokens would miss them; fixed at the seal."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ SMOOTHED_TOKENS = 8
 """Tokens whose values are averaged before they are compared with their segment."""
 
 Score = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""From keys and values of a layer's segments, float32 [segments, heads, S, head_dim], and the mean values of its heads
-[heads, head_dim] to float32 [segments, heads]."""
+"""Function from keys and values of a layer's segments, float32 [segments, heads, S, head_dim], and the mean values of
+its heads [heads, head_dim] to scores, float32 [segments, heads]."""
 
 
 def value_key_norm(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean of ||V|| / ||K|| over tokens (PagedEviction, Algorithm 1)."""
+    """Return the mean of ||V|| / ||K|| over tokens (PagedEviction, Algorithm 1)."""
     return (values.norm(dim=-1) / keys.norm(dim=-1).clamp_min(TINY)).mean(dim=2)
 
 
 def value_novelty(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor | None) -> torch.Tensor:
-    """Return how far a segment's strangest tokens are from the rest of it, by their values.
+    """Return the distance of a segment's least typical tokens from the rest of the segment, by their values.
 
-    1 - cos between the mean of SMOOTHED_TOKENS neighbours and the mean of the segment, both less the head's mean value;
-    of all windows the largest. Something said once, amid text of another kind, is what later tokens cannot find
-    elsewhere.
+    The distance of a window is 1 - cos between the mean of SMOOTHED_TOKENS neighbours and the mean of the segment, both
+    less the head's mean value; the score is the largest over all windows. A fact that occurs once in unrelated text
+    cannot be found elsewhere, and gets a high score.
     """
     assert means is not None, "the plan has them for this score"
     centred = values - means[:, None]
@@ -43,15 +43,15 @@ def value_novelty(keys: torch.Tensor, values: torch.Tensor, means: torch.Tensor 
 
 
 FORMULAS: dict[str, Score] = {"value_key_norm": value_key_norm, NOVELTY: value_novelty}
-"""By name; recency needs no number but the segment's own."""
+"""Score functions by name; recency is not here, because it needs only the segment's index."""
 
 
 class SegmentScores:
     """Scores of the segments in the slots of a store, written when segments are sealed.
 
     Args:
-        weights: float32 [layers, heads], what the score of each head counts; over all ranks a layer adds up to 1.
-        means: per layer the mean values of its heads, float32 [heads, head_dim]; only `value_novelty` needs them.
+        weights: float32 [layers, heads], weights of the heads' scores; the sum over a layer on all ranks is 1.
+        means: mean values of the heads of each layer, float32 [heads, head_dim]; only `value_novelty` needs them.
 
     `values`: float32 [slots, layers], on the store's device. A score is the mean over layers and the model's heads.
     """
