@@ -155,7 +155,7 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
         (("--disaggregation-mode", "prefill"), "disaggregation"),
         pytest.param(
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"),
-            "backend mooncake was not tried",
+            "backend mooncake has not been tested",
         ),
         pytest.param(("--enable-hierarchical-cache", "--hicache-host-memory-mode", "buffer_only"), "a mere buffer"),
         pytest.param(

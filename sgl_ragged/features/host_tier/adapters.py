@@ -1,8 +1,8 @@
-"""Names of LoRA adapters that change with what is in them.
+"""Ids of LoRA adapters that change with the adapters' contents.
 
 SGLang puts an adapter's id into the radix key, and so into the keys of pages on disk. Adapters that are loaded while a
-server runs get a random id; those of --lora-paths one that is made from their name and path alone, so that a server
-would read what another adapter, once in the same folder, has left on disk.
+server runs get a random id; the id of an adapter of --lora-paths is made from its name and path alone, so that a server
+would read pages of an earlier adapter in the same folder.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from uuid import NAMESPACE_URL, uuid5
 from sgl_ragged.errors import RaggedConfigError
 
 READ = ("*.json", "*.safetensors", "*.bin", "*.pt")
-"""Files of an adapter that SGLang reads some of: configuration, added tokens, weights."""
+"""Patterns of the files that SGLang reads of an adapter: configuration, added tokens, weights."""
 
 
 def adapter_digest(path: str) -> str:
     """Return 64 hex digits of names and contents of an adapter's files; downloads a hub's adapter, as SGLang does.
 
-    Contents, not times and sizes as for models: adapters are small, and two that were trained alike have equal sizes.
+    The digest covers contents, not times and sizes as for models, because adapters are small and adapters of equal
+    settings have equal sizes.
 
     Raises:
-        RaggedConfigError: it cannot be read.
+        RaggedConfigError: the adapter cannot be read.
     """
     folder = Path(path)
     try:
@@ -38,7 +39,7 @@ def adapter_digest(path: str) -> str:
             with file.open("rb") as opened:
                 contents.append([file.name, hashlib.file_digest(opened, "sha256").hexdigest()])
     except (OSError, ValueError) as error:
-        # Those of the hub's client have many lines.
+        # Errors of the hub's client have many lines.
         raise RaggedConfigError(
             f"LoRA adapter {path} is no folder that can be read, nor found on a hub "
             f"({str(error).strip().splitlines()[0]}): correct --lora-paths"

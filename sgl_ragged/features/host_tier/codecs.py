@@ -12,15 +12,15 @@ from sgl_ragged.mem_pool.kv_dtype import is_fp8
 from sgl_ragged.mem_pool.layout import SlabLayout
 
 CODECS: dict[str, type[SlabCodec]] = {codec.name: codec for codec in (ExactCodec, Fp8Codec, SharedCodec)}
-"""Classes by `tier_plan.CODEC_NAMES`."""
+"""Codec classes by the names in `tier_plan.CODEC_NAMES`."""
 
 
 def make_codec(name: str, layout: SlabLayout, dtype: torch.dtype) -> SlabCodec:
     """Make the codec of a name, for slabs of a cache of a dtype.
 
     Raises:
-        RaggedConfigError: it does not go with the layout, or with slabs that are FP8 or quantised: to round them again
-            saves nothing, and no layer can be restored from another's, whose scales differ.
+        RaggedConfigError: the codec does not support the layout, or the slabs are FP8 or quantised. Rounding these
+            again saves nothing, and scales differ between layers, so no layer can be restored from another layer.
     """
     if layout.form.quantised:
         if not CODECS[name].exact:

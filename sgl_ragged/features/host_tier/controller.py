@@ -34,14 +34,14 @@ from sgl_ragged.serve.ranks import least_over_ranks
 logger = logging.getLogger(__name__)
 
 STALE_FILE_S = 3600.0
-"""Age at which a file that a server began to write, and was killed over, is removed."""
+"""Age in seconds at which an unfinished file of a killed server is removed."""
 
 
 class RaggedCacheController(HybridCacheController):
-    """Before slabs leave the device, or pages get others, seals what decode has filled.
+    """Controller that runs pending seals before slabs are backed up or pages are loaded.
 
-    SGLang counts a page as full one step before its segment is sealed. Without this, it would be backed up as it was
-    before; and a page that was freed with a seal still to come would be overwritten by it after others were loaded.
+    SGLang counts a page as full one step before its segment is sealed. Without these seals, the page's earlier bytes
+    would be backed up, and the pending seal of a freed page would overwrite the slab that is loaded into the page.
     """
 
     mem_pool_device: RaggedTokenToKVPool
@@ -55,11 +55,11 @@ class RaggedCacheController(HybridCacheController):
         self._storage_pays = StoragePays(mode, self.restorer.prefill.rate)
         super().__init__(*args, **more)
 
-    def _settle(self, forward_stream: Any) -> None:
-        """Seal after the forward passes that are under way: transfers wait for their stream."""
+    def _flush_seals(self, forward_stream: Any) -> None:
+        """Run pending seals on the stream of the forward passes, for which transfers wait."""
         store = self.mem_pool_device.store
         if forward_stream is None or get_schedule().disable_overlap_schedule:
-            # Forward passes are on the scheduler's stream then, which transfers wait for.
+            # Forward passes then run on the scheduler's stream, for which transfers wait.
             store.flush_pending_seals()
             return
         with device_module.stream(forward_stream):
@@ -67,18 +67,18 @@ class RaggedCacheController(HybridCacheController):
 
     def start_writing(self) -> None:
         if self.write_queue:
-            self._settle(self.write_fence_stream)
+            self._flush_seals(self.write_fence_stream)
         super().start_writing()
 
     def load(self, host_indices: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor | None:
-        """Leave the first segments out of a load to be computed, if that is faster."""
+        """Load all but the first segments, and mark these to be computed, if that is faster."""
         device_indices = super().load(host_indices, *args, **more)
         if device_indices is None:
             return None
         rates = self.restorer.prefill.rate, self._loading.rate
         count = recomputed_first(len(host_indices) // self.page_size, self._mode, *rates)
         if self._mode != LOAD:
-            # Forward passes are over all ranks, whose rates differ.
+            # A forward pass runs on all ranks, and measured rates differ between ranks.
             parallel = get_parallel()
             count = least_over_ranks(count, parallel.attn_tp_size, parallel.world_group.cpu_group)
         if count:
@@ -91,7 +91,7 @@ class RaggedCacheController(HybridCacheController):
     def start_loading(self) -> int:
         if not self.load_queue:
             return super().start_loading()
-        self._settle(self.load_fence_stream)
+        self._flush_seals(self.load_fence_stream)
         tokens = sum(len(one.host_indices) for one in self.load_queue)
         self.meter.count(HOST, tokens)
         if self.restorer.on_cpu:
@@ -107,7 +107,7 @@ class RaggedCacheController(HybridCacheController):
         return super()._storage_hit_query(operation) if self._storage_pays() else ([], 0)
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **more: Any) -> None:
-        # At start and at run time: what a backend's keys do not name could be another model's.
+        # Backends whose keys do not name the model could return slabs of another model, at start and at run time.
         refuse_storage(storage_backend)
         super().attach_storage_backend(storage_backend, *args, **more)
         _remove_unfinished(Path(self.storage_backend.file_path))
@@ -115,7 +115,7 @@ class RaggedCacheController(HybridCacheController):
     def _generic_page_get(
         self, operation: Any, hash_values: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> int:
-        """Read pages of storage up to the first that is missing or damaged; removes a damaged one."""
+        """Read pages of storage up to the first that is missing or damaged, and remove a damaged page."""
         pool, backend = self.storage_host_pool, self.storage_backend
         for count, key in enumerate(hash_values):
             if operation.is_terminated():
@@ -150,18 +150,21 @@ def _remove_unfinished(folder: Path) -> None:
             if time.time() - path.stat().st_mtime > STALE_FILE_S:
                 path.unlink()
         except OSError:
-            # Another server has just done it.
+            # Another server may have removed the file.
             continue
 
 
 def host_pages(pool: RaggedTokenToKVPool, row_bytes: int, sized: bool) -> int:
     """Return the rows of this rank's part of the host, without SGLang's padding row; equal on all ranks.
 
-    --hicache-size gives bytes, --hicache-ratio tokens of host per token of device. Without either (not `sized`) it is
-    SGLang's ratio, on CPUs at most half of what is free.
+    --hicache-size gives bytes, --hicache-ratio tokens on the host per token on the device. Without either (not `sized`)
+    SGLang's default ratio holds, on CPUs up to half of the free memory.
+
+    Args:
+        row_bytes: bytes of a row. sized: True if the user gave a size or a ratio.
 
     Raises:
-        RaggedConfigError: it does not fit into what is free.
+        RaggedConfigError: the rows do not fit into free memory.
     """
     memory, parallel = get_memory(), get_parallel()
     on_cpu = torch.device(pool.device).type == "cpu"
@@ -232,7 +235,7 @@ def build_stack(
     if isinstance(cache, OpenRadixCache):
         parallel, page_bytes = get_parallel(), kvcache.store.slabs[0].nbytes
         rows, open_pages = open_host_pages(rows, row_bytes, page_bytes, kvcache.open_segments.pages.most)
-        # A lossy codec has different numbers of rows per page on ranks.
+        # With a lossy codec the number of rows per page differs between ranks.
         rows, open_pages = (
             least_over_ranks(count, parallel.attn_tp_size, parallel.world_group.cpu_group)
             for count in (rows, open_pages)
@@ -290,6 +293,6 @@ def build_stack(
         cache_controller=controller,
         component_host_pools={ComponentType.FULL: host},
         pools_desc="slabs",
-        # SGLang would ask the pool for buffers by token.
+        # Declarations would make SGLang read buffers by token, which the pool does not have.
         pool_declarations=(),
     )

@@ -14,12 +14,12 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-"""448. Torch's cast of what is larger gives NaN, so values are clamped to it."""
+"""Largest number, 448. Torch casts larger numbers to NaN, so values are clamped to it."""
 
 SCALE_BYTES = torch.float32.itemsize
 
 WIDE_BYTES = 64 << 20
-"""Of float32 numbers that are made of slabs at a time."""
+"""Bytes of slabs, converted to float32, that are encoded at a time."""
 
 
 class Fp8Codec(SlabCodec):
@@ -30,7 +30,7 @@ class Fp8Codec(SlabCodec):
     most |x| / 16, or scale / 1024 where that is more (below scale / 64 numbers are evenly spaced).
 
     A row holds the layers in order, each as scales [heads, 2 (K, V)] and then its elements, heads in the slab's order:
-    what a group of layers needs lies in one piece.
+    the bytes of a group of layers are contiguous.
 
     Finite numbers come back finite. An infinity is stored as the largest finite number, and NaN as zero.
     """
@@ -51,12 +51,12 @@ class Fp8Codec(SlabCodec):
         return layer * self._layer_scales + int(self.layout.layer_start[layer])
 
     def watch(self, store: SlabStore) -> None:
-        # Made now: sending it there waits for the device.
+        # The transfer waits for the device, so it must not happen while requests run.
         self._parts(store.slabs.device)
 
     def _parts(self, device: torch.device) -> _Parts:
         if device not in self._tables:
-            self._tables[device] = _Parts.of(self.layout, device)
+            self._tables[device] = _Parts.for_layout(self.layout, device)
         return self._tables[device]
 
     def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Fp8Codec(SlabCodec):
         values = slabs.float().nan_to_num(0.0, most, -most).unflatten(1, (-1, self.layout.head_dim))
         of_rows = values.abs().amax(dim=2)
         largest = of_rows.index_select(1, parts.rows.flatten()).unflatten(1, parts.rows.shape).amax(dim=2)
-        # Not zero where all are: nothing is divided by it.
+        # The scale of an all-zero part must not be zero, because elements are divided by it.
         scale = (largest / LARGEST).clamp_min_(torch.finfo(torch.float32).tiny)
         if parts.empty is not None:
             scale.masked_fill_(parts.empty, 0.0)
@@ -97,10 +97,11 @@ class Fp8Codec(SlabCodec):
 
 @dataclass(frozen=True)
 class _Parts:
-    """Keys or values of a head are a part of the slab, whose rows have head_dim elements.
+    """Index tables of a slab's parts, which are the keys or the values of a head; a row has head_dim elements.
 
-    rows: int64 [parts, most], the rows of each part, the first again behind the last. part_of_row: int64 [rows].
-    empty: bool [parts], those without rows; None if there are none.
+    rows: int64 [parts, most], the rows of each part, padded with the part's first row.
+    part_of_row: int64 [rows].
+    empty: bool [parts], True for parts without rows; None if every part has rows.
     """
 
     rows: torch.Tensor
@@ -108,7 +109,7 @@ class _Parts:
     empty: torch.Tensor | None
 
     @classmethod
-    def of(cls, layout: SlabLayout, device: torch.device) -> _Parts:
+    def for_layout(cls, layout: SlabLayout, device: torch.device) -> _Parts:
         counts = np.array([band.kept for bands in layout.bands for band in bands for _ in range(2 * len(band.heads))])
         firsts = np.cumsum(counts) - counts
         place = np.arange(counts.max())

@@ -22,14 +22,14 @@ class RaggedHostPool(HostKVCache):
     """Rows of slabs on the host: `kv_buffer` is uint8 [pages, codec.row_bytes].
 
     SGLang hands out host indices per token, whole segments at a time; index i is in row i // segment. Where segments
-    leave bounded histories by a score, rows have the segments' scores beside them, `scores`.
+    leave bounded histories by a score, `scores` holds the score of each row's segment.
 
     Args:
         pool: the device's pool.
         codec: writes a slab to its row.
         pages: rows, of which one is SGLang's padding; each takes `tier_row_bytes`.
-        layout: SGLang's name for a host layout; it decides how SGLang's controller hands over indices, no more.
-        identity: names all that decides what rows hold (`stored_page`).
+        layout: SGLang's name of a host layout, which only decides on which device SGLang's controller passes indices.
+        identity: digest of all settings that decide the bytes of a row (`stored_page`).
     """
 
     def __init__(self, pool: RaggedTokenToKVPool, codec: SlabCodec, pages: int, layout: str, identity: str) -> None:
@@ -65,7 +65,7 @@ class RaggedHostPool(HostKVCache):
         self.scores = None if known is None else ScoreTransfer(known, self.page_num, row_copy)
 
     def open_store(self, store: SlabStore, pages: int) -> OpenStore:
-        """Store of open segments in a part of this pool's memory."""
+        """Make a store of open segments with `pages` host pages."""
         page_bytes = store.slabs[0].nbytes
         rows = torch.empty((pages, page_bytes), dtype=torch.uint8, pin_memory=self._device_type == "cuda")
         return OpenStore(store, rows, self._row_copy)
@@ -74,7 +74,7 @@ class RaggedHostPool(HostKVCache):
         return self.size_per_token
 
     def _allocate_host_buffer(self) -> None:
-        # Whether there is room was decided before (`host_tier.host_pages`), on all ranks alike.
+        # `controller.host_pages` has checked free memory, with the same result on all ranks.
         self.kv_buffer = self.init_kv_buffer()
         self.fd = getattr(self.allocator, "fd", None)
 
@@ -150,7 +150,7 @@ class RaggedHostPool(HostKVCache):
 
 
 def segment_scores(pool: RaggedTokenToKVPool) -> SegmentScores | None:
-    """Scores by which segments leave bounded histories, or None."""
+    """Return the scores by which segments leave bounded histories; None if there are no such scores."""
     histories = pool.attached.get("history")
     return None if histories is None else histories.scores
 
@@ -161,7 +161,7 @@ def tier_row_bytes(pool: RaggedTokenToKVPool, codec: SlabCodec) -> int:
 
 
 DIRECT_LAYOUT = "page_first_direct"
-"""With it, SGLang's controller hands over device indices on the host: slab by slab, each a copy of its own."""
+"""Layout with which SGLang's controller passes indices on the host; each slab is a separate copy."""
 
 KERNEL_LAYOUT = "page_first"
-"""With it, all indices are on the device, and nothing waits for them."""
+"""Layout with which SGLang's controller passes indices on the device, so that the host does not wait for them."""

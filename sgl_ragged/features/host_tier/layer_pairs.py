@@ -21,11 +21,11 @@ ENDS = 0.1
 def pair_candidates(attention: np.ndarray) -> np.ndarray:
     """Return the CANDIDATES layers that attend most to the first and last tenth of the tokens, bool [layers].
 
-    Algorithm 1, lines 4 to 12, has a threshold in the place of a rank, so that there may be any number of them, and
-    rows could be of any size.
+    Algorithm 1, lines 4 to 12, selects layers by a threshold. Then their number, and with it the size of rows, would
+    vary, so layers are selected by rank here.
 
     Args:
-        attention: float [layers, tokens], what each token receives; equal sums in all layers.
+        attention: float [layers, tokens], attention that each token receives; equal sums in all layers.
     """
     length = max(int(attention.shape[1] * ENDS), 1)
     at_ends = attention[:, :length].sum(axis=1) + attention[:, -length:].sum(axis=1)
@@ -42,8 +42,8 @@ def distances(attention: np.ndarray) -> np.ndarray:
 def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, count: int) -> list[tuple[int, int]]:
     """Return pairs (i, j), i < j, of layers that share (Algorithm 1, lines 18 to 30).
 
-    By smallest distance, each layer in at most one pair; ties go to the lower layers. Pairs of candidates come first,
-    and others only where those are too few.
+    Pairs are chosen by smallest distance, each layer in at most one pair; ties go to the lower layers. Pairs with a
+    layer that is no candidate are chosen only if there are too few pairs of candidates.
 
     Args:
         apart: float [layers, layers], distances of the layers' attention.
@@ -55,7 +55,7 @@ def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, co
     late = ~(chosen[pairs[:, 0]] & chosen[pairs[:, 1]])
     found: list[tuple[int, int]] = []
     taken: set[int] = set()
-    # Rounded: layers that are equally far apart shall be so on every machine.
+    # Distances are rounded so that ties are the same on every machine.
     for index in np.lexsort((pairs[:, 1], pairs[:, 0], apart[pairs[:, 0], pairs[:, 1]].round(9), late)):
         first, second = (int(layer) for layer in pairs[index])
         if len(found) == count:
@@ -68,14 +68,15 @@ def choose_pairs(apart: np.ndarray, chosen: np.ndarray, eligible: np.ndarray, co
 
 @dataclass(frozen=True, eq=False)
 class Shareable:
-    """Heads that pairs of layers of a layout can share: those that store equally much, whichever they are."""
+    """Heads that pairs of layers of a layout can share, which are heads that store equally many elements."""
 
     layout: SlabLayout
 
     def heads(self, first: int, second: int) -> dict[int, int]:
-        """Heads of the second layer that are restored, each with the head of the first that it is restored from.
+        """Return the head of the first layer that each restored head of the second layer is restored from.
 
-        Heads that store the same of as much are matched in their order; with equal budgets it is head by head.
+        Heads with equal counts of kept, total and first tokens are matched in their order; with equal budgets each head
+        is matched with the head of the same number.
         """
         found: dict[int, int] = {}
         offered = {(band.kept, band.total, band.first): band.heads for band in self.layout.bands[first]}
@@ -98,10 +99,10 @@ class Shareable:
     def promise(self) -> tuple[int, int]:
         """Return the number of shared pairs and the fewest elements that each saves, which every segment can meet.
 
-        Only pairs that save so much are eligible. Whichever pairs are chosen first, a maximal matching has at least
-        half as many as the largest: so many are always found. The two numbers are those with the largest product. With
-        equal budgets that is every layer in full, and a quarter of the layers not stored: Krul's evaluation shares half
-        of the layers (section 8).
+        Only pairs that save at least this number of elements are eligible. A maximal matching has at least half the
+        pairs of the largest one, so this number of pairs is found in every order of choice. The two numbers have the
+        largest product. With equal budgets a pair saves a full layer, and a quarter of the layers is not stored; Krul's
+        evaluation shares half of the layers (section 8).
         """
         best = (0, 0)
         for least in np.unique(self.elems[self.elems > 0]).tolist():

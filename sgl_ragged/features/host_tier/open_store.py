@@ -1,7 +1,7 @@
 """Open segments that left the device, in host pages as large as the pool's pages. Without SGLang.
 
-An open segment is uncompressed, and its pages are copied as they are, whatever codec slabs have there. Copies wait
-until the next batch is described, as those on the device do: a page is read before another one writes to it.
+An open segment is uncompressed, and its pages are copied without the codec of slabs. Copies are deferred until the next
+batch is described, like copies on the device, so that a page is read before another request writes to it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from sgl_ragged.mem_pool.open_cache import Entry, OpenCache
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.transfer import sent
 
-SHARE = 1 / 8
-"""Of the host's bytes that open segments have. A conversation of 2,048 tokens has 18 % of its pages in its open segment
-at 0.3, one of 8,192 tokens 5 %."""
+OPEN_SHARE = 1 / 8
+"""Share of the host's bytes for open segments. At ratio 0.3 a conversation of 2,048 tokens has 18 % of its pages in its
+open segment, a conversation of 8,192 tokens 5 %."""
 
 
 def open_host_pages(rows: int, row_bytes: int, page_bytes: int, most: int) -> tuple[int, int]:
     """Divide the host's bytes between slabs and open segments.
 
     Args:
-        rows: of slabs, if these had all of it. row_bytes: of one. page_bytes: of a page of the pool.
+        rows: number of rows of slabs in all of the host's bytes.
+        row_bytes: bytes of a row.
+        page_bytes: bytes of a page of the pool.
         most: pages of a full open segment.
 
     Returns:
-        Rows of slabs, and pages of open segments: none where these would not hold a full one.
+        Number of rows of slabs, and of pages of open segments; 0 pages if a full open segment would not fit.
     """
-    pages = int(rows * row_bytes * SHARE) // page_bytes
+    pages = int(rows * row_bytes * OPEN_SHARE) // page_bytes
     return (rows - -(-pages * page_bytes // row_bytes), pages) if pages >= most else (rows, 0)
 
 
@@ -40,7 +42,7 @@ class OpenStore:
     """Store of open segments on the host; evicts entries that were used longest ago.
 
     Args:
-        store: whose pages are copied, and which says when.
+        store: store whose pages are copied, and that runs deferred copies.
         pages: uint8 [pages, bytes of a page of the pool] on the host, pinned if that is on a GPU.
         row_copy: copies many rows in one launch, for pages on a GPU; None to copy page by page.
     """
@@ -51,7 +53,7 @@ class OpenStore:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: all pages are free."""
+        """Remove all entries and free their pages."""
         self._entries.clear()
         self._free = list(range(len(self._pages)))
 
@@ -74,7 +76,8 @@ class OpenStore:
     def keep(self, entry: Entry, spared: Collection[Entry] = ()) -> None:
         """Copy an entry of the device, whose pages may be reused once the next batch is described.
 
-        Where the host has no room, entries go for it, none of those spared; where that is not enough, nothing is kept.
+        If the host has no room, other entries are evicted, except those in `spared`; if that is not enough, the entry
+        is not copied.
         """
         if self._entries.holds(entry.key, entry.tokens):
             return

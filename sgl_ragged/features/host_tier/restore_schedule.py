@@ -1,4 +1,4 @@
-"""Decide how many segments of a tier are loaded and how many computed meanwhile. Plain arithmetic.
+"""Division of a request's segments between loading from the host tier and computing. Plain arithmetic.
 
 A sealed segment is a function of the tokens before it, so loading its slab and computing it again give the same. Krul
 ("bubble-free restoration") computes the first segments of a conversation while the last ones are loaded, so that both
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 AUTO, LOAD, RECOMPUTE = "auto", "load", "recompute"
 MODES = (AUTO, LOAD, RECOMPUTE)
-"""Values of --ragged-restore: what pays, everything loaded, and Krul's schedule whether it pays or not."""
+"""Values of --ragged-restore: the faster way, always load, and always Krul's schedule."""
 
-WORTH = 0.2
-"""Share of the loading time that has to be saved in `auto`: what is computed takes time from other requests."""
+MIN_SAVED_SHARE = 0.2
+"""Least share of the loading time that `auto` must save, because computing takes time from other requests."""
 
-WORTH_S = 0.005
-"""Seconds that have to be saved in `auto`; a forward pass of its own costs about as much."""
+MIN_SAVED_S = 0.005
+"""Least seconds that `auto` must save, about the cost of an additional forward pass."""
 
 PROBE_EVERY = 16
 """Every n-th hit on a storage that is slower than computing is read anyway, to measure it again."""
@@ -39,7 +39,7 @@ class Rate:
 
 
 def recomputed_first(segments: int, mode: str, compute: Rate, load: Rate) -> int:
-    """Return how many of the first of `segments` segments to compute while the rest is loaded.
+    """Return the number of first segments, out of `segments`, to compute while the rest is loaded.
 
     k segments take k * c seconds to compute, the other n - k take (n - k) * l to load: both end together at
     k = n * l / (l + c).
@@ -54,14 +54,14 @@ def recomputed_first(segments: int, mode: str, compute: Rate, load: Rate) -> int
         return max(count, 1)
     alone = segments * load.segment_s
     saved = alone - max(count * compute.segment_s, (segments - count) * load.segment_s)
-    return count if saved >= max(WORTH * alone, WORTH_S) else 0
+    return count if saved >= max(MIN_SAVED_SHARE * alone, MIN_SAVED_S) else 0
 
 
 class StoragePays:
     """Choice between reading hits of a storage and computing them: where reading is slower, computing all is faster.
 
-    SGLang reads from the first page on before a request starts, so what is read cannot be the end of a history whose
-    start is computed meanwhile, as from the host.
+    SGLang reads from the first page on before a request starts. So unlike with the host, the start of a history cannot
+    be computed while the end is read.
     """
 
     def __init__(self, mode: str, compute: Rate) -> None:

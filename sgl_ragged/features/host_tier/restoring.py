@@ -25,16 +25,16 @@ WAITS_FOR_NOTHING = -1
 
 
 class Restorer:
-    """Slots whose segments are computed before they are read, and their rows on the host.
+    """Computation of segments that the host holds, before a request reads them.
 
-    They are marked when SGLang allocates their pages, and none is left when the next batch runs: those that no request
-    of that batch reads are loaded after all.
+    Slots are marked when SGLang allocates their pages. Before the next batch runs, marked segments of its requests are
+    computed, and all other marked segments are loaded.
 
     Args:
-        pool: the device's pool.
-        host: the host's.
-        meter: counts what is computed.
-        open_store: the host's open segments, if it has any.
+        pool: pool of the device.
+        host: pool of the host.
+        meter: counts segments that are computed.
+        open_store: store of open segments on the host; None if there is none.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Restorer:
     counters: ClassVar = {
         "restored_segments": "Segments that came back from below the device on this rank: copied from the host, read "
         "from storage to the host, or computed again though the host has them.",
-        "restored_bytes": "Bytes that were moved for that on this rank.",
+        "restored_bytes": "Bytes that were copied from the host or read from storage on this rank.",
     }
     label: ClassVar = "tier"
 
@@ -99,13 +99,13 @@ class Restorer:
         slots = table.row_slots(req_pool_index, -(-batch.prefix_lens[index] // segment)).tolist()
         histories = self.pool.attached.get("history")
         history = None if histories is None else histories.get(req_pool_index)
-        # Pages that a bounded request has given back are another's by now, and still stand in its row of the table.
-        gone: set[int] = set() if history is None else history.returned
+        # A bounded request's row of the table still names freed pages, which may belong to another request.
+        freed: set[int] = set() if history is None else history.returned
         chunk = get_schedule().chunked_prefill_size
         at_once = chunk if chunk is not None and chunk > 0 else DEFAULT_CHUNK
-        marked = [slot in self._host_pages and number not in gone for number, slot in enumerate(slots)]
+        marked = [slot in self._host_pages and number not in freed for number, slot in enumerate(slots)]
         for first, end in marked_runs(marked):
-            # Segments before these may be on their way from the host; where there are none, nothing is waited for.
+            # Earlier segments may still be on their way from the host; the first segment has none to wait for.
             worker.set_hicache_consumer(batch.hicache_consumer_index if first else WAITS_FOR_NOTHING)
             for start in range(first * segment, end * segment, at_once):
                 runner.forward(alone(runner, batch, index, start, min(start + at_once, end * segment)))
@@ -122,7 +122,7 @@ def marked_runs(marked: list[bool]) -> list[tuple[int, int]]:
 
 
 def alone(runner: Any, batch: Any, index: int, start: int, end: int) -> ForwardBatch:
-    """Run a forward pass over tokens [start, end) of one request of a batch, without sampling."""
+    """Return a forward batch of tokens [start, end) of one request of a batch, without sampling."""
     part, device = copy(batch), runner.device
     part.reqs = [batch.reqs[index]]
     tokens = part.reqs[0].full_untruncated_fill_ids[start:end]

@@ -12,9 +12,9 @@ class ScoreTransfer:
     """Copies of scores between slots and rows of the host tier, layer by layer.
 
     Args:
-        scores: of segments in the pool.
-        pages: rows of the host.
-        row_copy: as in `SlabTransfer`; the host's scores are pinned then.
+        scores: scores of segments in the pool.
+        pages: number of rows on the host.
+        row_copy: as in `SlabTransfer`; the host's scores must be pinned for it.
 
     `rows` is float32 [pages, layers], on the host.
     """

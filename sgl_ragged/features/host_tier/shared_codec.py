@@ -44,7 +44,12 @@ ALIGNMENT = 16
 
 
 class RowPart(NamedTuple):
-    """A run of elements. slab, row: first element in the slab, and in the row after its header. stored: its layer."""
+    """Run of consecutive elements of one head.
+
+    slab, row: index of the first element in the slab, and in the row after its header.
+    elems: number of elements.
+    stored: False if the elements are those of another layer's head.
+    """
 
     slab: int
     row: int
@@ -59,13 +64,13 @@ class SharedCodec(SlabCodec):
     (2025), Algorithm 1 (`layer_pairs.choose_pairs`). What differs here:
 
     - Pairs are chosen for each segment, not for each conversation: a row is a function of the tokens up to its end, so
-      that conversations can share it, and nobody knows at its backup how a conversation goes on. A row begins with
-      the layer that each layer is restored from, int16 [layers].
-    - Attention is estimated by what sealing sees: of each token, the share of the layer's heads that keep it. Krul
-      stores attention weights of all queries, which kernels do not give out. First and last tenth are the segment's.
+      that conversations can share it, and later tokens are not known when it is backed up. A row begins with the layer
+      that each layer is restored from, int16 [layers].
+    - Attention to a token is estimated by the share of the layer's heads that keep it. Krul stores attention weights of
+      all queries, which kernels do not return. The first and the last tenth are those of the segment.
     - Rows have one size, so the number of pairs is fixed, and candidates are the best by rank (`layer_pairs`).
-    - Heads of the second layer that keep another number of tokens than any of the first are stored: with calibrated
-      budgets that is most of them. Rows then save what any choice of pairs can (`layer_pairs.Shareable.promise`).
+    - A head of the second layer is stored if no head of the first layer keeps equally many tokens: with calibrated
+      budgets these are most heads. Rows save what every choice of pairs can save (`layer_pairs.Shareable.promise`).
     - Keys and values are the first layer's, unchanged. Krul takes MiniCache's formula, which stores a direction for
       both layers and two lengths.
 
@@ -97,7 +102,7 @@ class SharedCodec(SlabCodec):
         store.add_seal_listener(self._seen.note)
 
     def sources(self, counts: np.ndarray) -> list[int]:
-        """Layer that each layer is restored from; a stored layer is its own source.
+        """Return the layer that each layer is restored from; a stored layer is its own source.
 
         Args:
             counts: integers [layers, S], as `KeptCounts` has them.
@@ -110,7 +115,7 @@ class SharedCodec(SlabCodec):
         return found
 
     def encode(self, slabs: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        assert self._seen is not None, "it watches seals before slabs are backed up"
+        assert self._seen is not None, "watch() must run before slabs are backed up"
         every = [self.sources(counts) for counts in self._seen.counts[list(slots)].cpu().numpy()]
         rows = torch.zeros((len(slabs), self.row_bytes), dtype=torch.uint8, device=slabs.device)
         header = torch.tensor(every, dtype=torch.int16).view(torch.uint8)
@@ -134,7 +139,7 @@ class SharedCodec(SlabCodec):
         return slabs
 
     def pieces(self, sources: Sequence[int]) -> list[list[RowPart]]:
-        """Positions of each layer's heads in the row, in the slab's order."""
+        """Return the positions of each layer's heads in the row, in the slab's order."""
         found: list[list[RowPart]] = []
         rows: dict[tuple[int, int], int] = {}
         end = 0

@@ -18,13 +18,13 @@ class SlabCodec(ABC):
     """Codec that writes slabs to rows of bytes, and reads layers of slabs back.
 
     Args:
-        layout: of the slabs.
-        dtype: of the slabs' elements; uint8 where these are codes.
+        layout: layout of the slabs.
+        dtype: dtype of the slabs' elements; uint8 if they are codes.
     """
 
     name: str
     exact: bool
-    """True where the same bits are read back as were written."""
+    """True if decoded slabs have the same bits as the encoded slabs."""
 
     def __init__(self, layout: SlabLayout, dtype: torch.dtype) -> None:
         self.layout = layout
@@ -33,10 +33,10 @@ class SlabCodec(ABC):
     @property
     @abstractmethod
     def row_bytes(self) -> int:
-        """Bytes of one slab in the tier: a multiple of the element's."""
+        """Bytes of one slab in the tier, a multiple of the bytes of an element."""
 
     def watch(self, store: SlabStore) -> None:
-        """Listen to seals; called once, before the first one, for codecs that need more than slabs."""
+        """Listen to the store's seals, if the codec needs them; called once, before the first seal."""
         return
 
     @abstractmethod
@@ -44,7 +44,7 @@ class SlabCodec(ABC):
         """Return rows uint8 [slabs, row_bytes] of slabs [slabs, slab_elems]; a view if possible.
 
         Args:
-            slots: where the slabs are in the store that is watched.
+            slots: slots of the slabs in the watched store.
         """
 
     @abstractmethod
@@ -53,7 +53,7 @@ class SlabCodec(ABC):
 
         Args:
             rows: uint8 [slabs, row_bytes], on the host.
-            device: that of the store; what computes does so there, and has no more copied to it than it reads.
+            device: device of the store, on which a computing codec decodes; only bytes that it reads are copied there.
         """
 
 

@@ -72,13 +72,13 @@ class SlabTransfer:
         """
         start = self.codec.layout.layer_start
         if self._row_copy is not None:
-            here, behind = (int(start[one]) * self._itemsize for one in (layer, layer + 1))
-            # Indices that SGLang hands over are there already.
+            start_byte, end_byte = (int(start[one]) * self._itemsize for one in (layer, layer + 1))
+            # Indices that SGLang passes are on this device, so these calls copy nothing.
             pages, slots = pages.to(slabs.device), slots.to(slabs.device)
-            self._row_copy(self.rows, slabs, pages, slots, (here, behind), here)
+            self._row_copy(self.rows, slabs, pages, slots, (start_byte, end_byte), start_byte)
             return
         if layer == 0:
-            # Once for all layers: where they are on the device, this waits for it.
+            # Reading indices from the device waits for it, so they are read once for all layers.
             self._pairs = _pairs(slots, pages)
         group = next((one for one in self.groups if one[0] == layer), None)
         if group is None:

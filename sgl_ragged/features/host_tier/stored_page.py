@@ -1,4 +1,4 @@
-"""A slab's row in storage: the row and a footer that tells a whole page from other bytes."""
+"""Pages in storage: a slab's row, and a footer by which damaged or foreign pages are detected."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def write_page(row: torch.Tensor, identity: str) -> torch.Tensor:
 
     Args:
         row: uint8 [row bytes], on the host.
-        identity: names all that decides what a row holds; the checksum starts from it.
+        identity: digest of all settings that decide the bytes of a row; the checksum starts from it.
     """
     footer = _FOOTER.pack(_MAGIC, FORMAT_VERSION, _checksum(row, identity))
     return torch.cat([row, torch.frombuffer(bytearray(footer), dtype=torch.uint8)])
 
 
 def read_page(page: torch.Tensor, identity: str) -> torch.Tensor | None:
-    """Return a view on the row of a page, uint8 [row bytes]; None unless it is whole and written as `identity`."""
+    """Return a view on the row of a page, uint8 [row bytes]; None if it is damaged or has another identity."""
     row, footer = page[:-FOOTER_BYTES], page[-FOOTER_BYTES:]
     magic, version, checksum = _FOOTER.unpack(footer.numpy().tobytes())
     whole = magic == _MAGIC and version == FORMAT_VERSION and checksum == _checksum(row, identity)

@@ -12,8 +12,8 @@ from sglang.srt.managers.cache_controller import device_module
 from sgl_ragged.features.host_tier.restore_schedule import Rate
 
 HOST, STORAGE, RECOMPUTED = "host", "storage", "recomputed"
-"""Ways in which a segment comes back: copied from the host to the pool, read from storage to the host before that,
-or computed again though the host has it."""
+"""Ways in which a segment comes back: copied from the host to the pool, read from storage to the host before that copy,
+or computed again although the host has it."""
 
 
 class TierMeter:
@@ -31,20 +31,20 @@ class TierMeter:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes that were moved."""
+        """Bytes that were copied from the host and read from storage."""
         return {way: self.segments[way] * self._row_bytes for way in (HOST, STORAGE)}
 
     def count(self, way: str, tokens: int) -> None:
-        """Count segments that came back."""
+        """Count the segments of `tokens` tokens that came back in a way."""
         self.segments[way] += tokens // self._segment
 
 
 class Stopwatch:
-    """Adds durations to a rate: at once on a CPU; on a GPU at a later call, when the work has ended there.
+    """Measure of durations: added to a rate at once on a CPU, and on a GPU at a later call, after the work has ended.
 
     Args:
-        rate: what is measured.
-        on_cpu: whether work is over when its call returns.
+        rate: mean of the measurements.
+        on_cpu: True if work has ended when its call returns.
     """
 
     def __init__(self, rate: Rate, on_cpu: bool) -> None:
@@ -67,7 +67,7 @@ class Stopwatch:
         self.add_events(start, end, segments)
 
     def add_events(self, start: Any, end: Any, segments: float) -> None:
-        """Add GPU work between two events; collect work that has ended since."""
+        """Register GPU work between two events; add the durations of all registered work that has ended."""
         self._open.append((start, end, segments))
         ended = [one for one in self._open if one[1].query()]
         self._open = [one for one in self._open if one not in ended]

@@ -10,7 +10,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.plan import FeatureSettings
 
 TIER_FORMAT = 1
-"""Version of what rows of the host tier hold."""
+"""Version of the format of rows in the host tier."""
 
 CODEC_NAMES = ("exact", "fp8", "shared")
 """Values of --ragged-host-codec. The classes are in `host_tier.codecs`, which needs torch."""
@@ -24,7 +24,7 @@ class TierPlan(FeatureSettings):
     """Contents of a tier under the device.
 
     codec: format of slabs in the tier, one of CODEC_NAMES.
-    served: names all that decides what the slabs of given tokens hold, beside rank and dtype: weights, settings of the
+    served: digest of everything except rank and dtype that decides the slabs of given tokens: weights, settings of the
         model, and the digest of the plan.
     sized: True if the user gave the size of the host's part.
     restore: what is loaded and what is computed again, one of `host_tier.restore_schedule.MODES`.
@@ -36,10 +36,13 @@ class TierPlan(FeatureSettings):
     restore: str
 
     def rank_identity(self, rank: int, stored_as: str) -> str:
-        """Return 16 hex digits: rows with equal identities and tokens are equal. stored_as: the rank's `SlabStore`'s.
+        """Return an identity of 16 hex digits; rows with equal identities and tokens are equal.
 
-        With a codec that loses something they are equal up to that: what is computed after a restored prefix has seen
-        it as it was restored.
+        With a lossy codec they are equal up to its errors, because tokens after a restored prefix attend to the
+        restored values.
+
+        Args:
+            stored_as: `SlabStore.stored_as` of the rank.
         """
         state = json.dumps([TIER_FORMAT, self.codec, self.served, rank, stored_as])
         return hashlib.sha256(state.encode()).hexdigest()[:16]
@@ -49,6 +52,6 @@ def refuse_storage(backend: str | None) -> None:
     """Raise RaggedConfigError for a storage backend that is not served."""
     if backend is not None and backend not in STORAGE_BACKENDS:
         raise RaggedConfigError(
-            f"--hicache-storage-backend {backend} was not tried with --kv-pool ragged, or its keys do not name the "
-            f"model, so that it could give slabs of another ratio or profile; use {' or '.join(STORAGE_BACKENDS)}"
+            f"--hicache-storage-backend {backend} has not been tested with --kv-pool ragged, or its keys do not name "
+            f"the model, so that it could give slabs of another ratio or profile; use {' or '.join(STORAGE_BACKENDS)}"
         )
