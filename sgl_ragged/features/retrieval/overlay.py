@@ -13,13 +13,13 @@ class Overlays:
     """One overlay per row of SGLang's request table and satellite head, at fixed addresses.
 
     `kv_rows`: [num_rows, satellites, most, 2 * head_dim], keys then values as the cache holds them. `counts`: int32
-    [num_rows, satellites], how many of them count; row 0, SGLang's padding row, has none.
+    [num_rows, satellites], number of valid rows; row 0, SGLang's padding row, has none.
     """
 
     def __init__(
         self, num_rows: int, satellites: int, most: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Zeros: what a mask hides must be finite.
+        # Zeros, because masked rows must be finite.
         self.kv_rows = torch.zeros((num_rows, satellites, most, 2 * head_dim), dtype=dtype, device=device)
         self.counts = torch.zeros((num_rows, satellites), dtype=torch.int32, device=device)
 
@@ -56,11 +56,11 @@ def attend_overlay(
 
     Args:
         queries: [batch, heads, queries, head_dim].
-        kv_rows: [batch, heads, most, 2 * head_dim]. counts: integers [batch, heads], how many of them count.
+        kv_rows: [batch, heads, most, 2 * head_dim]. counts: integers [batch, heads], number of valid rows.
         scale: what products of queries and keys are multiplied by.
 
     Returns:
-        Outputs like `queries`, 0 where nothing counts, and their log-sum-exps [batch, heads, queries].
+        Outputs like `queries`, 0 where no row is valid, and their log-sum-exps [batch, heads, queries].
     """
     keys, values = kv_rows.float().chunk(2, dim=-1)
     logits = queries.float() @ keys.transpose(2, 3) * scale

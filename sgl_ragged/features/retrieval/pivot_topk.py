@@ -13,7 +13,7 @@ from sgl_ragged.features.retrieval.settings import CANDIDATES
 from sgl_ragged.mem_pool.slab_store import SlabStore
 
 Share = Callable[[int, torch.Tensor], None]
-"""Called by all ranks alike with a pivot's number and integers: those of the rank that has the pivot replace theirs."""
+"""Collective call with a pivot's number and integers, which are replaced by those of the rank that has the pivot."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,10 @@ class Pivots:
     """The pivots of a server on one rank.
 
     Args:
-        roles: of the heads of the store, which is the rank's. overlay: tokens that a satellite is given.
-        share: how ranks tell each other; None with one rank.
+        store: store of the rank.
+        roles: roles of the store's heads.
+        overlay: most tokens in a satellite's overlay.
+        share: sends the tokens that a pivot names to all ranks; None with one rank.
     """
 
     def __init__(self, store: SlabStore, roles: HeadRoles, overlay: int, share: Share | None) -> None:

@@ -16,22 +16,22 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.transfer import sent
 
 NOWHERE = -1
-"""In the place of a row's index: the head kept the token."""
+"""Row index of a token that the head kept, and entry of a slot without one."""
 
 
 class Reservoir:
-    """One entry for each sealed segment that has room: the rows that satellite heads dropped, side by side.
+    """Store of the rows that satellite heads dropped, with one entry for each sealed segment.
 
-    Entries are keyed by slot, so all requests that share a page share its entry. The one that was used longest ago
-    makes room for a new one; what it held cannot be retrieved any more.
+    Entries are keyed by slot, so all requests that share a page share its entry. A full reservoir evicts the least
+    recently used entry, whose rows cannot be retrieved any more.
 
     Args:
-        store: whose segments; the reservoir listens to its seals.
-        satellites: the heads by layer.
-        capacity: how many entries there is memory for.
+        store: store of the segments; the reservoir listens to its seals.
+        satellites: satellite heads by layer.
+        capacity: number of entries.
 
-    Satellites are numbered through the layers; `first[layer]` is the first of a layer. `bytes_written` counts what was
-    copied to the host.
+    Satellites are numbered through the layers; `first[layer]` is the first of a layer. `bytes_written` counts bytes
+    that were copied to the host.
     """
 
     def __init__(self, store: SlabStore, satellites: Sequence[Sequence[int]], capacity: int) -> None:
@@ -49,7 +49,7 @@ class Reservoir:
         shape = (self.capacity, len(counts), layout.segment)
         self._row_indices = torch.empty(shape, dtype=torch.int16, pin_memory=pinned)
         self._entries: OrderedDict[int, int] = OrderedDict()
-        """Entry by slot, the one that was used longest ago first."""
+        """Entries by slot, the least recently used first."""
         self._free = list(range(self.capacity))[::-1]
         self._layers = np.zeros(self.capacity, dtype=np.int64)
         self._copied: torch.cuda.Event | None = None
@@ -65,7 +65,7 @@ class Reservoir:
         store.add_seal_listener(self._sealed)
 
     def __len__(self) -> int:
-        self._settle()
+        self._drop_freed()
         return len(self._entries)
 
     @property
@@ -74,7 +74,7 @@ class Reservoir:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of entries, those of pages included that were freed since the last segment was sealed."""
+        """Bytes of entries, including entries of pages that were freed since the last seal."""
         return len(self._entries) * (self.nbytes // self.capacity)
 
     def forget(self, pages: torch.Tensor) -> None:
@@ -93,11 +93,11 @@ class Reservoir:
                 self._free.append(entry)
 
     def entries(self, slots: Sequence[int], layer: int | None = None) -> list[int]:
-        """Return the entries of slots, NOWHERE for slots without one; marks them as used.
+        """Return the entries of slots, NOWHERE for slots without one, and mark them as used.
 
-        layer: one whose rows must be there already, in prefill; None for all layers.
+        layer: layer up to which rows must have been written, in prefill; None for all layers.
         """
-        self._settle()
+        self._drop_freed()
         wanted = self.layout.num_layers if layer is None else layer + 1
         found = []
         for slot in slots:
@@ -115,13 +115,13 @@ class Reservoir:
         Args:
             satellites: int64, their numbers.
             entries, offsets: int64 [satellites, candidates], entry and offset in its segment of each; entry NOWHERE for
-                candidates that are not there.
+                candidates without an entry.
 
         Returns:
-            Rows [satellites, most, 2 * head_dim], keys then values, and int32 [satellites], how many of them count.
+            Rows [satellites, most, 2 * head_dim], keys then values, and int32 [satellites], number of valid rows.
         """
         if self._rows == 0:
-            # At ratio 1, and on ranks whose satellites need so much, these keep everything.
+            # Satellites keep every token at ratio 1, and on ranks where each has a budget of a full segment.
             shape = (len(satellites), most, 2 * self.layout.head_dim)
             return torch.zeros(shape, dtype=self._data.dtype), torch.zeros(len(satellites), dtype=torch.int32)
         if self._copied is not None:
@@ -129,7 +129,7 @@ class Reservoir:
         own = satellites[:, None]
         row_indices = self._row_indices[entries.clamp_min(0), own, offsets].long()
         dropped = (row_indices != NOWHERE) & (entries != NOWHERE)
-        # Those that were dropped first, in the order of the candidates.
+        # Dropped tokens come first, in the order of the candidates.
         order = (~dropped).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         counts = dropped.sum(dim=1).clamp_max(most)
         rows = (entries * self._rows + self._first_row[own] + row_indices).gather(1, order)
@@ -142,10 +142,10 @@ class Reservoir:
     def _sealed(self, store: SlabStore, sealed: Sealed) -> None:
         slots = self._slots_of(sealed.segments.slots)
         if sealed.layers[0] == 0:
-            self._settle()
+            self._drop_freed()
             for slot in slots:
                 self._admit(slot)
-        # Of very long chunks the first segments may have made room for the last.
+        # In a very long chunk the entries of the first segments may have been evicted for the last.
         present = [number for number, slot in enumerate(slots) if slot in self._entries]
         entries = [self._entries[slots[number]] for number in present]
         if not present:
@@ -163,12 +163,12 @@ class Reservoir:
         known = self._known.get(id(slots))
         if known is None or known[0] is not slots:
             known = self._known[id(slots)] = slots, slots.tolist()
-            # A batch has two kinds of them: those that were open, and those that lie in its chunks.
+            # A batch seals two sets of segments: open segments that became full, and segments inside of its chunks.
             while len(self._known) > 2:
                 self._known.popitem(last=False)
         return known[1]
 
-    def _settle(self) -> None:
+    def _drop_freed(self) -> None:
         freed, self._freed = self._freed, []
         for pages in freed:
             self._drop(pages.tolist())
@@ -195,7 +195,7 @@ class Reservoir:
         kept = sealed.kept(layer, layout.segment)
         if len(present) < len(kept):
             keys, values, kept = (part.index_select(0, present) for part in (keys, values, kept))
-        # Those that were dropped first, ascending.
+        # Dropped tokens come first, ascending.
         order = kept.to(torch.uint8).argsort(dim=-1, stable=True)
         shape = (len(present), len(heads), layout.segment)
         row_indices = torch.full(shape, NOWHERE, dtype=torch.int16, device=order.device)

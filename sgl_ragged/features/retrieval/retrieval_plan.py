@@ -1,4 +1,4 @@
-"""Settings of retrieval that workers follow: sizes, and which heads watch for which."""
+"""Settings of retrieval that workers follow: sizes, and roles of heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 
 @dataclass(frozen=True, eq=False)
 class RetrievalPlan(FeatureSettings):
-    """roles: who watches for whom in the model."""
+    """Settings of retrieval. asked: sizes from the flags. roles: pivots of the model, and heads that they watch for."""
 
     asked: Retrieval
     roles: HeadRoles

@@ -1,8 +1,9 @@
-"""Retrieval while requests run (HeteroCache, Algorithm 1): pivots watch, and what satellites dropped is fetched.
+"""Retrieval while requests run (HeteroCache, Algorithm 1): pivots watch, and rows that satellites dropped are fetched.
 
-In prefill the last ASKING_TOKENS tokens of a prompt ask and see what they asked for, layer by layer. In decode pivots'
-queries are kept; every `interval` tokens what they attend to is compared with what was fetched last, and where it has
-moved, an overlay is used from DELAY steps later on. So what a request sees follows from its own tokens, not from time.
+In prefill the attention of the last ASKING_TOKENS tokens of a prompt chooses the overlay that the same tokens see,
+layer by layer. In decode pivots' queries are recorded; every `interval` tokens their attention is compared with the
+last fetch, and where it has moved, a new overlay is used from DELAY steps later on. So overlays depend only on the
+request's own tokens, not on timing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ from sgl_ragged.mem_pool.slab_store import SlabStore
 
 @dataclass(frozen=True)
 class _Window:
-    """Tokens of a batch that end a prompt: `row` of their request, `tokens` in the batch, position of the first, and
-    int64 [segments] slots that a pivot looks at. named: by pivot, once its layer has been.
+    """Last tokens of a prompt in a batch.
 
-    `slots_after`, `named_after`: the same for what is decoded behind them, before which segments may have ended that
-    they saw as a whole.
+    row: row of the request.
+    tokens: positions of the tokens in the batch.
+    start: position of the first of them in the sequence.
+    slots: int64 [segments], slots of the segments before the tokens.
+    slots_after: int64 [segments], slots of all full segments of the prompt, for tokens that are decoded after it.
+    named, named_after: tokens that each pivot names in `slots` and in `slots_after`, added after the pivot's layer.
     """
 
     row: int
@@ -43,7 +47,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Asked:
-    """Tokens that pivots named at a position; `arrived`: event after which they are on the host."""
+    """Tokens that pivots named at a position; `arrived`: event of their copy to the host, or None on CPUs."""
 
     position: int
     named: tuple[PivotTopK, ...]
@@ -52,8 +56,12 @@ class _Asked:
 
 @dataclass
 class RetrievalCounts:
-    """Since the start. asked: questions of pivots in decode. fetched: those after which something was fetched.
-    rows: rows that were copied to the device."""
+    """Counts since the start.
+
+    asked: comparisons of a pivot's attention in decode.
+    fetched: comparisons after which rows were fetched.
+    rows: rows that were copied to the device.
+    """
 
     asked: int = 0
     fetched: int = 0
@@ -64,11 +72,13 @@ class Retriever:
     """Overlays of running requests, and the pivots that request them.
 
     Args:
-        roles: of the store's heads. entries: of the reservoir. req_to_token: int32 [rows, context], SGLang's table.
-        share: how ranks tell each other what their pivots name; None with one rank.
+        roles: roles of the store's heads.
+        entries: number of entries of the reservoir.
+        req_to_token: int32 [rows, context], SGLang's request table.
+        share: sends the tokens that a pivot names to all ranks; None with one rank.
 
-    A row's state changes in `begin` and `forget`, and as its request runs. `running`: rows of the requests of the batch
-    that is being run, in its order; none where SGLang runs made-up requests, to tune kernels or to capture graphs.
+    `running`: rows of the requests of the running batch, in its order; empty while SGLang runs dummy requests to tune
+    kernels or to capture graphs.
     """
 
     def __init__(
@@ -105,11 +115,11 @@ class Retriever:
         self.counts = RetrievalCounts()
 
     gauges: ClassVar = {
-        "reservoir_bytes_in_use": "Host bytes on this rank of what heads dropped of segments that are cached or in use."
+        "reservoir_bytes_in_use": "Host bytes on this rank of rows that heads dropped of cached or running segments."
     }
     counters: ClassVar = {
-        "pivot_questions": "Times that a pivot was asked in decode what it attends to.",
-        "pivot_answers": "Those after which something was fetched, since its attention had moved.",
+        "pivot_questions": "Comparisons in decode of a pivot's attention with the last fetch.",
+        "pivot_answers": "Comparisons after which rows were fetched, because the attention had moved.",
         "retrieved_rows": "Keys and values that were fetched from the reservoir, in prefill and in decode.",
     }
     label: ClassVar = ""
@@ -144,9 +154,9 @@ class Retriever:
             self.overlays.clear(row)
 
     def overlaid_from(self, row: int) -> int | None:
-        """Return the first position of a row's request that may have seen an overlay, or None.
+        """Return the first position of a row's request that may have seen an overlay, or None; equal on all ranks.
 
-        From there on nothing of the request may be shared: other requests would see its overlays. Equal on all ranks.
+        Tokens from this position on must not be shared: their keys and values depend on the request's overlays.
         """
         return self._seen_from.get(row)
 
@@ -181,7 +191,7 @@ class Retriever:
                 window.named_after[number] = named
                 self._bases.setdefault(window.row, {})[number] = named.base
             if queries.is_cuda and self.pivots.at(layer):
-                # Prefill waits: the layer's satellites need what was named at once.
+                # The host waits, because the layer's satellites need the named tokens at once.
                 torch.cuda.current_stream().synchronize()
             if window.named and len(self._heads[layer]):
                 self._see_window(layer, window, queries, output, lse)
@@ -202,7 +212,7 @@ class Retriever:
         shape = (len(heads), own.shape[0], own.shape[2])
         attended_to = attended_to[0].unflatten(1, shape[1:]).transpose(0, 1)
         sums = sums[0].unflatten(1, shape[1:]).transpose(0, 1)
-        # Slices are views: what is added lands in the batch's own output.
+        # Slices are views, so the addition changes the batch's own output.
         seen = output[window.tokens], lse[window.tokens]
         add_overlay(*seen, heads, attended_to, sums, self.store.value_scale(layer))
 
@@ -211,10 +221,10 @@ class Retriever:
         for row, length in zip(req_pool_indices, lengths, strict=True):
             position, asked = length - 1, self._asked.get(row)
             if asked is not None and position >= asked.position + DELAY:
-                self._use(row, self._asked.pop(row), position)
+                self._apply_answers(row, self._asked.pop(row), position)
             due = position % self.settings.interval == 0
             if due and position - self.settings.interval >= self._prompts.get(row, position):
-                self._ask(row, position)
+                self._request_overlay(row, position)
 
     def after_decode(
         self, layer: int, queries: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
@@ -222,7 +232,7 @@ class Retriever:
     ) -> None:  # fmt: skip
         """Keep pivots' queries and add overlays, after a layer's attention in a decode step. In place.
 
-        Works on the device alone, in memory that stays where it is. Arguments as in `after_extend`, one token each.
+        Runs on the device alone, at fixed addresses. Arguments as in `after_extend`, with one token for each request.
 
         Args:
             req_pool_indices, positions: int64 [batch], rows of the requests and positions of the tokens; padding has 0.
@@ -239,7 +249,7 @@ class Retriever:
         attended_to, sums = attend_overlay(queries[:, heads], fetched, counts, self.store.logit_scale(layer))
         add_overlay(output, lse, heads, attended_to, sums, self.store.value_scale(layer))
 
-    def _ask(self, row: int, position: int) -> None:
+    def _request_overlay(self, row: int, position: int) -> None:
         """Name the tokens that all pivots attended to in the last `interval` steps. Does not wait for the device."""
         slots = self._table.row_slots(row, position // self.store.layout.segment)
         if not len(slots):
@@ -255,8 +265,8 @@ class Retriever:
             arrived.record()
         self._asked[row] = _Asked(position, tuple(named), arrived)
 
-    def _use(self, row: int, asked: _Asked, position: int) -> None:
-        """Fetch for the satellites of pivots whose attention has moved."""
+    def _apply_answers(self, row: int, asked: _Asked, position: int) -> None:
+        """Fetch rows for the satellites of pivots whose attention has moved."""
         if asked.arrived is not None:
             asked.arrived.synchronize()
         bases = self._bases.setdefault(row, {})
@@ -269,11 +279,11 @@ class Retriever:
             self.counts.fetched += 1
             watched = (self._pivot_of == number).nonzero()[:, 0]
             self._fetch_for(row, watched, {number: named}, None)
-            # Even if nothing came: what other ranks found is not known here, and all must take the same to the tree.
+            # Set even if no row was fetched: other ranks may have fetched rows, and trees must be equal on all ranks.
             self._seen_from.setdefault(row, position)
 
     def _fetch(self, row: int, satellites: slice, named: dict[int, PivotTopK], layer: int | None) -> bool:
-        """Fetch for those of a layer's satellites whose pivots have named tokens."""
+        """Fetch rows for a layer's satellites whose pivots have named tokens; return True if any were fetched."""
         own = torch.arange(satellites.start, satellites.stop)
         ready = torch.tensor([int(self._pivot_of[one]) in named for one in own.tolist()], dtype=torch.bool)
         return self._fetch_for(row, own[ready], named, layer)

@@ -1,6 +1,7 @@
 """Pivots: heads that keep their whole history and watch attention on behalf of satellite heads.
 
-After HeteroCache (section 4.1), but pivots are chosen for what they foresee, and watch for heads of later layers, too.
+Follows HeteroCache (section 4.1), but pivots are chosen by how well they foresee the attention of other heads, and
+watch for heads of later layers, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, WATCHED
 from sgl_ragged.profiles.profile import Profile
 
 ELSEWHERE = -1
-"""In the place of a pivot's head: another rank has it."""
+"""Head number of a pivot that another rank has."""
 
 _STEPS = 30
 """Halvings of the interval of ratios: far finer than one unit of one head in any model."""
@@ -26,10 +27,10 @@ _STEPS = 30
 class HeadRoles:
     """Roles of heads; L layers, H heads.
 
-    pivots: (layer, head) in the order in which calibration chose them, best first; of a rank, its own place of the
-        head, ELSEWHERE if it does not have it.
+    pivots: (layer, head) in the order in which calibration chose them, best first; in the roles of a rank, `head` is
+        the rank's own number of the head, or ELSEWHERE.
     watched_by: int64 [L, H], index into `pivots` of the pivot that watches for the head; -1 for pivots themselves and
-        for heads that nobody can watch: no pivot is in their layer or an earlier one, or none foresees anything.
+        for heads that no pivot of their layer or an earlier layer foresees.
     """
 
     pivots: tuple[tuple[int, int], ...]
@@ -57,14 +58,12 @@ def head_roles(profile: Profile, count: int) -> HeadRoles:
         RaggedConfigError: the profile has no pivots, or fewer than `count`, or `count` is less than one.
     """
     if PIVOT_ORDER not in profile.statistics or WATCHED not in profile.statistics:
-        raise RaggedConfigError(
-            f"the profile of {profile.model_id!r} does not say which heads can watch for others: calibrate again"
-        )
+        raise RaggedConfigError(f"the profile of {profile.model_id!r} has no pivots: calibrate again")
     order, watched = profile.statistics[PIVOT_ORDER], profile.statistics[WATCHED]
     known = int((order >= 0).sum())
     if not 1 <= count <= known:
         raise RaggedConfigError(
-            f"{count} pivots are asked for, and the profile of {profile.model_id!r} names {known}: "
+            f"--ragged-pivots is {count}, and the profile of {profile.model_id!r} names {known}: "
             + (f"ask for 1 to {known}" if known else "calibrate with longer samples")
         )
     places = [np.argwhere(order == number)[0] for number in range(count)]

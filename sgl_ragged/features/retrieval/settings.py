@@ -31,10 +31,13 @@ _COUNT_BYTES = 4
 
 @dataclass(frozen=True)
 class Retrieval:
-    """reservoir_bytes: host memory for what satellites dropped. overlay: tokens that a satellite head is given.
+    """Sizes and thresholds of retrieval.
 
-    pivots: how many heads watch. interval: tokens between two questions whether attention has moved.
-    drift: overlap of what is attended to now with what was fetched last, below which it has.
+    reservoir_bytes: host memory for rows that satellites dropped.
+    overlay: most tokens in a satellite head's overlay.
+    pivots: number of heads that watch.
+    interval: tokens between two comparisons of attention with the last fetch.
+    drift: overlap with the last fetch in [0, 1], below which rows are fetched again.
     """
 
     reservoir_bytes: int
@@ -65,10 +68,10 @@ class Retrieval:
         """Return the segments that the reservoir holds on each rank, equal on all ranks.
 
         Args:
-            rank_entry_bytes: of one segment on each rank, as `entry_bytes` counts them.
+            rank_entry_bytes: bytes of one segment on each rank, as `entry_bytes` counts them.
 
         Raises:
-            RaggedConfigError: not one.
+            RaggedConfigError: the memory is less than one segment needs.
         """
         size = sum(rank_entry_bytes)
         if self.reservoir_bytes < size:

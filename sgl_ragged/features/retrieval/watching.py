@@ -15,14 +15,14 @@ class Watching:
         self._retriever = retriever
 
     def describe(self, batch: ForwardBatch) -> None:
-        # The batch itself says rows on the device alone, and what SGLang makes of it to replay a graph no names.
+        # The batch has rows on the device alone, and the copy that SGLang makes to replay a graph has no request ids.
         req_pool_indices = self._retriever.running
         if batch.forward_mode.is_decode():
             self._retriever.describe_decode(req_pool_indices, batch.seq_lens_cpu[: len(req_pool_indices)].tolist())
             return
         # A padded batch has more prefixes and lengths than requests.
-        of_all = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
-        prefixes, lengths = (list(one)[: len(req_pool_indices)] for one in of_all)
+        padded = batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu
+        prefixes, lengths = (list(one)[: len(req_pool_indices)] for one in padded)
         self._retriever.describe_extend(req_pool_indices, prefixes, lengths)
 
     def needed(self, layer: int) -> bool:
