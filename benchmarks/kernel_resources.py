@@ -33,6 +33,7 @@ from sgl_ragged.attention.kernels import (
     extend,
     fit,
     gate,
+    primitives,
     quantize_fp8,
     row_copy,
     row_moments,

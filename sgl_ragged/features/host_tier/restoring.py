@@ -14,7 +14,7 @@ from sgl_ragged.features.host_tier.host_pool import RaggedHostPool
 from sgl_ragged.features.host_tier.open_store import OpenStore
 from sgl_ragged.features.host_tier.restore_schedule import Rate
 from sgl_ragged.features.host_tier.tier_meter import RECOMPUTED, Stopwatch, TierMeter
-from sgl_ragged.mem_pool.segment_table import SegmentTable
+from sgl_ragged.mem_pool.segments import SegmentTable
 from sgl_ragged.serve.pool import RaggedTokenToKVPool
 
 DEFAULT_CHUNK = 8192
