@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from sgl_ragged.attention.view import DecodeView, ExtendView, Seen, chain_view, decode_view, extend_view, filled
-from sgl_ragged.mem_pool.segments import InChunk, InTails
+from sgl_ragged.mem_pool.segments import InTails
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.mem_pool.tails import BEFORE, NOW
 from sgl_ragged.mem_pool.transfer import to_device
@@ -81,9 +81,9 @@ class Operations(ABC):
         store = self.store
         return store.scorer.token_scores(hidden_states, store.statistics[layer])[:, :, None]
 
+    @abstractmethod
     def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return `scorer_inputs` for `extend` and `decode` in place of `token_scores`, [tokens, ...]."""
-        return self.token_scores(layer, hidden_states)
 
     @abstractmethod
     def reserve(self, max_batch: int) -> None:
@@ -135,8 +135,12 @@ class Operations(ABC):
         """
         return self.extend_batch(chain_view(req_to_token, rows, prefixes_cpu, width, self.store.layout.segment))
 
-    def extend_batch(self, view: ExtendView) -> ExtendBatch:
-        """Return the description that `extend` takes, in one transfer; copies segments to be sealed to their stages."""
+    @abstractmethod
+    def extend_batch(self, view: ExtendView) -> Any:
+        """Return the description of a view that `extend` takes; copies segments to be sealed to their stages."""
+
+    def chunk_batch(self, view: ExtendView) -> ExtendBatch:
+        """Return the part of `extend_batch` that all operations share, in one transfer to the device."""
         host = [*view.open_copies.T, *view.rest_copies.T, *view.tail_seals.T, *view.chunk_seals.T]
         host += [*view.open_segments]
         if self.block_m is not None:
@@ -215,28 +219,43 @@ class Operations(ABC):
             [tokens, heads, q_per_kv, head_dim]; zeros for tokens of no chunk. Changes the slabs of finished segments
             and the requests' tails.
         """
+        return self.extend_chunks(layer, queries, keys, values, batch, scorer_inputs, lse, sinks)
+
+    def extend_chunks(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: ExtendBatch,
+        scorer_inputs: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run `extend` for chunks, in the order of its steps."""
         store = self.store
         # What is scored and read must not depend on whether a token came through the cache: it is as there.
         keys, values = self.to_cache(layer, keys, values)
         output, rows = self.room_for_output(queries, batch.view), batch.view.req_pool_indices
         if not batch.view.pieces:
             return output
-        self._store(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, rows)
+        self.store_tokens(layer, keys, values, scorer_inputs, batch.open_copies, batch.open_pages, rows)
         store.seal(layer, batch.tail_seals)
         self.seal_chunks(layer, keys, values, scorer_inputs, batch)
         self.attend_chunks(layer, queries, keys, values, batch, output, lse, *([] if sinks is None else [sinks]))
-        self._store(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, rows)
+        self.store_tokens(layer, keys, values, scorer_inputs, batch.rest_copies, batch.next_pages, rows)
         return output
 
+    @abstractmethod
     def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
         """Allocate the output of `attend_chunks` like queries [tokens, heads, q_per_kv, head_dim], zeros for tokens
         outside of chunks."""
-        return torch.zeros_like(queries, memory_format=torch.contiguous_format)
 
+    @abstractmethod
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Convert a chunk's keys and values [tokens, heads, head_dim] as `SlabStore.to_cache` does."""
-        return self.store.to_cache(layer, keys, values)
 
+    @abstractmethod
     def seal_chunks(
         self,
         layer: int,
@@ -246,10 +265,9 @@ class Operations(ABC):
         batch: ExtendBatch,
     ) -> None:
         """Seal the segments inside chunks, all at once; tensors as in `extend`."""
-        firsts, slots, numbers = batch.chunk_seals
-        self.store.seal(layer, InChunk(firsts, slots, numbers, keys, values, scorer_inputs))
 
-    def _store(
+    @abstractmethod
+    def store_tokens(
         self,
         layer: int,
         keys: torch.Tensor,
@@ -259,8 +277,24 @@ class Operations(ABC):
         pages: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
-        """Write some of a chunk's tokens to the tails of requests, which have these pages, [requests, K], and rows of
-        the request table, [requests]."""
+        """Write copies of a chunk's tokens, with their scorer inputs, to the tails of requests.
+
+        Args:
+            pages, rows: int32 [requests, K] and integers [requests], pages of the requests' open segments and their
+                rows of the request table.
+        """
+
+    def append_with_inputs(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        copies: Copies,
+        pages: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """Run `store_tokens` by `append` and, for scorer inputs, in torch."""
         if len(copies):
             self.append(layer, keys, values, copies, pages)
             if scorer_inputs is not None:

@@ -70,6 +70,27 @@ class TorchOps(Operations):
         itemsize = 4 if layout.form.quantised else store.slabs.element_size()
         self._segment_bytes = 2 * widest * layout.head_dim * itemsize
 
+    def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.token_scores(layer, hidden_states)
+
+    def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.store.to_cache(layer, keys, values)
+
+    def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
+        return torch.zeros_like(queries, memory_format=torch.contiguous_format)
+
+    def store_tokens(
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scorer_inputs: torch.Tensor | None,
+        copies: Copies,
+        pages: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        self.append_with_inputs(layer, keys, values, scorer_inputs, copies, pages, rows)
+
     def reserve(self, max_batch: int) -> None:
         """Do nothing: batches are described in tensors of their own."""
 
@@ -103,7 +124,7 @@ class TorchOps(Operations):
         return tuple(parts)
 
     def extend_batch(self, view: ExtendView) -> ExtendBatch:
-        batch = super().extend_batch(view)
+        batch = self.chunk_batch(view)
         begun = view.begun(self.store.tails.open_pages.tokens)
         if begun:
             requests, indices = torch.tensor(begun, device=view.req_pool_indices.device).T

@@ -163,7 +163,7 @@ class TritonOps(Operations):
         return TritonDecodeBatch(view, self._work[id(self.cta_map.for_batch(len(view)))])
 
     def extend_batch(self, view: ExtendView) -> TritonExtendBatch:
-        batch = super().extend_batch(view)
+        batch = self.chunk_batch(view)
         assert batch.tiles is not None
         work, scratch = self._divide_chunks(len(batch.tiles), view.most_seen)
         firsts, places = batch.chunk_seals[0], None
@@ -237,30 +237,30 @@ class TritonOps(Operations):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if not isinstance(batch, ChainBatch):
-            return super().extend(layer, queries, keys, values, batch, scorer_inputs, lse, sinks)
+            return self.extend_chunks(layer, queries, keys, values, batch, scorer_inputs, lse, sinks)
         keys, values = self.to_cache(layer, keys, values)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         rows = batch.req_pool_indices
-        self._store(layer, keys, values, scorer_inputs, batch.copies, batch.open_pages, rows)
+        self.store_tokens(layer, keys, values, scorer_inputs, batch.copies, batch.open_pages, rows)
         self.attend_chunks(layer, queries, keys, values, batch, output, lse, sinks)
         return output
 
     def to_cache(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         store = self.store
         if not store.fp8:
-            return super().to_cache(layer, keys, values)
+            return store.to_cache(layer, keys, values)
         return quantize_fp8.quantize_fp8(head_rows(keys), head_rows(values), store.kv_scales[layer], store.dtype)
 
     def room_for_output(self, queries: torch.Tensor, view: ExtendView) -> torch.Tensor:
         if sum(view.lengths) < len(queries):
-            return super().room_for_output(queries, view)
+            return torch.zeros_like(queries, memory_format=torch.contiguous_format)
         # Every token is in a tile, and is written.
         return torch.empty_like(queries, memory_format=torch.contiguous_format)
 
     def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return inputs as in `Operations`; for `gate`, `FoldedGate.features`, [tokens, features + heads]."""
         if not self._gates:
-            return super().token_inputs(layer, hidden_states)
+            return self.token_scores(layer, hidden_states)
         return self._gates[layer].features(hidden_states)
 
     def made_up_inputs(self, tokens: int) -> torch.Tensor | None:
@@ -296,7 +296,7 @@ class TritonOps(Operations):
         chunk = InChunk(firsts, slots, numbers, keys, values, scorer_inputs, places=batch.places)
         self.store.seal(layer, chunk)
 
-    def _store(
+    def store_tokens(
         self,
         layer: int,
         keys: torch.Tensor,
@@ -308,7 +308,7 @@ class TritonOps(Operations):
     ) -> None:
         gate_inputs = self._gate_inputs(layer, scorer_inputs)
         if gate_inputs is None:
-            super()._store(layer, keys, values, scorer_inputs, copies, pages, rows)
+            self.append_with_inputs(layer, keys, values, scorer_inputs, copies, pages, rows)
             return
         where = copies.tokens, copies.requests, copies.open_offsets, pages
         tails = self.store.tails.data

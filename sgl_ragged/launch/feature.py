@@ -45,7 +45,7 @@ class LaunchFeature:
     radix_cache: name under which its half in workers registers a radix cache, or None.
     known_backend: attention backend that SGLang sees while it looks at the model, for models that SGLang serves with
         named backends alone.
-    cases, model_cases: further cases of the table of conflicts, seen in flags, and in flags and model.
+    cases: further cases of the table of conflicts, seen in flags.
     """
 
     name: ClassVar[str]
@@ -58,7 +58,6 @@ class LaunchFeature:
     radix_cache: ClassVar[str | None] = None
     known_backend: ClassVar[str | None] = None
     cases: ClassVar[Mapping[str, Callable[[Start], bool]]] = {}
-    model_cases: ClassVar[Mapping[str, Callable[[ModelStart], bool]]] = {}
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
     def asked(self, start: Start) -> bool:
