@@ -111,3 +111,13 @@ def test_dead_links_are_found(tmp_path, text, expected):
     page = tmp_path / "page.md"
     page.write_text(text)
     assert dead(page, text) == expected
+
+
+def test_files_of_ours_that_pages_name_exist():
+    """Paths in backticks; names of SGLang's files are written with their folder."""
+    known = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    theirs = {"layers/dp_attention.py", "benchmark/hicache/bench_multiturn.py"}
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {(page.name, name) for page in pages for name in re.findall(r"`([\w./-]+\.py)`", page.read_text())}
+    lost = {(page, name) for page, name in named if not any(f"/{path}".endswith(f"/{name}") for path in known)}
+    assert {one for one in lost if one[1] not in theirs} == set()
