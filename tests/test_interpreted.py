@@ -19,10 +19,23 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter(request):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/kernels"]
+    # One of the last files to run, when the other process of `make test` is done: both cores are free.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        "--durations=5",
+        "tests/kernels",
+    ]
     if request.config.getoption("thorough"):
         command.append("--thorough")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = own | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     print(done.stdout[-8000:], done.stderr[-2000:])
     assert done.returncode == 0
