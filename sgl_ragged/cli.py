@@ -44,6 +44,9 @@ CACHE_DTYPES = ("bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 """Values of --dtype."""
 
+DRAFT_FLAGS = ("speculative_algorithm", "speculative_draft_model_path")
+"""Settings of SGLang's drafts on which sizes depend."""
+
 NOTHING_ELSE: dict[str, Any] = dict(
     speculative_algorithm=None,
     disaggregation_mode="null",
@@ -147,13 +150,8 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         "--chunked-prefill-size", type=int, default=CHUNK, help=f"for models with sliding windows [{CHUNK}]"
     )
     parser.add_argument("--swa-full-tokens-ratio", type=float, help="the same")
-    for name in layout_also():
+    for name in DRAFT_FLAGS:
         parser.add_argument(dashed(name), help="as SGLang's")
-
-
-def layout_also() -> list[str]:
-    """Settings of SGLang that `layout` has flags for."""
-    return [name for feature in launch_features() for name in feature.layout_also]
 
 
 def show_layout(options: argparse.Namespace) -> None:
@@ -205,7 +203,7 @@ def read_start(options: argparse.Namespace, asked: RaggedOptions) -> ModelStart:
     model = load_model_config(config_folder(options.model_path, options.revision), dtype=options.dtype)
     refuse_model(model)
     refuse_kv_scheme(model, options.kv_cache_dtype)
-    given = {name: getattr(options, name) for name in ("tp_size", "pp_size", "dtype", "revision", *layout_also())}
+    given = {name: getattr(options, name) for name in ("tp_size", "pp_size", "dtype", "revision", *DRAFT_FLAGS)}
     path = options.model_path
     given["model_path"] = str(Path(path).parent) if Path(path).is_file() else path
     server_args = SimpleNamespace(**NOTHING_ELSE | given, kv_cache_dtype=options.kv_cache_dtype)

@@ -19,14 +19,13 @@ class RankNeeds:
     """What one rank of a plan needs.
 
     row_bytes: device bytes per request row for the scorer and features. page_bytes: device bytes per page for features.
-    side_feature, side_pages: the feature that needs pages of a second pool, and these; None where none does.
+    side_pages: pages of a second pool that a feature needs; None where none does.
     """
 
     rank: Rank
     open_pages: OpenPages
     row_bytes: int
     page_bytes: int
-    side_feature: str | None
     side_pages: SidePages | None
 
     def fit(self, budget_bytes: int, max_requests: int | None, max_tokens: int | None) -> PoolSizes:
@@ -94,7 +93,7 @@ def rank_needs(
         open_pages(scorer, plan.slab_layouts, plan.q_per_kv, kv_dtype, query_dtype),
         scored + sum(one.row_bytes(rank) for one in settings),
         sum(one.page_bytes(rank) for one in settings),
-        *(side[0] if side else (None, None)),
+        side[0][1] if side else None,
     )
 
 

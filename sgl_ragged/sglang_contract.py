@@ -126,7 +126,6 @@ SERVING: Functions = {
     CPU_HEADS: ("model_config", "load_config", "tp_size"),
     FUSED_KV_WRITE: ("forward_batch",),
     f"{SCHEDULER}.get_init_info": ("self",),
-    f"{SCHEDULER}.flush_cache": ("self", "empty_cache"),
     f"{SCHEDULER}.get_internal_state": ("self", "recv_req"),
     STATS: ("self", "stats"),
     FLUSH_AFTER_UPDATE: ("self", "recv_req", "success", "message"),

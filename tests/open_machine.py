@@ -52,7 +52,7 @@ class OpenMachine(RuleBasedStateMachine):
             page_size=SEGMENT,
             dtype=torch.float32,
             device="cpu",
-            kvcache=SimpleNamespace(open_segments=self.open),
+            kvcache=SimpleNamespace(open_segments=self.open, on_flush=[]),
             need_sort=False,
         )
         self.table._sgl_ragged_allocator = self.allocator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,10 @@ import SGLang."""
 
 MOST_IN_A_CIRCLE = 3
 MOST_IN_FUNCTIONS = 15
+MOST_OF_ONE_FEATURE = 3
+"""Members of a feature's base classes that a single feature has."""
+MOST_THAT_KNOW_A_FEATURE = 5
+"""Files outside of a feature's folder that name it."""
 
 
 def room(module: str) -> str:
@@ -131,6 +136,54 @@ def test_features_do_not_import_each_other():
         if module.startswith(prefix) and imported.startswith(prefix)
     }
     assert {(one, other) for one, other in found if one != other.split(".")[0]} <= known
+
+
+def test_members_of_a_feature_serve_several_features():
+    """A base class that is the union of its features would say nothing about what a feature is."""
+    uses: Counter[str] = Counter()
+    members = set()
+    for half in ("launch", "serve"):
+        base = next(
+            one for one in trees()[f"sgl_ragged.{half}.feature"].body if is_feature(one, f"{half.title()}Feature")
+        )
+        members |= {f"{half}.{name}" for name in defined(base)}
+        for module, tree in trees().items():
+            if re.fullmatch(rf"sgl_ragged\.features\.\w+\.{half}", module):
+                classes = [one for one in tree.body if isinstance(one, ast.ClassDef)]
+                uses.update(f"{half}.{name}" for one in classes for name in defined(one))
+    assert len(members) > 15
+    assert len([name for name in members if uses[name] < 2]) <= MOST_OF_ONE_FEATURE
+
+
+def is_feature(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.ClassDef) and node.name == name
+
+
+def defined(node: ast.ClassDef) -> Iterator[str]:
+    """Names of a class's methods and attributes."""
+    for one in node.body:
+        if isinstance(one, ast.FunctionDef):
+            yield one.name
+        elif isinstance(one, ast.AnnAssign):
+            yield ast.unparse(one.target)
+        elif isinstance(one, ast.Assign):
+            yield from (ast.unparse(target) for target in one.targets)
+
+
+def test_few_files_know_a_feature():
+    """By its module or by its name in a plan; the feature's own files do not count."""
+    for folder in (ROOT / "sgl_ragged" / "features").iterdir():
+        if not (folder / "launch.py").exists():
+            continue
+        name = folder.name
+        in_plan = rf'(?:settings_of|attached\.get)\("{name}"|attached\["{name}"'
+        named = re.compile(rf"features\.{name}\b|features import {name}\b|{in_plan}")
+        knowing = [
+            path.name
+            for path in (ROOT / "sgl_ragged").rglob("*.py")
+            if not path.is_relative_to(folder) and named.search(path.read_text())
+        ]
+        assert len(knowing) <= MOST_THAT_KNOW_A_FEATURE, knowing
 
 
 def test_our_modules_are_imported_at_the_top_of_files():

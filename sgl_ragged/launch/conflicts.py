@@ -62,7 +62,6 @@ def cases() -> tuple[dict[str, Callable[[Start], bool]], dict[str, Callable[[Mod
     of_flags, of_model = dict(OWN_CASES), dict(OWN_MODEL_CASES)
     for feature in launch_features():
         of_flags |= {feature.case: feature.asked, **feature.cases}
-        of_model[feature.case] = feature.has
     return of_flags, of_model
 
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from sgl_ragged.contract_checks import check_contract
 from sgl_ragged.features import load_halves
 from sgl_ragged.launch.plan import FeatureSettings, Rank, ServingPlan
 from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
@@ -40,11 +39,8 @@ class LaunchFeature:
 
     name: in plans and in /server_info; the feature's half in workers has the same. case: in the table of conflicts.
     flags: dataclass of `flags.flag`s; without the feature they have no effect, and `in_vain` is the refusal.
-    layout_also: settings of SGLang on which sizes depend; `sgl-ragged layout` has their flags.
     contract: functions of SGLang that it needs. needed_for: words for them, such as " with --flag".
     radix_cache: name under which its half in workers registers a radix cache, or None.
-    known_backend: attention backend that SGLang sees while it looks at the model, for models that SGLang serves with
-        named backends alone.
     cases: further cases of the table of conflicts, seen in flags.
     """
 
@@ -52,21 +48,15 @@ class LaunchFeature:
     case: ClassVar[str]
     flags: ClassVar[type | None] = None
     in_vain: ClassVar[str] = "{flags} has no effect: drop it"
-    layout_also: ClassVar[tuple[str, ...]] = ()
     contract: ClassVar[Functions] = {}
     needed_for: ClassVar[str] = ""
     radix_cache: ClassVar[str | None] = None
-    known_backend: ClassVar[str | None] = None
     cases: ClassVar[Mapping[str, Callable[[Start], bool]]] = {}
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
     def asked(self, start: Start) -> bool:
-        """True if the flags ask for it."""
+        """True if the flags ask for it or, once `start` is a ModelStart, the model does."""
         return False
-
-    def has(self, start: ModelStart) -> bool:
-        """True if a start with this model has it."""
-        return self.asked(start)
 
     def settle(self, start: Start) -> Any:
         """Return first settings of a start that has it. Raises RaggedConfigError for what cannot be honoured."""
@@ -91,10 +81,6 @@ class LaunchFeature:
     def layout_info(self, settings: Any, rank: Rank, sizes: PoolSizes) -> dict[str, Any]:
         """Its part of `sgl-ragged layout --json`; settings is None where it has not joined."""
         return {}
-
-    def require(self) -> None:
-        """Raise RaggedConfigError where SGLang lacks a function that it needs."""
-        check_contract(self.contract, self.needed_for)
 
 
 def launch_features() -> tuple[LaunchFeature, ...]:

@@ -6,17 +6,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from sgl_ragged.contract_checks import check_contract
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.feature import LaunchFeature, launch_features
 from sgl_ragged.launch.flags import dashed, flags_of
 from sgl_ragged.launch.plan import Joined, ServingPlan
-from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
+from sgl_ragged.launch.start import BudgetedStart, Start
 
 
 def refuse_flags_without_effect(start: Start) -> None:
     """Raise RaggedConfigError for flags of a feature that a start does not have."""
     for feature in launch_features():
-        if feature.flags is None or _joins(feature, start):
+        if feature.flags is None or feature.asked(start):
             continue
         flags: Any = start.options.of(feature.flags)
         given = [
@@ -32,8 +33,8 @@ def settle_features(start: Start, known: Collection[LaunchFeature] = ()) -> dict
     """Return first settings of the features that a start has, except those in `known`; raises RaggedConfigError."""
     found = {}
     for feature in launch_features():
-        if feature not in known and _joins(feature, start):
-            feature.require()
+        if feature not in known and feature.asked(start):
+            check_contract(feature.contract, feature.needed_for)
             found[feature] = feature.settle(start)
     trees = [feature for feature in (*known, *found) if feature.radix_cache is not None]
     if len(trees) > 1:
@@ -41,10 +42,6 @@ def settle_features(start: Start, known: Collection[LaunchFeature] = ()) -> dict
             f"{trees[0].case} and {trees[1].case} both bring a radix cache, and a server has one; drop one of the two"
         )
     return found
-
-
-def _joins(feature: LaunchFeature, start: Start) -> bool:
-    return feature.has(start) if isinstance(start, ModelStart) else feature.asked(start)
 
 
 def join_features(

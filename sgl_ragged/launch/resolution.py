@@ -24,7 +24,6 @@ from sgl_ragged.launch.checks import (
 from sgl_ragged.launch.conflicts import refuse_conflicts
 from sgl_ragged.launch.cuda_graphs import declared_graphs, settled_graphs
 from sgl_ragged.launch.decide import choose_share, decide
-from sgl_ragged.launch.feature import launch_features
 from sgl_ragged.launch.joining import refuse_flags_without_effect, settle_features
 from sgl_ragged.launch.models import expected_kv_dtype, model_geometry, refuse_kv_scheme, refuse_model
 from sgl_ragged.launch.node_plan import Choices
@@ -33,6 +32,9 @@ from sgl_ragged.launch.placing import model_overrides, require_places
 from sgl_ragged.launch.plan import ATTRIBUTE, BACKEND, WorkerSettings
 from sgl_ragged.launch.start import ModelStart, Start
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
+
+WINDOWS_BACKEND = "triton"
+"""Attention backend of sliding-window layers; on CPUs torch with the same masks."""
 
 
 def resolve_with_options(original: Callable[[Any], None], server_args: Any, options: RaggedOptions) -> None:
@@ -141,9 +143,9 @@ def _refuse_model_first(server_args: Any, previous: Callable[[Any], None]) -> No
         refuse_model(model_config_of(server_args))
         refuse_kv_scheme(model_config_of(server_args), view.kv_cache_dtype)
         start = _with_model(Start(options, server_args), view)
-        known = [one.known_backend for one in launch_features() if one.known_backend and one.has(start)]
-        if known:
-            declare_resolution(server_args, "sgl_ragged", attention_backend=known[0])
+        if start.geometry.windowed is not None:
+            # SGLang serves some of these models with named backends alone.
+            declare_resolution(server_args, "sgl_ragged", attention_backend=WINDOWS_BACKEND)
             previous(server_args)
             declare_resolution(server_args, "sgl_ragged", attention_backend=BACKEND)
             return

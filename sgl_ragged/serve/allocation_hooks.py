@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from sgl_ragged.launch.plan import WorkerSettings
 from sgl_ragged.serve.allocator import SlabAllocator
-from sgl_ragged.serve.feature import joined_features
+from sgl_ragged.serve.feature import side_pool
 from sgl_ragged.serve.pool import slab_allocator
 from sgl_ragged.serve.radix_cache import open_cache_of
 
@@ -26,10 +26,10 @@ def build_allocator(
         # A draft model shares the locations of the served one.
         return found
     common = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
-    joined = joined_features(serving.served_plan)
-    of_features = [feature.allocator(found, token_to_kv_pool, common) for feature, _ in joined]
-    made = next((one for one in of_features if one is not None), None)
-    if made is None:
+    side = side_pool(serving.served_plan)
+    if side is not None:
+        made = side.allocator(found, token_to_kv_pool, common)
+    else:
         assert type(found) is PagedTokenToKVPoolAllocator, f"SGLang chose {type(found).__name__}"
         made = SlabAllocator(found.size, kvcache=token_to_kv_pool, **common)
     setattr(more["req_to_token_pool"], _OPEN, slab_allocator(made))

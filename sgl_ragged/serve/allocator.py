@@ -49,6 +49,8 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         super().clear()
         self.open_segments.reset()
         self.cut = None
+        for flushed in self.get_kvcache().on_flush:
+            flushed()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         self._take_back()

@@ -24,18 +24,21 @@ HOOKS = (
     Hook(sglang.FREE_ROWS, allocation_hooks.free_rows),
     Hook(f"{sglang.CHECKER}._get_total_uncached_sizes", allocation_hooks.uncached_tokens),
     Hook(f"{sglang.REGISTRY}.create_unified_radix_cache", radix_cache.keep_open_segments),
-    Hook(sglang.LOAD_WEIGHTS, worker.place_weights, bound=True),
-    Hook(sglang.CPU_HEADS, worker.repeat_heads_on_cpus, bound=True),
     Hook(sglang.FUSED_KV_WRITE, worker.no_fused_kv_write),
     Hook(f"{sglang.SCHEDULER}.get_init_info", metrics.scheduler_ready, bound=True),
     Hook(sglang.STATS, metrics.log_stats),
-    Hook(f"{sglang.SCHEDULER}.flush_cache", weight_updates.flush_cache),
     Hook(sglang.FLUSH_AFTER_UPDATE, weight_updates.weights_changed),
     Hook(sglang.END_UPDATE, weight_updates.update_session_ended),
     Hook(f"{sglang.SCHEDULER}.get_internal_state", weight_updates.internal_state),
     Hook(f"{sglang.ADDER}.add_one_req_ignore_eos", prefill_budget.cut_one_request),
 )
 """Hooks of every worker with --kv-pool ragged."""
+
+RANKS_HOOKS = (
+    Hook(sglang.LOAD_WEIGHTS, worker.place_weights, bound=True),
+    Hook(sglang.CPU_HEADS, worker.repeat_heads_on_cpus, bound=True),
+)
+"""Hooks of workers that are one of several tensor-parallel ranks."""
 
 CONTROLLER_HOOKS = (Hook(sglang.CONTROLLER_READY, metrics.controller_ready),)
 
@@ -52,7 +55,8 @@ def install(serving: WorkerSettings) -> None:
         return
     features = [feature for feature, _ in joined_features(serving.plan)]
     check_contract(sglang.SERVING)
-    _wrap((*HOOKS, *(hook for feature in features for hook in feature.hooks)), serving)
+    of_ranks = RANKS_HOOKS if serving.plan.ranks > 1 else ()
+    _wrap((*HOOKS, *of_ranks, *(hook for feature in features for hook in feature.hooks)), serving)
 
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.mem_cache.registry import register_radix_cache_backend

@@ -160,6 +160,8 @@ def scheduler_ready(serving: WorkerSettings, original: Callable, scheduler: Any)
         collector = scheduler.metrics_collector
         metrics = RaggedMetrics(collector.labels, pool, allocator, rank_imbalance(layouts))
         setattr(collector, _METRICS, metrics)
+        # SGLang writes no metrics after a flush until the next batch, or half a minute later.
+        pool.on_flush.append(metrics.update)
     kept = {"open_segments_kept": isinstance(scheduler.tree_cache, OpenRadixCache)}
     return {**original(scheduler), "ragged": settings(serving, pool) | kept}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -64,7 +64,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
 
     Page i is slab i of `store`. There is no buffer that can be indexed by token, so methods that return
     one raise: their callers would read or write the wrong bytes. Features put what they run here: `attached` by their
-    names, `views` where requests do not see all of their history, `epilogues` behind attention.
+    names, `views` where requests do not see all of their history, `epilogues` after attention, and `fixed_weights`: why
+    weights cannot be updated at run time. `on_flush` is called when the cache has been flushed.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self.attached: dict[str, Any] = {}
         self.views: Views | None = None
         self.epilogues: list[Epilogue] = []
+        self.fixed_weights: str | None = None
+        self.on_flush: list[Callable[[], None]] = []
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,

@@ -89,6 +89,12 @@ class ServedWeights:
             self._recapture()
         return None
 
+    def cache_flushed(self) -> None:
+        """Use FP8 scales that waited for an empty cache."""
+        error = self.read_scales(cache_is_empty=True)
+        if error is not None:
+            logger.error(error)
+
     def readings(self) -> Mapping[tuple[str, str], float]:
         """Return metric values by name and label."""
         return {
@@ -116,7 +122,8 @@ def attach(plan: ServingPlan, backend: RaggedAttnBackend, model_runner: Any) -> 
         if graphs is not None and graphs is not model_runner.eager_runner:
             model_runner.recapture_decode_cuda_graph()
 
-    backend.pool.attached[NAME] = ServedWeights(backend, derived_from_weights(plan), recapture)
+    backend.pool.attached[NAME] = weights = ServedWeights(backend, derived_from_weights(plan), recapture)
+    backend.pool.on_flush.append(weights.cache_flushed)
 
 
 def _found(scheduler: Any) -> tuple[ServedWeights, bool]:
@@ -150,14 +157,6 @@ def update_session_ended(original: Callable, manager: Any, request: Any) -> Any:
     return answer if error is None else type(answer)(success=False, message=error)
 
 
-def cache_flushed(scheduler: Any) -> None:
-    """Use FP8 scales that waited for an empty cache."""
-    weights, _ = _found(scheduler)
-    error = weights.read_scales(cache_is_empty=True)
-    if error is not None:
-        logger.error(error)
-
-
 def internal_state(original: Callable, scheduler: Any, request: Any) -> Any:
     """Add `ragged` to a scheduler's state in /server_info, which is read at each request."""
     answer = original(scheduler, request)
@@ -168,15 +167,3 @@ def internal_state(original: Callable, scheduler: Any, request: Any) -> Any:
         "kv_scales_wait": weights.scales_wait,
     }
     return answer
-
-
-def flush_cache(original: Callable, scheduler: Any, *args: Any, **more: Any) -> bool:
-    """Use FP8 scales that waited for an empty cache, and write our metrics.
-
-    SGLang writes none until the next batch, or half a minute later.
-    """
-    flushed = original(scheduler, *args, **more)
-    if flushed:
-        cache_flushed(scheduler)
-    write_metrics(scheduler)
-    return flushed

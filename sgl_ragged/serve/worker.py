@@ -20,8 +20,8 @@ from sgl_ragged.rank_sizes import RankNeeds, rank_needs, summary
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve import weight_updates
 from sgl_ragged.serve.backend import RaggedAttnBackend, attention_layers
-from sgl_ragged.serve.feature import ServeFeature, Worker, joined_features
-from sgl_ragged.serve.pool import RaggedTokenToKVPool
+from sgl_ragged.serve.feature import Worker, joined_features, side_pool
+from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_pool
 from sgl_ragged.serve.ranks import least_over_ranks, require_equal_digests
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ def size_pool(serving: WorkerSettings, original: Callable, configurator: Any, pr
     needs = _needs(plan, configurator)
     sizes = needs.fit(budget, schedule.max_running_requests, schedule.max_total_tokens)
     tokens = least_over_ranks(sizes.max_total_tokens, ranks, group)
+    side = side_pool(plan)
     both: dict[str, int] = {}
-    if needs.side_feature is not None:
+    if side is not None:
         pages = least_over_ranks(sizes.side_pages, ranks, group)
-        both = _feature(plan, needs.side_feature).pool_config(tokens, (pages - 1) * plan.segment)
+        both = side.pool_config(tokens, (pages - 1) * plan.segment)
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=least_over_ranks(sizes.max_requests, ranks, group),
@@ -107,10 +108,8 @@ def build_pool(
     found = next((one for one in own if one is not None), None)
     if found is not None:
         return found
-    needs = _needs(plan, configurator)
-    side_pages = 0
-    if needs.side_feature is not None:
-        side_pages = _feature(plan, needs.side_feature).page_tokens(sizes) // plan.segment + 1
+    needs, side = _needs(plan, configurator), side_pool(plan)
+    side_pages = 0 if side is None else side.side_tokens(sizes) // plan.segment + 1
     pool_sizes = needs.made(sizes.max_total_num_tokens // plan.segment + 1, req_to_token_pool.size + 1, side_pages)
     rank = needs.rank
     statistics = [
@@ -163,12 +162,10 @@ def create_backend(serving: WorkerSettings, model_runner: Any) -> Any:
         raise RaggedConfigError(
             "SGLang loaded the model without the loader that places heads on ranks; use --ragged-fairkv none"
         )
-    others = None
-    for feature, _ in joined_features(plan):
-        why = feature.why_weights_stay()
-        if why is not None:
-            model_runner.model._derived_weight_cache_error = why
-        others = feature.layer_backend(model_runner, plan.kernel) or others
+    fixed = slab_pool(model_runner.token_to_kv_pool).fixed_weights
+    if fixed is not None:
+        model_runner.model._derived_weight_cache_error = fixed
+    side = side_pool(plan)
     observer = serving.observer and serving.observer.for_rank(get_parallel().attn_tp_rank)
     logger.info("ragged attention kernels: %s", plan.kernel)
     backend = RaggedAttnBackend(
@@ -176,7 +173,7 @@ def create_backend(serving: WorkerSettings, model_runner: Any) -> Any:
         functools.partial(make_operations, plan.kernel),
         observer,
         _exchanges(plan, model_runner.device),
-        others,
+        None if side is None else side.layer_backend(model_runner, plan.kernel),
     )
     if backend.store.fp8:
         logger.info("KV cache in %s, %s", backend.store.dtype, describe_scales(backend.store.kv_scales))
@@ -194,10 +191,6 @@ def _exchanges(plan: ServingPlan, device: str) -> list[Epilogue]:
     assert plan.placement is not None, "the stage is placed like the whole"
     gather = functools.partial(parallel.attn_tp_group.all_gather, dim=0)
     return [LseExchange(plan.placement, parallel.attn_tp_rank, device, gather)]
-
-
-def _feature(plan: ServingPlan, name: str) -> ServeFeature:
-    return next(feature for feature, _ in joined_features(plan) if feature.name == name)
 
 
 def _needs(plan: ServingPlan, configurator: Any) -> RankNeeds:

@@ -95,4 +95,4 @@ def test_scorers_that_look_at_last_queries_are_refused(scorer):
 def test_what_is_missing_is_refused(monkeypatch):
     monkeypatch.setattr(disaggregation, "ENGINE", "an_engine_that_nobody_has")
     with pytest.raises(RaggedConfigError, match="install it"):
-        DISAGGREGATION.require()
+        DISAGGREGATION.settle(launch())

@@ -68,7 +68,7 @@ def test_slabs_have_one_second_pool(monkeypatch):
         plan.stage, plan.layout = lambda _: plan, lambda _: None
         return rank_sizes.rank_needs(plan, 0, 0, None, torch.float32, torch.float32)
 
-    assert (needs("one").side_feature, needs("one").side_pages.what) == ("one", "pages")
+    assert needs("one").side_pages.what == "pages"
     assert needs().side_pages is None
     with pytest.raises(RaggedConfigError, match="one and other both need pages of a second pool"):
         needs("one", "other")

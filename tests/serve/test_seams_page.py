@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sgl_ragged import sglang_contract
 from sgl_ragged.serve.feature import serve_features
-from sgl_ragged.serve.hooks import CONTROLLER_HOOKS, HOOKS, KV_BYTES_HOOKS
+from sgl_ragged.serve.hooks import CONTROLLER_HOOKS, HOOKS, KV_BYTES_HOOKS, RANKS_HOOKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "sglang-seams.md"
 GROUPS = [group for group in vars(sglang_contract).values() if isinstance(group, dict) and group]
@@ -14,7 +14,7 @@ GROUPS = [group for group in vars(sglang_contract).values() if isinstance(group,
 
 def wrapped() -> list[str]:
     of_features = [hook for feature in serve_features() for hook in feature.hooks]
-    hooks = [*HOOKS, *KV_BYTES_HOOKS, *CONTROLLER_HOOKS, *of_features]
+    hooks = [*HOOKS, *RANKS_HOOKS, *KV_BYTES_HOOKS, *CONTROLLER_HOOKS, *of_features]
     return [hook.target for hook in hooks] + [sglang_contract.DEAD_WORKER, sglang_contract.ADAPTER_ID]
 
 

@@ -86,14 +86,11 @@ class Disaggregation(LaunchFeature):
     def asked(self, start: Start) -> bool:
         return start.server_args.disaggregation_mode != "null"
 
-    def require(self) -> None:
-        if importlib.util.find_spec(ENGINE) is None:
-            raise RaggedConfigError(f"--disaggregation-mode sends pages with {ENGINE}, which is missing: install it")
-        super().require()
-
     def settle(self, start: Start) -> ServerRole:
         from sglang.srt.environ import envs
 
+        if importlib.util.find_spec(ENGINE) is None:
+            raise RaggedConfigError(f"--disaggregation-mode sends pages with {ENGINE}, which is missing: install it")
         server_args = start.server_args
         refuse_values(server_args, REFUSED_VALUES)
         if server_args.disaggregation_mode == DECODE and server_args.enable_hierarchical_cache:

@@ -30,7 +30,6 @@ class Drafting(LaunchFeature):
 
     name = "drafts"
     case = CASE
-    layout_also = sglang_flags.IN_LAYOUTS
     contract = sglang.DRAFTS
     needed_for = " with --speculative-algorithm"
     cases: ClassVar[Mapping] = {

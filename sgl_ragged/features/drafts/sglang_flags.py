@@ -18,9 +18,6 @@ HEADS = ("EAGLE", "EAGLE3", "NEXTN")
 
 USE = "use --speculative-algorithm NGRAM --speculative-ngram-max-bfs-breadth 1, or one of the others with a draft model"
 
-IN_LAYOUTS = ("speculative_algorithm", "speculative_draft_model_path")
-"""Settings on which sizes depend."""
-
 WIDTHS = {"NGRAM": 12, "STANDALONE": 4, "EAGLE": 4, "EAGLE3": 4, "NEXTN": 4}
 """SGLang's default tokens of a chain, by algorithm."""
 

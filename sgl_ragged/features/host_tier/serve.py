@@ -43,11 +43,9 @@ class HostTier(ServeFeature):
         def build(**asked: Any) -> Any:
             return build_stack(settings, **asked)
 
+        worker.pool.fixed_weights = HOLDS_WEIGHTS
         register_stack_strategy(RaggedStack(ending_worker(build, worker.serving.from_command_line)))
         return worker.outer
-
-    def why_weights_stay(self) -> str:
-        return HOLDS_WEIGHTS
 
     def server_info(self, settings: TierPlan | None, pool: Any) -> dict[str, Any]:
         restorer = pool.attached.get(self.name)

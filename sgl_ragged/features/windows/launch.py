@@ -45,8 +45,6 @@ class Windows(LaunchFeature):
 
     name = "windows"
     case = CASE
-    # What their layers run on, or torch with the same masks.
-    known_backend = "triton"
     contract = sglang.WINDOWS
     needed_for = " for models with sliding windows"
     cases: ClassVar[Mapping] = {ONE_POOL: lambda start: start.server_args.disable_hybrid_swa_memory}
@@ -56,8 +54,8 @@ class Windows(LaunchFeature):
         Conflict(SPLIT, CASE, "it changes the number of heads of all layers, and these keep theirs", "use permute"),
     )
 
-    def has(self, start: ModelStart) -> bool:
-        return start.geometry.windowed is not None
+    def asked(self, start: Start) -> bool:
+        return isinstance(start, ModelStart) and start.geometry.windowed is not None
 
     def settle(self, start: Start) -> WindowSettings:
         assert isinstance(start, ModelStart), "windows are seen in the model"

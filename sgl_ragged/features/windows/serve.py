@@ -36,20 +36,28 @@ def make_room(
     return original(window_kv_indptr, translator, plan, *about)
 
 
+class WindowPool:
+    """Pages of sliding-window layers in SGLang's hybrid pool; implements `SidePool`."""
+
+    def pool_config(self, tokens: int, side_tokens: int) -> dict[str, int]:
+        return {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": side_tokens}
+
+    def side_tokens(self, sizes: Any) -> int:
+        return sizes.swa_max_total_num_tokens
+
+    def allocator(self, found: Any, kvcache: Any, common: dict[str, Any]) -> Any:
+        return HybridAllocator(found.size_full, found.size_swa, kvcache=kvcache, **common)
+
+    def layer_backend(self, model_runner: Any, kernel: str) -> Any:
+        return window_backend(model_runner, kernel)
+
+
 class Windows(ServeFeature):
     """Settings: `launch.WindowSettings`."""
 
     name = "windows"
     hooks = (Hook(sglang.WINDOW_BUFFER, make_room),)
-
-    def pool_config(self, tokens: int, page_tokens: int) -> dict[str, int]:
-        return {"full_max_total_num_tokens": tokens, "swa_max_total_num_tokens": page_tokens}
-
-    def page_tokens(self, sizes: Any) -> int:
-        return sizes.swa_max_total_num_tokens
-
-    def allocator(self, found: Any, kvcache: Any, common: dict[str, Any]) -> Any:
-        return HybridAllocator(found.size_full, found.size_swa, kvcache=kvcache, **common)
+    side_pool = WindowPool()
 
     def attach(self, settings: Any, worker: Worker) -> Any:
         pool = worker.pool
@@ -62,9 +70,6 @@ class Windows(ServeFeature):
             dtype=pool.dtype,
             device=pool.device,
         )
-
-    def layer_backend(self, model_runner: Any, kernel: str) -> Any:
-        return window_backend(model_runner, kernel)
 
 
 FEATURE = Windows()
