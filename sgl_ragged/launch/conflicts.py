@@ -39,9 +39,9 @@ OWN_MODEL_CASES: dict[str, Callable[[ModelStart], bool]] = {
 
 OWN_CONFLICTS = (
     Conflict(SPLIT, FLASHINFER, "flashinfer attends to whole heads", "use triton, or --ragged-fairkv permute"),
-    Conflict(SPLIT, SINKS, "each part of a head would count its sink", "use permute"),
-    Conflict(FLASHINFER, SINKS, "flashinfer does not know them", "use --ragged-kernel triton"),
-    Conflict(CODES, FLASHINFER, "FlashInfer reads numbers, no codes", "use --ragged-kernel triton", STAYS_WIDE),
+    Conflict(SPLIT, SINKS, "each part of a head would count the sink", "use permute"),
+    Conflict(FLASHINFER, SINKS, "flashinfer cannot add them", "use --ragged-kernel triton"),
+    Conflict(CODES, FLASHINFER, "FlashInfer cannot read codes", "use --ragged-kernel triton", STAYS_WIDE),
     Conflict(
         CODES, FP8, "what is FP8 in tails would be rounded twice", "use wide, or --kv-cache-dtype auto", STAYS_WIDE
     ),
@@ -75,7 +75,7 @@ def _has(start: Start, case: str) -> bool:
 def conflicts() -> tuple[Conflict, ...]:
     """Return all conflicts, those of features first. What features hold per layer is of one pipeline stage."""
     own = tuple(found for feature in launch_features() for found in feature.conflicts)
-    stages = (Conflict(STAGES, one.case, "it knows of one stage alone", "use --tp") for one in launch_features())
+    stages = (Conflict(STAGES, one.case, "it knows only one stage", "use --tp") for one in launch_features())
     return own + tuple(stages) + OWN_CONFLICTS
 
 
@@ -92,13 +92,20 @@ def refuse_conflicts(start: Start) -> None:
 
 
 def table() -> str:
-    """Return all conflicts as a Markdown table, one line each, those that refuse a start first."""
-    listed = sorted(conflicts(), key=lambda one: (REFUSED, STAYS_WIDE, STAYS_UNFITTED).index(one.effect))
-    rows = [
-        f"| {_shown(found.one)} | {_shown(found.other)} | {found.why} | {found.advice or '-'} | {found.effect} |"
-        for found in listed
-    ]
-    return "\n".join(["| this | with | why not | instead | what happens |", "|---|---|---|---|---|", *rows])
+    """Return all conflicts as Markdown: a table for each effect. Conflicts that differ in `other` alone share a row."""
+    others: dict[tuple[str, ...], list[str]] = {}
+    for found in conflicts():
+        others.setdefault((found.effect, found.one, found.why, found.advice), []).append(_shown(found.other))
+    sections = []
+    for effect in (REFUSED, STAYS_WIDE, STAYS_UNFITTED):
+        rows = [
+            f"| {_shown(one)} | {', '.join(names)} | {why} | {'' if advice == Conflict.advice else advice} |"
+            for (own_effect, one, why, advice), names in others.items()
+            if own_effect == effect
+        ]
+        head = [f"## {effect[0].upper()}{effect[1:]}", "", "| this | with | why not | instead |", "|---|---|---|---|"]
+        sections.append("\n".join([*head, *rows]))
+    return "\n\n".join(sections)
 
 
 def _shown(case: str) -> str:

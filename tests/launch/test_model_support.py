@@ -119,7 +119,7 @@ def test_windowed_layers_get_a_pool_of_their_own(tmp_path, name, architecture, m
     ("flags", "words"),
     [
         (("--enable-hierarchical-cache",), "is not supported with sliding-window layers: pages of windows are not"),
-        (("--disable-hybrid-swa-memory",), "and slabs are for other layers; drop it"),
+        (("--disable-hybrid-swa-memory",), "windows need a pool of their own; drop it"),
         (("--tp", "2", "--ragged-fairkv", "split"), "changes the number of heads of all layers, and these keep theirs"),
     ],
 )

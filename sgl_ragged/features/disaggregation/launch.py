@@ -75,11 +75,11 @@ class Disaggregation(LaunchFeature):
     contract = sglang.DISAGGREGATION
     needed_for = " with --disaggregation-mode"
     conflicts = (
-        Conflict(CASE, "--ragged-reservoir", "what heads drop is not sent"),
-        Conflict(CASE, "--ragged-history", "by which score segments leave a view is not sent"),
+        Conflict(CASE, "--ragged-reservoir", "dropped tokens are not sent"),
+        Conflict(CASE, "--ragged-history", "the scores by which segments leave are not sent"),
         Conflict(CASE, "sliding-window layers", "pages of windows are not sent", "drop it"),
         Conflict(CASE, "--speculative-algorithm", "drafts on a decode server have not been tested"),
-        Conflict(CASE, NODES, "a server that sends or receives pages has been tested on one node"),
+        Conflict(CASE, NODES, "it has been tested on one node only"),
         Conflict(CASE, M_ROPE, "positions of pictures on two servers have not been tested", "drop it"),
     )
 

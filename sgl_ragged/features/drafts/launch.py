@@ -38,18 +38,14 @@ class Drafting(LaunchFeature):
         RANKS: lambda start: start.server_args.tp_size > 1,
     }
     conflicts = (
-        Conflict(CASE, ADAPTERS, "with adapters in the batch an answer has been seen to differ"),
+        Conflict(CASE, ADAPTERS, "an answer differed with adapters in the batch"),
         Conflict(CASE, "--ragged-history", "a chain is verified against all segments"),
         Conflict(CASE, "--ragged-reservoir", "pivots watch one query per step"),
-        Conflict(CASE, "sliding-window layers", "pages of windows are not handed out for chains", "drop it"),
+        Conflict(CASE, "sliding-window layers", "chains get no pages of windows", "drop it"),
         Conflict(CASE, FLASHINFER, "flashinfer does not plan for chains", "use --ragged-kernel triton"),
         Conflict(CASE, MIXED, "SGLang decodes drafts in batches of their own"),
         Conflict(CASE, M_ROPE, "positions of drafts after pictures have not been tested", "drop it"),
-        Conflict(
-            BY_MODEL,
-            "--enable-hierarchical-cache",
-            "what comes back from the host has nothing of the draft model with it",
-        ),
+        Conflict(BY_MODEL, "--enable-hierarchical-cache", "restored pages lack the draft model's keys and values"),
         Conflict(BY_MODEL, FP8, "a draft model with an FP8 cache has not been tested", "use --kv-cache-dtype auto"),
         Conflict(BY_MODEL, RANKS, "a draft model on several ranks has not been tested", "use --tp 1, or NGRAM"),
     )

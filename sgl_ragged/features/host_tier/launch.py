@@ -83,7 +83,7 @@ class HostTier(LaunchFeature):
     }
     conflicts = (
         Conflict(CASE, "sliding-window layers", "pages of windows are not copied to the host", "drop it"),
-        Conflict(CASE, NODES, "the host memory of several machines has not been shared out yet", "drop one of the two"),
+        Conflict(CASE, NODES, "host memory is not divided among nodes", "drop one of the two"),
         Conflict(CODES, CODEC, "the host's codec would round it again", "use exact", STAYS_WIDE),
     )
 

@@ -69,14 +69,14 @@ class Retrieving(LaunchFeature):
     needed_for = " with --ragged-reservoir"
     radix_cache = RADIX_CACHE
     conflicts = (
-        Conflict(CASE, "--ragged-history", "it frees segments that would have to be watched"),
-        Conflict(CASE, "--enable-hierarchical-cache", "it brings segments back without what heads dropped of them"),
-        Conflict(CASE, NODES, "it has not been run over nodes"),
-        Conflict(CASE, TREE, "it takes the place of a radix cache that is needed"),
+        Conflict(CASE, "--ragged-history", "it frees segments that pivots must watch"),
+        Conflict(CASE, "--enable-hierarchical-cache", "restored segments lack what heads dropped of them"),
+        Conflict(CASE, NODES, "it has not been tested over nodes"),
+        Conflict(CASE, TREE, "it replaces the radix cache that retrieval needs"),
         Conflict(CASE, MIXED, "it decodes within prefill, where pivots do not look"),
-        Conflict(CASE, SPLIT, "it stores heads in parts, and pivots watch as a whole"),
+        Conflict(CASE, SPLIT, "it stores heads in parts, and pivots must be whole"),
         Conflict(CASE, FLASHINFER, "flashinfer plans without overlays", "use triton"),
-        Conflict(CASE, "sliding-window layers", "their radix cache shares pages by windows, too", "drop it"),
+        Conflict(CASE, "sliding-window layers", "their radix cache also shares pages of windows", "drop it"),
         Conflict(CASE, MANY_RANKS, "a rank would have only some of the queries of a pivot", "use as many as heads"),
         Conflict(CODES, CASE, "pivots of --ragged-reservoir read keys as numbers", "use wide", STAYS_WIDE),
         Conflict(FITTED, CASE, "what --ragged-reservoir gives back would count twice", "", STAYS_UNFITTED),

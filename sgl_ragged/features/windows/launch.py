@@ -49,8 +49,8 @@ class Windows(LaunchFeature):
     needed_for = " for models with sliding windows"
     cases: ClassVar[Mapping] = {ONE_POOL: lambda start: start.server_args.disable_hybrid_swa_memory}
     conflicts = (
-        Conflict(ONE_POOL, CASE, "it keeps everything of them, and slabs are for other layers", "drop it"),
-        Conflict(NODES, CASE, "they have not been run over nodes", "use one"),
+        Conflict(ONE_POOL, CASE, "windows need a pool of their own", "drop it"),
+        Conflict(NODES, CASE, "they have not been tested over nodes", "use one node"),
         Conflict(SPLIT, CASE, "it changes the number of heads of all layers, and these keep theirs", "use permute"),
     )
 
