@@ -13,7 +13,7 @@ from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, OUTPUTS, QUERIES, ROP
 from sgl_ragged.scorers.expected_attention import rotate
 
 PER_QUERY_HEAD = 84
-"""Number of queries of each query head in a codebook (measured in docs/fitting.md)."""
+"""Number of queries of each query head in a codebook (measured in docs/notes/2026-11-fitting.md)."""
 
 NEAREST, FARTHEST = 8, 2048
 """Range of distances from the end of a segment, in tokens, to which queries are rotated, evenly over the logarithm.
