@@ -15,7 +15,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	$(PYTHON) -m benchmarks.demo $(ARGS)
+	$(PYTHON) -m benchmarks demo $(ARGS)
 
 # The core without servers, SGLang and the interpreter of kernels: a minute on two cores.
 QUICK := tests/profiles tests/scorers tests/fairkv tests/fitting tests/mem_pool tests/attention tests/test_imports.py \
@@ -49,7 +49,7 @@ architectures: setup
 wheel: setup
 	$(PYTHON) -m tests.installed_wheel
 
-# Methods of kvpress for `python -m benchmarks.quality --peers .venv-peers/bin/python`; it needs another transformers.
+# Methods of kvpress for `python -m benchmarks quality --peers .venv-peers/bin/python`; it needs another transformers.
 peers: .venv-peers/.ready
 
 .venv-peers/.ready: .uv/bin/uv

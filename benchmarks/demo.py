@@ -1,6 +1,6 @@
 """Several multi-turn conversations at once, on the ragged pool and on SGLang's own pool with the same KV bytes.
 
-    python -m benchmarks.demo [--json] [--ratio 0.3] [--kv-bytes 48MiB]
+    python -m benchmarks demo [--json] [--ratio 0.3] [--kv-bytes 48MiB]
 
 Facts are stated in early turns and asked for in later ones, through the OpenAI-compatible API. The same
 conversations run on both pools, one server after the other; prints one table.
@@ -25,6 +25,7 @@ from rich.table import Table
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
+from benchmarks.harness.options import new_parser
 from benchmarks.harness.sweep import bars
 from benchmarks.recall.task import Conversation, conversation
 from sgl_ragged.mem_pool.slab_format import CODED_RATIO
@@ -186,7 +187,7 @@ def claim(results: list[PoolResult], options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("demo", __doc__)
     parser.add_argument("--conversations", type=int, default=6, help="held at once [6]")
     parser.add_argument("--turns", type=int, default=8, help="turns of each conversation [8]")
     parser.add_argument("--tokens-per-turn", type=int, default=320, help="length of a turn [320]")

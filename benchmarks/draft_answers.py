@@ -1,10 +1,10 @@
 """Whether answers with drafts are those without: greedy answers of two servers, from nothing and from the cache.
 
-    python -m benchmarks.draft_answers --model FOLDER --kind ngram [--answers 200] [--texts FILE ...]
-    python -m benchmarks.draft_answers --model FOLDER --head FOLDER [--kind eagle3]
+    python -m benchmarks draft_answers --model FOLDER --kind ngram [--answers 200] [--texts FILE ...]
+    python -m benchmarks draft_answers --model FOLDER --head FOLDER [--kind eagle3]
 
-The head is one of `python -m benchmarks.draft_head`. Both servers have the ragged pool; prompts of random tokens, or
-cut from files of text or of samples (`python -m benchmarks.recall.samples`), are of many lengths, so that answers go
+The head is one of `python -m benchmarks draft_head`. Both servers have the ragged pool; prompts of random tokens, or
+cut from files of text or of samples (`python -m benchmarks recall.samples`), are of many lengths, so that answers go
 over borders of segments and end inside them. Every prompt is asked twice. Compared are tokens, up to where the best two
 are closer than 1e-3, log-probabilities of these, how much of the second came from the cache, and how many pages the
 cache has in the end, once with what is behind borders and once without.
@@ -31,6 +31,7 @@ from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import Server, serve
+from benchmarks.harness.options import new_parser
 
 NGRAM = "ngram"
 
@@ -124,7 +125,7 @@ def read_prompts(options: argparse.Namespace, vocabulary: int) -> list[list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("draft_answers", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder")
     parser.add_argument("--head", type=Path, help="folder; needed but for n-grams")
     parser.add_argument("--kind", choices=(*KINDS, NGRAM), default="eagle", help="[eagle]")

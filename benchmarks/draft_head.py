@@ -1,6 +1,6 @@
 """A head that drafts from a model's hidden states, EAGLE or EAGLE-3: random, or trained on the model's own answers.
 
-    python -m benchmarks.draft_head --model FOLDER --output FOLDER [--kind eagle3] [--trained 300] [--texts FILE ...]
+    python -m benchmarks draft_head --model FOLDER --output FOLDER [--kind eagle3] [--trained 300] [--texts FILE ...]
 
 A random head is nearly never right, which is what tests of wrong drafts want. `--trained STEPS` lets the model answer
 prompts greedily, of random tokens or cut from text files, and trains the head to say the same tokens: minutes on a
@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from benchmarks.harness.command import command
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.files import check_new_folder
+from benchmarks.harness.options import new_parser
 
 KINDS = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
 """Architectures, by SGLang's names."""
@@ -243,7 +244,7 @@ def make_head(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("draft_head", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder")
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     parser.add_argument("--kind", choices=tuple(KINDS), default="eagle", help="[eagle]")

@@ -1,6 +1,6 @@
 """SGLang's frontend programs of `examples/` on both pools: whether outputs are equal, and how much came from the cache.
 
-    python -m benchmarks.frontend [--ratio 1] [--model PATH] [--json]
+    python -m benchmarks frontend [--ratio 1] [--model PATH] [--json]
 
 At ratio 1 the outputs are those of the token pool; below, differences are what compression costs. Without --model a
 small random one is made (`benchmarks/character_model.py`), whose text means nothing.
@@ -23,6 +23,7 @@ from benchmarks.character_model import make_character_model
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
+from benchmarks.harness.options import new_parser
 from examples import chat, constrained, fork_join, streaming
 
 PROGRAMS = {
@@ -106,7 +107,7 @@ def show(outcomes: dict[str, list[Outcome]], title: str, console: Console) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("frontend", __doc__)
     parser.add_argument("--model", help="model path; without it a small random model is made")
     parser.add_argument("--ratio", type=float, default=1.0, help="kept / full KV bytes of the ragged pool [1]")
     parser.add_argument("--segment", type=int, default=64, help="tokens per segment of the ragged pool [64]")

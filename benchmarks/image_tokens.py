@@ -1,4 +1,4 @@
-"""What scorers keep of a picture's tokens, and of the words around them: `python -m benchmarks.image_tokens --model M`.
+"""What scorers keep of a picture's tokens, and of the words around them: `python -m benchmarks image_tokens --model M`.
 
 One prefill at ratio 1 with calibration's recorder in the worker; then every head keeps the same share of each segment.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.harness.options import new_parser
 from calib.recorder import Recorder, recording_file
 from sgl_ragged.profiles.budgets import GUARD, SINKS, uniform_kept
 from sgl_ragged.scorers import rank_positions
@@ -28,7 +29,7 @@ SCORERS = ("keydiff", "snapkv", "key_norm", "value_key_norm", "h2o", "tova", "st
 
 def main() -> None:
     """Entry point; prints a table, or JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.image_tokens", description=__doc__)
+    parser = new_parser("image_tokens", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder of a model that takes pictures")
     parser.add_argument("--picture", type=Path, help="an image file [one drawn by this program]")
     parser.add_argument("--prompt", help="with the model's own placeholder for a picture [by its chat template]")

@@ -1,6 +1,6 @@
 """Registers, shared memory and spills of the Triton kernels, compiled for GPUs that this machine need not have.
 
-    python -m benchmarks.kernel_resources [--json] [--output benchmarks/results/kernel-resources.md]
+    python -m benchmarks kernel_resources [--json] [--output benchmarks/results/kernel-resources.md]
 
 It takes two to three minutes.
 
@@ -10,7 +10,6 @@ of it. No GPU is used, so this says what a kernel needs, not how fast it is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -26,6 +25,7 @@ from rich.progress import track
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.harness.options import new_parser
 from sgl_ragged.attention.kernels import (
     append,
     decode,
@@ -362,9 +362,9 @@ and 10.0. Compiled, not run: this says nothing about speed.
 
 {spills(found)}
 Another Triton gives other figures and may spill (`docs/kernels.md`, versions): see `spilled_bytes` in what
-`python -m benchmarks.kernel_resources --json` prints with yours.
+`python -m benchmarks kernel_resources --json` prints with yours.
 
-By `python -m benchmarks.kernel_resources --output benchmarks/results/kernel-resources.md`;
+By `python -m benchmarks kernel_resources --output benchmarks/results/kernel-resources.md`;
 `tests/test_compiled_kernels.py` guards it.
 
 Shapes: {HEADS} heads, {Q_PER_KV} query heads each, segments of {SEGMENT} tokens, open ones in pages of {TOKENS}; a
@@ -392,7 +392,7 @@ Head dimensions 80 and 96 stand for those that are no powers of two.
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("kernel_resources", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object per kernel in place of the table")
     parser.add_argument("--output", type=Path, help="write the table to this Markdown file, too")
     options = parser.parse_args()

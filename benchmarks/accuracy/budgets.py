@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.accuracy.cell import Key
+from benchmarks.accuracy.cells import Key
 from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
 from sgl_ragged.launch.model_options import read_sizes
@@ -17,6 +17,8 @@ from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile_choice import AUTO, BUNDLED, UNIFORM, named_profile
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.statistics import scorer_statistics
+
+PROFILES = MODEL.parent / "profiles"
 
 SERVED = (UNIFORM, AUTO, BUNDLED)
 """Kinds of budgets that a server has words for."""

@@ -1,1 +1,1 @@
-"""How evenly placements of heads load tensor-parallel ranks: `python -m benchmarks.fairkv`."""
+"""How evenly placements of heads load tensor-parallel ranks: `python -m benchmarks fairkv`."""

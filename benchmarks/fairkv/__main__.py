@@ -1,43 +1,44 @@
 """How evenly each placement of heads loads tensor-parallel ranks, on measured profiles: arithmetic, no GPU.
 
-    python -m benchmarks.fairkv [--json] [--profiles FILE.npz | BUNDLED_FOLDER] [--ratio 0.3] [--segment 256]
+    python -m benchmarks fairkv [--json] [--profiles FILE.npz | BUNDLED_FOLDER] [--ratio 0.3] [--segment 256]
 
 Profiles are those of tests/data, evictable share (four scorers, three models, two scopes), or those of a folder
 SCORER/MODEL/profile*.npz of measured files. Kept counts are fitted to the ratio in the profile's own scope. Weights are
-those of the three models; gemma-3's layers with a sliding window count as weights alone. Writes every profile, mode and
-number of ranks, a table of batches and contexts for one profile, and the image of benchmarks/fairkv/README.md.
+those of the three models; gemma-3's layers with a sliding window count as weights alone. Prints figures over profiles
+by mode and number of ranks, and those of one profile by batch and context.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.fairkv.copying import MODES, place_any
-from benchmarks.fairkv.evenness import Evenness, busy_limit, compare_modes, evenness, plot_modes
+from benchmarks.fairkv.evenness import busy_limit, compare_modes, evenness
 from benchmarks.harness.command import command
-from benchmarks.harness.files import write_whole
-from benchmarks.harness.plots import save_plot
+from benchmarks.harness.options import new_parser
+from benchmarks.harness.table import Table
 from calib.measured import load_measured
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.profiles.budgets import fit_kept
 from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER
 
-ROOT = Path(__file__).parents[2]
-PROFILES = ROOT / "tests" / "data" / "measured_profiles.npz"
-OUTPUT = ROOT / "benchmarks" / "results" / "fairkv.json"
-IMAGE = ROOT / "benchmarks" / "results" / "fairkv-busy.png"
-PICTURED = "keydiff/llama-3.1-8b-instruct/layer"
+PROFILES = Path(__file__).parents[2] / "tests" / "data" / "measured_profiles.npz"
+BY_LOAD = "keydiff/llama-3.1-8b-instruct/layer"
+"""The profile that is shown by batch and context."""
+
 RANKS = (2, 4, 8)
 BATCHES, CONTEXTS = (1, 8, 32, 64), (4096, 16384, 32768)
+FIGURES = ("busy", "busy_worst", "busy_whole", "busy_net", "busy_step", "capacity", "speedup")
 FINE_SEGMENT = 16 * 1024
-"""Kept counts fitted to it differ by a thousandth of the whole: what budgets would be without rounding."""
+"""Kept counts fitted to it differ by a thousandth of the whole: budgets as they would be without rounding."""
 
 GEMMA = CostModel(
     hidden=3840,
@@ -52,8 +53,7 @@ GEMMA = CostModel(
 def load_profiles(path: Path) -> dict[str, np.ndarray]:
     """Mean evictable share [layers, heads] by SCORER/MODEL/SCOPE."""
     if path.is_dir():
-        files = sorted(path.glob("*/*/profile*.npz"))
-        measured = {file: load_measured(file) for file in files}
+        measured = {file: load_measured(file) for file in sorted(path.glob("*/*/profile*.npz"))}
         return {
             f"{found.scorer}/{file.parent.name}/{found.scope}": found.evictable.mean(axis=0)
             for file, found in measured.items()
@@ -65,75 +65,70 @@ def load_profiles(path: Path) -> dict[str, np.ndarray]:
 def cost_of(name: str, segment: int) -> CostModel:
     """The model of a profile SCORER/MODEL/SCOPE, at the default batch and context."""
     path = BUNDLED_FOLDER / "configs" / f"{name.split('/')[1]}.json"
-    return (
-        CostModel.from_config(json.loads(path.read_text()), segment)
-        if path.is_file()
-        else replace(GEMMA, segment=segment)
-    )
+    if not path.is_file():
+        return replace(GEMMA, segment=segment)
+    return CostModel.from_config(json.loads(path.read_text()), segment)
 
 
-def measure(shares: np.ndarray, name: str, ratio: float, segment: int) -> dict[int, dict[str, object]]:
-    """By ranks: the figures of each mode, and what bounds them."""
-    scope = name.split("/")[2]
+def measure(shares: np.ndarray, name: str, ratio: float, segment: int) -> dict[str, dict[str, float]]:
+    """Figures of one profile, by "RANKS ranks, MODE".
+
+    unrounded: busy of budgets before they are rounded to units. free_weights: busy where extra places cost nothing.
+    limit: the highest busy in whole units.
+    """
+    scope, cost = name.split("/")[2], cost_of(name, segment)
     kept, fine = (fit_kept(shares, ratio, length, scope) for length in (segment, FINE_SEGMENT))
-    cost = cost_of(name, segment)
-    found: dict[int, dict[str, object]] = {}
+    found = {}
     for ranks in RANKS:
-        finer = {mode: place_any(fine, ranks, mode) for mode in MODES}
-        free = {mode: place_any(kept, ranks, mode) for mode in MODES}
-        found[ranks] = {
-            "busy_limit": busy_limit(kept, ranks),
-            "modes": compare_modes(kept, ranks, 1, cost),
-            "free_weights": {mode: evenness(placement, free["none"], cost).busy for mode, placement in free.items()},
-            "two_places": evenness(place_any(kept, ranks, "split", extra_places=2), free["none"], cost).busy,
-            "unrounded": {mode: evenness(placement, finer["none"], cost).busy for mode, placement in finer.items()},
-        }
+        rounded, exact = ({mode: place_any(counts, ranks, mode) for mode in MODES} for counts in (kept, fine))
+        for mode, entry in compare_modes(kept, ranks, cost).items():
+            found[f"{ranks} ranks, {mode}"] = {
+                "unrounded": evenness(exact[mode], exact["none"], cost).busy,
+                "free_weights": evenness(rounded[mode], rounded["none"], cost).busy,
+                **{figure: getattr(entry, figure) for figure in FIGURES},
+                "limit": busy_limit(kept, ranks),
+            }
     return found
 
 
-def by_load(shares: np.ndarray, name: str, ratio: float, segment: int) -> list[dict[str, object]]:
-    """`split` for every batch and context: what the planner takes, and what it gains."""
+def by_load(shares: np.ndarray, name: str, ratio: float, segment: int) -> list[dict[str, Any]]:
+    """Figures of `split` for every number of ranks, batch and context."""
     kept = fit_kept(shares, ratio, segment, name.split("/")[2])
     rows = []
     for ranks in RANKS:
+        none = place_any(kept, ranks, "none")
         for batch in BATCHES:
             for context in CONTEXTS:
                 cost = replace(cost_of(name, segment), batch=batch, context=context)
-                none, split = place_any(kept, ranks, "none"), place_any(kept, ranks, "split", cost=cost)
-                setting = {"profile": name, "ranks": ranks, "batch": batch, "context": context}
-                rows.append(setting | rounded(evenness(split, none, cost)))
+                split = evenness(place_any(kept, ranks, "split", cost=cost), none, cost)
+                rows.append({"ranks": ranks, "batch": batch, "context": context, **asdict(split)})
     return rows
 
 
-def rounded(entry: Evenness) -> dict[str, object]:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(entry).items()}
+def tables(found: dict[str, dict[str, dict[str, float]]], loads: list[dict[str, Any]]) -> list[Table]:
+    def spread(values: Iterable[float]) -> str:
+        every = list(values)
+        return f"{min(every):.3f} {np.median(every):.3f} {max(every):.3f}"
 
-
-def show(found: dict[str, dict[int, dict]], console: Console) -> None:
-    figures = ("busy", "busy_worst", "busy_whole", "busy_net", "busy_step", "capacity", "speedup")
-    for ranks in RANKS:
-        table = Table(title=f"{ranks} ranks, {len(found)} profiles: min, median, max")
-        for name in ("mode", "unrounded", "free weights", *figures):
-            table.add_column(name, no_wrap=True)
-        for mode in MODES:
-            entries = [profile[ranks]["modes"][mode] for profile in found.values()]
-            columns = [
-                [profile[ranks][kind][mode] for profile in found.values()] for kind in ("unrounded", "free_weights")
-            ]
-            columns += [[getattr(entry, name) for entry in entries] for name in figures]
-            table.add_row(mode, *(f"{min(c):.3f} {np.median(c):.3f} {max(c):.3f}" for c in columns))
-        limits = [profile[ranks]["busy_limit"] for profile in found.values()]
-        table.caption = f"limit of busy in whole units: {min(limits):.3f} {np.median(limits):.3f} {max(limits):.3f}"
-        console.print(table)
+    keys, names = next(iter(found.values())), ("unrounded", "free_weights", *FIGURES, "limit")
+    rows = [[key, *(spread(one[key][name] for one in found.values()) for name in names)] for key in keys]
+    heads = [name.replace("_", " ") for name in ("ranks, mode", *names)]
+    made = [Table(f"{len(found)} profiles: min, median, max; bytes, not times", heads, rows)]
+    columns = ("places", "busy", "busy_net", "speedup")
+    if loads:
+        rows = [
+            [f"{one['ranks']} ranks, {one['batch']} x {one['context']}", *(f"{one[name]:.4g}" for name in columns)]
+            for one in loads
+        ]
+        made.append(Table(f"{BY_LOAD}, split", ("ranks, batch x context", *columns), rows))
+    return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("fairkv", __doc__)
     parser.add_argument("--profiles", type=Path, default=PROFILES)
     parser.add_argument("--ratio", type=float, default=0.3)
     parser.add_argument("--segment", type=int, default=256)
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    parser.add_argument("--image", type=Path, default=IMAGE)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     options = parser.parse_args()
     with command("fairkv"):
@@ -141,36 +136,16 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compute, write, draw and print. Raises RaggedConfigError."""
+    """Compute and print. Raises RaggedConfigError."""
     profiles = load_profiles(options.profiles)
     found = {name: measure(shares, name, options.ratio, options.segment) for name, shares in profiles.items()}
-    rows = by_load(profiles[PICTURED], PICTURED, options.ratio, options.segment)
-    kept = fit_kept(profiles[PICTURED], options.ratio, options.segment, PICTURED.split("/")[2])
-    cost = cost_of(PICTURED, options.segment)
-    title = f"{PICTURED}, ratio {options.ratio:g}, batch {cost.batch}, context {cost.context}"
-    modes = {ranks: found[PICTURED][ranks]["modes"] for ranks in RANKS}
-    save_plot(plot_modes(kept, modes, 1, cost, title), options.image)
-    document = {
-        "settings": {"ratio": options.ratio, "segment": options.segment, "batch": cost.batch, "context": cost.context},
-        "profiles": {
-            name: {ranks: _plain(entry) for ranks, entry in by_ranks.items()} for name, by_ranks in found.items()
-        },
-        "loads": rows,
-    }
-    text = json.dumps(document, separators=(",", ":"))
-    write_whole(options.output, text + "\n")
+    shown = profiles.get(BY_LOAD)
+    loads = [] if shown is None else by_load(shown, BY_LOAD, options.ratio, options.segment)
     if options.json:
-        print(text)
-    else:
-        show(found, Console())
-
-
-def _plain(entry: dict) -> dict[str, object]:
-    shares = {
-        kind: {mode: round(value, 4) for mode, value in entry[kind].items()} for kind in ("free_weights", "unrounded")
-    }
-    limits = {kind: round(entry[kind], 4) for kind in ("busy_limit", "two_places")}
-    return limits | shares | {"modes": {mode: rounded(figures) for mode, figures in entry["modes"].items()}}
+        print(json.dumps({"profiles": found, "loads": loads}))
+        return
+    for table in tables(found, loads):
+        table.show(Console())
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""How evenly each mode of placement loads the ranks, in figures and as a plot."""
+"""How evenly each mode of placement loads the ranks, in figures."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,10 +10,6 @@ from benchmarks.fairkv.copying import MODES, place_any
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.profiles.budgets import UNIT
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -62,9 +56,9 @@ def evenness(placement: Placement, none: Placement, cost: CostModel) -> Evenness
     )
 
 
-def compare_modes(kept: np.ndarray, ranks: int, extra_places: int, cost: CostModel) -> dict[str, Evenness]:
+def compare_modes(kept: np.ndarray, ranks: int, cost: CostModel) -> dict[str, Evenness]:
     """Every mode on the kept counts int [num_layers, num_heads], by name."""
-    placements = {mode: place_any(kept, ranks, mode, extra_places=extra_places, cost=cost) for mode in MODES}
+    placements = {mode: place_any(kept, ranks, mode, cost=cost) for mode in MODES}
     return {mode: evenness(placement, placements["none"], cost) for mode, placement in placements.items()}
 
 
@@ -72,44 +66,3 @@ def busy_limit(kept: np.ndarray, ranks: int) -> float:
     """The highest `busy` with places in whole units: the fullest rank of a layer has the mean, rounded up."""
     load = kept.sum(axis=1)
     return float(load.sum() / ranks / (-(-load // (UNIT * ranks)) * UNIT).sum())
-
-
-def plot_modes(
-    kept: np.ndarray, found: Mapping[int, Mapping[str, Evenness]], extra_places: int, cost: CostModel, title: str
-) -> Figure:
-    """Busy rate by mode and number of ranks, and the fullest rank of every layer for the largest number.
-
-    Args:
-        kept: int [num_layers, num_heads].
-        found: ranks -> mode -> figures.
-        extra_places, cost: those that `found` was made with.
-        title: of the figure.
-    """
-    from matplotlib.figure import Figure  # takes seconds to import
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize="medium")
-    bars, layers = figure.subplots(1, 2, width_ratios=(1, 1.4))
-    draw_busy(bars, {ranks: {m: e.busy for m, e in modes.items()} for ranks, modes in found.items()})
-    most = max(found)
-    for mode in MODES:
-        load = place_any(kept, most, mode, extra_places=extra_places, cost=cost).load
-        layers.plot(load.max(axis=1) / load.mean(axis=1), linewidth=1.1, marker=".", markersize=4, label=mode)
-    layers.axhline(1.0, color="black", linewidth=0.8)
-    layers.set(xlabel="layer", ylabel=f"fullest / mean of {most} ranks", ylim=(0, None))
-    layers.legend(fontsize="small")
-    layers.grid(axis="y", alpha=0.3)
-    return figure
-
-
-def draw_busy(axes: Axes, busy: Mapping[int, Mapping[str, float]]) -> None:
-    """Bars of busy rates: a group for each number of ranks, a bar for each mode."""
-    modes: Sequence[str] = list(next(iter(busy.values())))
-    width = 0.8 / len(modes)
-    for place, mode in enumerate(modes):
-        at = np.arange(len(busy)) + (place - (len(modes) - 1) / 2) * width
-        axes.bar(at, [rates[mode] for rates in busy.values()], width, label=mode)
-    axes.set_xticks(np.arange(len(busy)), [f"TP{ranks}" for ranks in busy])
-    axes.set(ylabel="busy: mean / largest load of the ranks", ylim=(0, 1.05))
-    axes.legend(fontsize="small", loc="lower left")
-    axes.grid(axis="y", alpha=0.3)

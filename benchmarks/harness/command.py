@@ -34,9 +34,9 @@ def command(name: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def provenance(module: str) -> dict[str, str]:
-    """Date (ISO 8601, UTC) and command line of this process, which runs `module`; for readers of a result file."""
+def provenance(name: str) -> dict[str, str]:
+    """Return date (ISO 8601, UTC) and command line of this process, which runs a benchmark, for a result file."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks", name, *sys.argv[1:]]),
     }

@@ -11,10 +11,10 @@ from benchmarks.harness import machine
 from benchmarks.harness.errors import SettingsError
 
 
-def new_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """Of `python -m benchmarks.MODULE`."""
+def new_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Make the parser of `python -m benchmarks NAME`."""
     return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{module}",
+        prog=f"python -m benchmarks {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

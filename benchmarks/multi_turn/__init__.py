@@ -1,1 +1,1 @@
-"""Conversations of many clients on several pools: `python -m benchmarks.multi_turn`."""
+"""Conversations of many clients on several pools: `python -m benchmarks multi_turn`."""

@@ -1,8 +1,8 @@
 """Conversations on several KV pools with the same KV bytes: of many clients, or such as pause and come back.
 
-    python -m benchmarks.multi_turn --shape chat --pools token,ragged@0.3 --clients 12 --rounds 8 \\
+    python -m benchmarks multi_turn --shape chat --pools token,ragged@0.3 --clients 12 --rounds 8 \\
         --request-length 320 --output-length 16 --request-rate inf --kv-bytes 96MiB
-    python -m benchmarks.multi_turn --shape return --model models/random-51m --pools token/64,ragged@0.5,ragged@0.3
+    python -m benchmarks multi_turn --shape return --model models/random-51m --pools token/64,ragged@0.5,ragged@0.3
 
 What is finished is kept in --output, and the same command continues where it was stopped. The shape `return` has
 options of its own: --shape return --help. benchmarks/multi_turn/README.md says what is measured. Lengths are in tokens.
@@ -35,7 +35,7 @@ def parser(shape: str = DEFAULT) -> argparse.ArgumentParser:
     made.add_argument("--pools", help="the first is what others are held against [%(default)s]")
     made.add_argument("--kv-bytes", help="KV budget of every pool [%(default)s]")
     made.add_argument("--seed", type=int, help="[%(default)s]")
-    made.add_argument("--output", type=Path, help="folder, of return a JSON file [benchmarks/results/...]")
+    made.add_argument("--output", type=Path, metavar="FILE.json", help="[multi-turn-SHAPE.json]")
     made.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     own.add_options(made)
     made.set_defaults(**own.DEFAULTS)

@@ -7,9 +7,7 @@ have its defaults.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
-import json
 import math
 import shlex
 from pathlib import Path
@@ -19,24 +17,19 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from benchmarks.harness.client import ServerClient
-from benchmarks.harness.command import provenance
 from benchmarks.harness.errors import PointFailed, SettingsError
 from benchmarks.harness.options import check_counts, recorded
 from benchmarks.harness.pools import Connected, Pool, Servers, Started
+from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars, naming
 from benchmarks.multi_turn import driver, tables
-from benchmarks.multi_turn.plots import draw
-from benchmarks.multi_turn.point import Key, Point
+from benchmarks.multi_turn.point import Key, Point, points
 from benchmarks.multi_turn.schedule import Schedule
 from benchmarks.multi_turn.shapes import longest, working_set
-from benchmarks.multi_turn.store import Store
-from benchmarks.multi_turn.summary import cells
 from benchmarks.multi_turn.verdict import Targets, have_same_bytes, reason_to_reject
 from benchmarks.multi_turn.writers import writer_for
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.mem_pool.sizing import parse_bytes
-
-RESULTS = Path(__file__).parents[1] / "results"
 
 LONG_ANSWER = 256
 """Tokens of an answer from which times are shown along it."""
@@ -66,15 +59,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="POOL=URL[,URL...]",
         help="a server that runs already, or a router and its servers; once for each pool, instead of --pools",
     )
-    points = parser.add_argument_group("points")
-    points.add_argument("--repeats", type=int, default=2, help="runs of each point, pools taking turns [2]")
-    points.add_argument(
+    runs = parser.add_argument_group("points")
+    runs.add_argument("--repeats", type=int, default=2, help="runs of each point, pools taking turns [2]")
+    runs.add_argument(
         "--min-load", type=float, default=0.8, help="reject points below this share of the asked load [0.8]"
     )
-    points.add_argument(
+    runs.add_argument(
         "--min-hit-rate", type=float, default=0.0, help="reject points below, cached / reusable tokens [0: none]"
     )
-    points.add_argument("--poll-every", type=float, default=1.0, metavar="S", help="seconds between polls [1]")
+    runs.add_argument("--poll-every", type=float, default=1.0, metavar="S", help="seconds between polls [1]")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -110,7 +103,7 @@ def pools_of(options: argparse.Namespace) -> tuple[list[Pool], dict[Pool, list[s
 
 
 def settings_of(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Any]:
-    """What all points of a folder share."""
+    """Settings that all points of a file share."""
     # Infinity has no JSON form.
     named = {"pools": [pool.name for pool in pools], "request_rate": str(options.request_rate)}
     return recorded(options) | named | {"url": bool(options.url)}
@@ -119,12 +112,11 @@ def settings_of(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Any
 class Benchmark:
     """The points of one command, and what they are measured with."""
 
-    def __init__(self, options: argparse.Namespace, schedule: Schedule, store: Store) -> None:
-        self.options, self.schedule, self.store = options, schedule, store
+    def __init__(self, options: argparse.Namespace, schedule: Schedule, results: Results) -> None:
+        self.options, self.schedule, self.results = options, schedule, results
 
     def remaining(self) -> list[tuple[Pool, Key]]:
-        known = {point.key for point in self.store.points}
-        return [(pool, key) for pool, key in self.schedule.keys if key not in known]
+        return [(pool, key) for pool, key in self.schedule.keys if str(key) not in self.results.entries]
 
     def run_all(self, servers: Servers, progress: Progress) -> None:
         """Measure what is missing. Raises ServerLost, with where the finished points are, when a server goes away."""
@@ -134,13 +126,17 @@ class Benchmark:
         )
         for pool, key in remaining:
             own = progress.add_task(f"{key}: server", total=len(self.schedule.requests[key.clients]))
-            log = self.store.folder / f"{key.pool}-{key.clients}-{key.repeat + 1}.log"
+            log = self.results.path.with_suffix(f".{key.pool}-{key.clients}-{key.repeat + 1}.log")
             running = min(self.options.max_parallel, key.clients)
-            finished = f"{len(self.store.points)} of {len(self.schedule.keys)} points are finished and kept in "
-            with naming(str(key), log, f"{finished}{self.store.folder}"), servers.client(pool, running, log) as client:
+            done = f"{len(self.results.entries)} of {len(self.schedule.keys)} points"
+            with (
+                naming(str(key), log, f"{done} are finished and kept in {self.results.path}"),
+                servers.client(pool, running, log) as client,
+            ):
                 point = self._measure(client, key, progress, own)
                 self.check_bytes(point)
-                self.store.add(point)
+                self.results.add(str(key), point)
+            log.unlink(missing_ok=True)
             progress.remove_task(own)
             progress.advance(task)
 
@@ -197,7 +193,7 @@ class Benchmark:
 
     def check_bytes(self, point: Point) -> None:
         """Raises SettingsError when the pools do not have the same bytes."""
-        for other in self.store.points:
+        for other in points(self.results):
             if not have_same_bytes((point.kv_bytes, other.kv_bytes)):
                 raise SettingsError(
                     f"{point.key.pool} has {point.kv_bytes} bytes of KV and {other.key.pool} {other.kv_bytes}: pools "
@@ -205,36 +201,15 @@ class Benchmark:
                 )
 
 
-def figures_json(benchmark: Benchmark) -> str:
-    """Manifest and figures over the runs; what each point holds stays in the folder."""
-    totals = [
-        {
-            "pool": cell.pool,
-            "clients": cell.clients,
-            "runs": len(cell.points),
-            "rejected": cell.rejected,
-            # Where nothing was to be measured a figure has no value: null, since NaN is no JSON.
-            "figures": {
-                name: None if math.isnan(middle.median) else dataclasses.asdict(middle)
-                for name, middle in cell.totals().items()
-            },
-            "itl_by_part_ms": [None if math.isnan(part.median) else part.median for part in cell.itl_by_part()],
-        }
-        for cell in cells(benchmark.store.points)
-    ]
-    document = {"manifest": benchmark.store.manifest, "folder": str(benchmark.store.folder), "totals": totals}
-    return json.dumps(document, indent=2)
-
-
 def run(options: argparse.Namespace) -> None:
-    """Measure what the folder lacks, draw and print. Raises BenchmarkError."""
+    """Measure what the file lacks, and print. Raises BenchmarkError."""
     check(options)
     pools, urls = pools_of(options)
     console = Console(stderr=options.json)
-    folder = options.output or RESULTS / f"multi-turn-{options.shape}"
-    manifest = {"settings": settings_of(options, pools), **provenance("benchmarks.multi_turn")}
     schedule = Schedule.of(options, pools, writer_for(options.model))
-    benchmark = Benchmark(options, schedule, Store.open(folder, manifest))
+    path = options.output or Path(f"multi-turn-{options.shape}.json")
+    results = Results.open(path, "multi_turn", settings_of(options, pools))
+    benchmark = Benchmark(options, schedule, results)
     for count, requests in schedule.requests.items():
         console.print(
             f"{options.shape}, {count} clients: {len(requests)} requests, longest {longest(requests, 0)} tokens, "
@@ -247,17 +222,10 @@ def run(options: argparse.Namespace) -> None:
         )
         with Connected(urls) if urls else started as servers, bars(console) as progress:
             benchmark.run_all(servers, progress)
-    draw(benchmark.store.points, folder)
-    benchmark.store.write_csv()
-    if options.json:
-        print(figures_json(benchmark))
-        return
-    tables.totals(benchmark.store.points).show(console)
-    for count in options.clients:
-        if (table := tables.by_round(benchmark.store.points, count)).rows:
-            table.show(console)
-    if options.output_length >= LONG_ANSWER:
-        tables.by_part(benchmark.store.points).show(console)
-    for line in tables.rejections(benchmark.store.points):
+    measured = points(results)
+    made = [tables.totals(measured), *(tables.by_round(measured, count) for count in options.clients)]
+    made += [tables.by_part(measured)] if options.output_length >= LONG_ANSWER else []
+    results.show([table for table in made if table.rows], console, as_json=options.json)
+    for line in tables.rejections(measured):
         console.print(f"rejected: {line}", style="red", highlight=False)
-    console.print(f"points, CSV and plots: {folder}", highlight=False)
+    console.print(f"points: {path}", highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,19 +84,6 @@ def figures(answers: Sequence[Answer], samples: Sequence[Sample]) -> Figures:
         retractions=_retracted(samples, began_s, ended_s),
         recall=sum(checked) / len(checked) if checked else float("nan"),
     )
-
-
-def flat(row: Figures) -> dict[str, float]:
-    """Figures by name, the parts of a spread as `ttft_p50_ms` and so on."""
-    values: dict[str, float] = {}
-    for field in dataclasses.fields(row):
-        value = getattr(row, field.name)
-        if isinstance(value, Spread):
-            name = field.name.removesuffix("_ms")
-            values |= {f"{name}_{part}_ms": number for part, number in dataclasses.asdict(value).items()}
-        else:
-            values[field.name] = value
-    return values
 
 
 def rounds(point: Point) -> dict[int, Figures]:

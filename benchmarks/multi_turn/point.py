@@ -1,10 +1,12 @@
-"""One point of the benchmark: a pool, a number of clients, a repetition, and what was measured there."""
+"""One point of the benchmark: a pool, a number of clients, a repetition, and its answers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.results import Results
 from benchmarks.multi_turn.client import Answer
 from benchmarks.multi_turn.gauges import Sample
 
@@ -44,15 +46,16 @@ class Point:
     answers: tuple[Answer, ...]
     samples: tuple[Sample, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` gives an equal point back."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Point:
-        """Raises TypeError, KeyError or ValueError when the values are not a point's."""
-        if set(values) != {field.name for field in fields(cls)}:
-            raise ValueError("not the fields of a point")
-        answers = tuple(Answer(**{**one, "itl_ms": tuple(one["itl_ms"])}) for one in values["answers"])
-        samples = tuple(Sample(**one) for one in values["samples"])
-        return cls(**{**values, "key": Key(**values["key"]), "answers": answers, "samples": samples})
+def points(results: Results) -> list[Point]:
+    """Points of a file, in the order in which they were measured. Raises SettingsError if an entry is not a point."""
+    try:
+        return [_point(one) for one in results.entries.values()]
+    except (TypeError, KeyError) as error:
+        raise SettingsError(f"{results.path} cannot be read as results of multi_turn ({error})") from None
+
+
+def _point(values: dict[str, Any]) -> Point:
+    answers = tuple(Answer(**one | {"itl_ms": tuple(one["itl_ms"])}) for one in values["answers"])
+    samples = tuple(Sample(**one) for one in values["samples"])
+    return Point(**values | {"key": Key(**values["key"]), "answers": answers, "samples": samples})

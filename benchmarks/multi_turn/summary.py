@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.multi_turn.measures import Figures, figures, flat, itl_by_part, peak_bytes, rounds
+from benchmarks.multi_turn.measures import Figures, figures, itl_by_part, peak_bytes, rounds
 from benchmarks.multi_turn.point import Point
 
 
@@ -45,11 +45,6 @@ class Cell:
         each = [rounds(point) for point in self.points]
         numbers = sorted({number for one in each for number in one})
         return {n: MedianRange.of([value(one[n]) for one in each if n in one]) for n in numbers}
-
-    def totals(self) -> dict[str, MedianRange]:
-        """All figures of the whole run by name, over the runs."""
-        each = [flat(figures(point.answers, point.samples)) for point in self.points]
-        return {name: MedianRange.of([one[name] for one in each]) for name in (each[0] if each else ())}
 
     def itl_by_part(self) -> list[MedianRange]:
         """Median milliseconds between tokens in each part of the answers, over the runs."""

@@ -1,16 +1,16 @@
-"""The tables of a benchmark, as rows of text: for the terminal, the report and the documents."""
+"""The tables of a benchmark, as rows of text: for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from benchmarks.harness.rows import Rows
-from benchmarks.multi_turn.measures import PARTS, Figures
+from benchmarks.harness.table import Table
+from benchmarks.multi_turn.measures import PARTS
 from benchmarks.multi_turn.point import Point
 from benchmarks.multi_turn.summary import Cell, MedianRange, cells
 
 
-def totals(points: Sequence[Point]) -> Rows:
+def totals(points: Sequence[Point]) -> Table:
     """One row for each number of clients and pool; medians over the runs that count."""
     columns = (
         *("pool", "clients", "runs", "virtual tokens", "TTFT ms p50", "TTFT p95", "TTFT p99", "ITL ms p50", "ITL p95"),
@@ -39,49 +39,21 @@ def totals(points: Sequence[Point]) -> Rows:
             _number(cell.total(lambda f: f.recall), 2),
         )
         rows.append((cell.pool, str(cell.clients), count, f"{cell.virtual_tokens:,}", *values))
-    return Rows("medians over the runs", columns, tuple(rows))
+    return Table("medians over the runs", columns, rows)
 
 
-def overview(results: Sequence[tuple[str, Sequence[Point]]]) -> Rows:
-    """One row for each named result, number of clients and pool, with ratios to the token pool of the same result."""
-    columns = ("traffic, clients", "pool", "TTFT ms mean", "TTFT ms p50", "ITL ms p50", "latency ms p50")
-    columns += ("output tokens/s", "cached")
-    rows = []
-    for name, points in results:
-        made = [cell for cell in cells(points) if cell.points]
-        for cell in made:
-            base = next((one for one in made if (one.pool, one.clients) == ("token", cell.clients)), cell)
-            values = (
-                _compared(cell, base, lambda f: f.ttft_ms.mean),
-                _compared(cell, base, lambda f: f.ttft_ms.p50),
-                _compared(cell, base, lambda f: f.itl_ms.p50, 1),
-                _compared(cell, base, lambda f: f.latency_ms.p50),
-                _compared(cell, base, lambda f: f.output_tokens_per_s, 1),
-                _share(cell.total(lambda f: f.cached_share)),
-            )
-            rows.append((f"{name}, {cell.clients}", cell.pool, *values))
-    return Rows("all traffic", columns, tuple(rows))
-
-
-def _compared(cell: Cell, base: Cell, value: Callable[[Figures], float], digits: int = 0) -> str:
-    """A figure and, in brackets, how many times the base's it is."""
-    own, other = cell.total(value), base.total(value)
-    text = _number(own, digits)
-    return text if cell is base or not text else f"{text} ({own.median / other.median:.2f})"
-
-
-def by_round(points: Sequence[Point], clients: int) -> Rows:
-    """One row for each round, all pools beside each other; medians over the runs that count."""
+def by_round(points: Sequence[Point], clients: int) -> Table:
+    """One row for each round, all pools next to each other; medians over the runs that count."""
     counted = [cell for cell in cells(points) if cell.clients == clients and cell.points]
     columns = ["round"]
     for cell in counted:
         columns += [f"{cell.pool}: TTFT ms p50", "TTFT p95", "output tokens/s", "cached", "retractions"]
     numbers = sorted({number for cell in counted for number in cell.by_round(lambda f: f.requests)})
     rows = [(str(number + 1), *(text for cell in counted for text in _round(cell, number))) for number in numbers]
-    return Rows(f"{clients} clients, by round", tuple(columns), tuple(rows))
+    return Table(f"{clients} clients, by round", columns, rows)
 
 
-def by_part(points: Sequence[Point]) -> Rows:
+def by_part(points: Sequence[Point]) -> Table:
     """How the time between tokens changes along the answers: one row for each number of clients and pool."""
     columns = ("pool", "clients", *(f"{part + 1}/{PARTS}" for part in range(PARTS)), "last / second")
     rows = []
@@ -91,7 +63,7 @@ def by_part(points: Sequence[Point]) -> Rows:
             ratio = parts[-1].median / parts[1].median
             shown = "" if ratio != ratio else f"{ratio:.2f}"
             rows.append((cell.pool, str(cell.clients), *(_number(part, 1) for part in parts), shown))
-    return Rows("ITL ms p50 by eighth of the answers", columns, tuple(rows))
+    return Table("ITL ms p50 by eighth of the answers", columns, rows)
 
 
 def _round(cell: Cell, number: int) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""What the ragged pool costs a real model: `python -m benchmarks.quality`."""
+"""What the ragged pool costs a real model: `python -m benchmarks quality`."""

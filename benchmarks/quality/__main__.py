@@ -1,9 +1,9 @@
 """What the ragged pool costs a real model, beside SGLang's token pool, along one axis.
 
-    python -m benchmarks.real_model --output models/smollm2-135m
-    python -m benchmarks.quality --model models/smollm2-135m [--scorer gate keydiff] [--ratio 0.5 0.3 0.2]
-    python -m benchmarks.quality --axis history --model models/smollm2-135m
-    python -m benchmarks.quality --axis retrieval --model models/smollm2-135m --profile gate.safetensors
+    python -m benchmarks real_model --output models/smollm2-135m
+    python -m benchmarks quality --model models/smollm2-135m [--scorer gate keydiff] [--ratio 0.5 0.3 0.2]
+    python -m benchmarks quality --axis history --model models/smollm2-135m
+    python -m benchmarks quality --axis retrieval --model models/smollm2-135m --profile gate.safetensors
 
 Axes: how much is kept (compression), how far back requests see (history), what is fetched back (retrieval). All
 servers read the same texts; what the output file holds already is not measured again. Writes JSON and a plot, prints
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from benchmarks.harness.command import command
 from benchmarks.harness.options import chosen, new_parser
-from benchmarks.quality import compression
-from benchmarks.quality.history import axis as history
+from benchmarks.quality import compression, history
 from benchmarks.quality.retrieval import axis as retrieval
 
 AXES = {"compression": compression, "history": history, "retrieval": retrieval}

@@ -12,18 +12,18 @@ from pathlib import Path
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from benchmarks.harness.command import provenance
 from benchmarks.harness.pools import Pool
+from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars
-from benchmarks.quality import tasks
+from benchmarks.quality import reference, tasks
 from benchmarks.quality.configuration import UNFITTED, WIDE, Configuration, configurations
 from benchmarks.quality.head import load_head
 from benchmarks.quality.measured import figures
 from benchmarks.quality.peering import ask_peers
 from benchmarks.quality.plot import draw
 from benchmarks.quality.served import hidden_states
-from benchmarks.quality.store import Results
 from benchmarks.quality.sweep import answers, finish
+from benchmarks.quality.table import served as known_servers
 from benchmarks.quality.table import tables
 from benchmarks.quality.texts import SOURCES
 from sgl_ragged.launch.options import FITTED
@@ -72,26 +72,28 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = tasks.Tasks.of(options, tokenizer, options.context, options.texts)
     settings = {"model": model.resolve().name, **asked.describe()}
-    results = Results.open(options.output, settings, provenance("benchmarks.quality"))
+    results = Results.open(options.output, "quality", settings)
     wanted = configurations(
         options.scorer, options.budgets, options.ratio, options.kv_cache_dtype, options.slab_dtype, options.fit
     )
-    if missing := [one for one in wanted if one not in results.known]:
+    known = known_servers(results)
+    if missing := [one for one in wanted if one not in known]:
         head = load_head(model)
-        reference = results.load_reference() if Configuration.token() in results.known else None
-        if reference is None:
+        states = reference.load(results) if Configuration.token() in known else None
+        if states is None:
             missing.insert(0, Configuration.token())
         served = {one: (Pool(one.served_ratio), one.flags(options.segment)) for one in missing}
         common = _common(options.length, options.segment)
         for one, found in answers(options, asked, tokenizer, hidden_states, served, requests=4, common=common):
-            if reference is None:
-                reference = found.texts
-                results.keep_reference(reference)
-            results.add(one, figures(found, reference, head, asked))
+            if states is None:
+                states = found.texts
+                reference.keep(results, states)
+            results.add(str(one), {"configuration": one, **figures(found, states, head, asked)})
     if options.peers is not None:
         with bars(Console(stderr=options.json)) as progress:
             ask_peers(options.peers, options.model, asked, tokenizer, options.ratio, results, progress)
-    finish(options, results, draw, tables)
+    draw(results, options.output.with_suffix(".png"))
+    finish(options, results, tables(results))
 
 
 def _common(length: int, segment: int) -> list[str]:

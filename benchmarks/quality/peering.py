@@ -13,10 +13,11 @@ import numpy as np
 from rich.progress import Progress
 
 from benchmarks.harness.errors import BenchmarkError
+from benchmarks.harness.results import Results
 from benchmarks.quality.facts import KINDS, is_right
 from benchmarks.quality.measured import Tasks
 from benchmarks.quality.served import ANSWER_TOKENS
-from benchmarks.quality.store import Results
+from benchmarks.quality.table import peers as known_peers
 
 SCRIPT = Path(__file__).with_name("peers.py")
 
@@ -45,7 +46,7 @@ def ask_peers(
     Raises:
         PeersFailed: what was measured before is in the results, and the same command goes on from there.
     """
-    wanted = [(method, ratio) for ratio in ratios for method in METHODS if (method, ratio) not in results.peers]
+    wanted = [(method, ratio) for ratio in ratios for method in METHODS if (method, ratio) not in known_peers(results)]
     if not wanted:
         return
     if not python.is_file():
@@ -72,7 +73,9 @@ def ask_peers(
             assert process.stdout is not None
             for line in process.stdout:
                 found = json.loads(line)
-                results.add_peer(found["method"], found["share"], _result(found, tasks, tokenizer))
+                method, share = found["method"], found["share"]
+                entry = {"peer": method, "share": share, **_result(found, tasks, tokenizer)}
+                results.add(f"kvpress {method}, {share:g}", entry)
                 progress.advance(bar)
         finally:
             # Ctrl-C and a kill end it, too.
@@ -81,7 +84,7 @@ def ask_peers(
         errors.seek(0)
         said = errors.read().strip().splitlines()
     progress.remove_task(bar)
-    if any(pair not in results.peers for pair in wanted):
+    if set(wanted) - set(known_peers(results)):
         raise PeersFailed(f"the peers failed ({status}): {(said or ['no reason given'])[-1]}")
 
 

@@ -1,19 +1,18 @@
-"""One server after the other, all with the same tasks; and how results end as a plot and tables."""
+"""One server after the other, all with the same tasks, and the end of a command."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.pools import Pool, Started
-from benchmarks.harness.result_file import ResultFile
-from benchmarks.harness.rows import Rows
+from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars, naming
+from benchmarks.harness.table import Table
 from benchmarks.quality.served import Answers, Read, ask
 from benchmarks.quality.tasks import Tasks
 from benchmarks.quality.texts import Text
@@ -66,14 +65,8 @@ def answers(
             progress.advance(bar)
 
 
-def finish(
-    options: argparse.Namespace,
-    results: ResultFile,
-    draw: Callable[[Any, Path], None],
-    tables: Callable[[Any], Sequence[Rows]],
-) -> None:
-    """Draw and print the results. Raises RaggedConfigError where the plot cannot be written."""
+def finish(options: argparse.Namespace, results: Results, tables: Sequence[Table]) -> None:
+    """Print the results and the name of their file."""
     console = Console(stderr=options.json)
-    draw(results, options.output.with_suffix(".png"))
-    results.show(tables(results), console, as_json=options.json)
-    console.print(f"results and plot: {options.output.with_suffix('')}.*", highlight=False, soft_wrap=True)
+    results.show(tables, console, as_json=options.json)
+    console.print(f"results: {options.output}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The results as tables."""
+"""Results of servers and peers, as tables."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.rows import Rows
+from benchmarks.harness.results import Results
+from benchmarks.harness.table import Table
 from benchmarks.quality.configuration import Configuration
 from benchmarks.quality.facts import KINDS
-from benchmarks.quality.store import Results
+
+LONG = 8
+"""Segments from which on a text is long enough to show KL by position."""
+
+
+def served(results: Results) -> dict[Configuration, dict[str, Any]]:
+    """Entries of servers, by configuration."""
+    return {Configuration(**one["configuration"]): one for one in results.entries.values() if "configuration" in one}
+
+
+def peers(results: Results) -> dict[tuple[str, float], dict[str, Any]]:
+    """Entries of kvpress, by method and share."""
+    return {(one["peer"], one["share"]): one for one in results.entries.values() if "peer" in one}
 
 
 def mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -19,20 +32,18 @@ def mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
 
 
 def recall(result: dict[str, Any], kind: str) -> float:
-    """Share of right answers (nan where nothing was asked)."""
+    """Share of right answers (nan if nothing was asked)."""
     answers = [one for interview in result["right"][kind] for one in interview]
     return float(np.mean(answers)) if answers else np.nan
 
 
-def continuation(results: Results, result: dict[str, Any]) -> tuple[float, float]:
-    """Difference of the continuation's NLL to the token pool's, per text: mean and standard error."""
-    reference = results.served[Configuration.token()]["texts"]["continuation_nll"]
+def continuation(results: Results, result: dict[str, Any]) -> tuple[float, float] | None:
+    """Difference of the continuation's NLL to the token pool's: mean over texts and standard error; None without."""
+    reference = served(results).get(Configuration.token())
     found = result["texts"]["continuation_nll"]
-    return mean_and_error([a - b for a, b in zip(found, reference, strict=True)])
-
-
-LONG = 8
-"""Segments from which on a text is long enough to ask how KL goes with the position."""
+    if reference is None or not found:
+        return None
+    return mean_and_error([a - b for a, b in zip(found, reference["texts"]["continuation_nll"], strict=True)])
 
 
 def by_octave(segments: list[list[float]]) -> list[float]:
@@ -47,57 +58,52 @@ def by_octave(segments: list[list[float]]) -> list[float]:
     return [float(means[start - 1 : 2 * start - 1].mean()) for start in borders]
 
 
-def known(result: dict[str, Any], kind: str) -> str:
-    """Right answers and how many were asked, empty where nothing was."""
+def tables(results: Results) -> list[Table]:
+    """Servers; servers by position if texts are long; servers and peers if there are any."""
+    made = [_servers(results)]
+    return made + [table for table in (_positions(results), _with_peers(results)) if table.rows]
+
+
+def _servers(results: Results) -> Table:
+    columns = ("configuration", "KL", "KL at borders", "delta NLL", "top-1 same", "continuation, delta NLL", *KINDS)
+    rows = []
+    for one, result in served(results).items():
+        texts = result["texts"]
+        cells = ["{:.5f} ± {:.5f}".format(*mean_and_error(texts[name])) for name in ("kl", "border_kl", "delta_nll")]
+        cells += [f"{np.mean(texts['agrees']):.3f}", _continuation(results, result)]
+        rows.append((str(one), *cells, *(_known(result, kind) for kind in KINDS)))
+    title = "Next-token distributions after the first segment, against the token pool; facts known"
+    return Table(title, columns, rows)
+
+
+def _known(result: dict[str, Any], kind: str) -> str:
     answers = [one for interview in result["right"][kind] for one in interview]
     return f"{sum(answers)} of {len(answers)}" if answers else ""
 
 
-def tables(results: Results) -> list[Rows]:
-    """Servers; servers by position where texts are long; servers beside peers where there are any."""
-    made = [_servers(results)]
-    made += [rows for rows in (_positions(results), _beside_peers(results)) if rows.rows]
-    return made
-
-
-def _servers(results: Results) -> Rows:
-    columns = ("configuration", "KL", "KL at borders", "delta NLL", "top-1 same", "continuation, delta NLL", *KINDS)
-    rows = []
-    for one, result in results.served.items():
-        texts = result["texts"]
-        cells = [f"{a:.5f} ± {e:.5f}" for a, e in (mean_and_error(texts[n]) for n in ("kl", "border_kl", "delta_nll"))]
-        cells.append(f"{mean_and_error(texts['agrees'])[0]:.3f}")
-        cells.append(_continuation(results, result))
-        rows.append((str(one), *cells, *(known(result, kind) for kind in KINDS)))
-    title = "Next-token distributions behind the first segment, against the token pool; facts known"
-    return Rows(title, columns, tuple(rows))
-
-
 def _continuation(results: Results, result: dict[str, Any]) -> str:
-    """Empty where no context was continued, or not by the token pool."""
-    if Configuration.token() not in results.served or not result["texts"]["continuation_nll"]:
-        return ""
-    return "{:.4f} ± {:.4f}".format(*continuation(results, result))
+    found = continuation(results, result)
+    return "" if found is None else "{:.4f} ± {:.4f}".format(*found)
 
 
-def _beside_peers(results: Results) -> Rows:
-    rows = [(str(one), one.ratio, result) for one, result in results.served.items() if one.ratio is not None]
-    rows += [(f"kvpress {method}", share, result) for (method, share), result in results.peers.items()]
-    made = []
-    for name, share, result in sorted(rows, key=lambda row: -(row[1] or 0)) if results.peers else ():
-        facts = (known(result, kind) for kind in KINDS)
-        made.append((name, f"{share:g}", _continuation(results, result), *facts))
-    title = "Beside kvpress at the same kept share, question unknown: continuation and facts known"
-    return Rows(title, ("method", "share", "delta NLL", *KINDS), tuple(made))
+def _with_peers(results: Results) -> Table:
+    methods = [(f"kvpress {method}", share, result) for (method, share), result in peers(results).items()]
+    own = [(str(one), one.ratio, result) for one, result in served(results).items() if one.ratio is not None]
+    rows = [
+        (name, f"{share:g}", _continuation(results, result), *(_known(result, kind) for kind in KINDS))
+        for name, share, result in sorted([*own, *methods] if methods else [], key=lambda row: -row[1])
+    ]
+    title = "With kvpress at the same kept share, question unknown: continuation and facts known"
+    return Table(title, ("method", "share", "delta NLL", *KINDS), rows)
 
 
-def _positions(results: Results) -> Rows:
+def _positions(results: Results) -> Table:
     """KL by octave of the position, of servers on the ragged pool."""
-    rows = {str(one): r["segments"] for one, r in results.served.items() if one.ratio is not None and "segments" in r}
-    octaves = {name: by_octave(found) for name, found in rows.items() if len(found[0]) + 1 >= LONG}
+    found = {str(one): r["segments"] for one, r in served(results).items() if one.ratio is not None and "segments" in r}
+    octaves = {name: by_octave(segments) for name, segments in found.items() if len(segments[0]) + 1 >= LONG}
     segment, length = results.settings.get("segment", 0), results.settings.get("text_tokens", 0)
     columns = ["configuration"]
     for octave in range(max(map(len, octaves.values()), default=0)):
         columns.append(f"{segment << octave} to {min(segment << octave + 1, length)}")
-    made = [(name, *(f"{mean:.4f}" for mean in means)) for name, means in octaves.items()]
-    return Rows("KL by position, tokens", tuple(columns), tuple(made))
+    rows = [(name, *(f"{mean:.4f}" for mean in means)) for name, means in octaves.items()]
+    return Table("KL by position, tokens", columns, rows)

@@ -1,22 +1,25 @@
-"""Measures the recall model: ``python -m benchmarks.recall.evaluate [--checkpoint DIR] [--json FILE]``.
+"""Measure the recall model: `python -m benchmarks recall.evaluate [--checkpoint DIR] [--json FILE]`.
 
 Recall by kind of fact, length and style of document, and the share of far attention of every head where an answer is
 due, which shows whether heads specialise. All in float32 with full attention.
 """
 
-import argparse
 import json
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
-from transformers import LlamaForCausalLM
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, LlamaForCausalLM
 
+from benchmarks.harness.options import new_parser
+from benchmarks.harness.table import Table
 from benchmarks.recall import task
-from benchmarks.recall.far_attention import IMPLEMENTATION, Probe
 
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 LENGTHS = (384, 1024, 2048, 4096)
@@ -24,7 +27,63 @@ TOKENS_PER_CELL = 24_576  # documents of one length and style, in tokens
 HELD_OUT_SEED = 2**32  # training seeds are smaller
 FAR_LENGTH = 2048  # documents over which far attention is measured, in tokens
 
-Report = dict[str, object]
+Report = dict[str, Any]
+
+NEAR = 64
+SINKS = 4
+"""Far is what is neither near (the last `NEAR` tokens up to the query) nor one of the first `SINKS` tokens."""
+
+IMPLEMENTATION = "recall_far_attention"
+
+
+@dataclass
+class Probe:
+    """Asks for far attention at ``positions`` [batch, probes] int64; the layers append to ``shares`` in their order."""
+
+    positions: Tensor
+    shares: list[Tensor] = field(default_factory=list)
+
+    def by_layer(self) -> Tensor:
+        """Share of attention on far tokens, [layers, batch, query heads, probes] in 0..1."""
+        return torch.stack(self.shares)
+
+
+def far_share(query: Tensor, key: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Share of attention on far tokens, [batch, heads, probes] in 0..1.
+
+    query and key [batch, heads, T, head_dim] after RoPE, positions [batch, probes] int64 of the queries to look at.
+    """
+    batch, heads, length, head_dim = query.shape
+    index = positions[:, None, :, None].expand(batch, heads, -1, head_dim)
+    logits = query.gather(2, index) @ key.transpose(2, 3) * scale
+    distance = (positions[:, :, None] - torch.arange(length))[:, None]  # [batch, 1, probes, T]
+    weights = logits.masked_fill(distance < 0, float("-inf")).softmax(dim=-1)
+    far = distance >= NEAR
+    far[..., :SINKS] = False
+    return (weights * far).sum(dim=-1)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    probe: Probe | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls: query [batch, query heads, T, d], key and value by KV head."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    if probe is not None:
+        probe.shares.append(far_share(query, key, probe.positions, scaling))
+    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 def load_model(checkpoint: Path) -> LlamaForCausalLM:
@@ -81,26 +140,22 @@ def _rate(right: list[bool]) -> dict[str, float]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints recall and far attention as tables."""
-    table = Table(title="recall (standard error, questions)")
-    for column in ("style", "length", *task.KINDS, "all"):
-        table.add_column(column, justify="left" if column == "style" else "right")
-    for row in report["recall"]:
-        cells = [f"{row[k]['mean']:.3f} ({row[k]['error']:.3f}, {row[k]['questions']})" for k in (*task.KINDS, "all")]
-        table.add_row(row["style"], str(row["length"]), *cells)
-    console.print(table)
+    """Print recall and far attention as tables."""
+    kinds = (*task.KINDS, "all")
+    rows = [
+        [row["style"], str(row["length"]), *("{mean:.3f} ({error:.3f}, {questions})".format(**row[k]) for k in kinds)]
+        for row in report["recall"]
+    ]
+    Table("recall (standard error, questions)", ("style", "length", *kinds), rows).show(console)
     shares = report["far_attention"]["by_kv_head"]
-    table = Table(title="share of far attention at questions, the larger of the KV head's two query heads")
-    for column in ("layer", *(f"head {i}" for i in range(len(shares[0])))):
-        table.add_column(column, justify="right")
-    for layer, row in enumerate(shares):
-        table.add_row(str(layer), *(f"{share:.2f}" for share in row))
-    console.print(table)
+    rows = [[str(layer), *(f"{share:.2f}" for share in row)] for layer, row in enumerate(shares)]
+    title = "share of far attention at questions, the larger of the KV head's two query heads"
+    Table(title, ("layer", *(f"head {i}" for i in range(len(shares[0])))), rows).show(console)
 
 
 def main() -> None:
     """Measures the checkpoint, prints the tables and writes JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("recall.evaluate", __doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     args = parser.parse_args()

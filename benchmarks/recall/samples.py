@@ -1,15 +1,15 @@
 """Sample documents of the recall task for calibration, one JSON object per line.
 
-    python -m benchmarks.recall.samples --count 50 > recall.jsonl
+    python -m benchmarks recall.samples --count 50 > recall.jsonl
 
 Both styles in turns: questions at the end ('needle') and over many turns ('chat'). No training or evaluation seed.
 """
 
-import argparse
 import json
 
 import numpy as np
 
+from benchmarks.harness.options import new_parser
 from benchmarks.recall import task
 
 SEED = 2**33  # training and evaluation use smaller ones
@@ -17,7 +17,7 @@ SEED = 2**33  # training and evaluation use smaller ones
 
 def main() -> None:
     """Prints the samples."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser("recall.samples", __doc__)
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--length", type=int, default=2048, help="tokens of each document [2048]")
     options = parser.parse_args()

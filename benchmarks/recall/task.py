@@ -138,19 +138,6 @@ def document(rng: np.random.Generator, length: int, style: Style) -> tuple[np.nd
     return render(document_conversation(rng, length, style))
 
 
-def repeated_string(rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """A string of random words, repeated up to ``length`` tokens: ids [length] int64, loss weights [length] float32.
-
-    From the second round on every token can be predicted by induction, which makes that circuit form quickly.
-    """
-    period = int(rng.integers(length // 8, length // 2 + 1))
-    string = rng.integers(len(SPECIALS), len(VOCABULARY), period)
-    ids = np.concatenate([[TOKEN_ID[BOS]], np.resize(string, length - 1)])
-    weights = np.zeros(length, dtype=np.float32)
-    weights[period + 2 :] = ANSWER_WEIGHT
-    return ids, weights
-
-
 def _successors() -> np.ndarray:
     """Filler grammar [topic, word, slot] int64: the filler word that follows, by a uniformly drawn slot."""
     rng = np.random.default_rng(_GRAMMAR_SEED)

@@ -1,8 +1,8 @@
 """Many clients, too small a pool, requests that are left, aborted and retracted: is every answer a quiet server's?
 
-    python -m benchmarks.storm                                  # one server with several features, about a minute
-    python -m benchmarks.storm --features gate tier lpm         # one server with these
-    python -m benchmarks.storm --pairs                          # every pair of features that a server accepts
+    python -m benchmarks storm                                  # one server with several features, about a minute
+    python -m benchmarks storm --features gate tier lpm         # one server with these
+    python -m benchmarks storm --pairs                          # every pair of features that a server accepts
 
 Each storm is a server on a CPU with SGLang's own memory checks on, and a second, quiet one with the same flags: what
 the first answered in the storm is compared with what the second says to the same request, alone and with an empty
@@ -20,10 +20,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness.command import command, provenance
+from benchmarks.harness.command import command
 from benchmarks.harness.errors import BenchmarkError, ServerFailed, SettingsError
 from benchmarks.harness.machine import describe
 from benchmarks.harness.options import check_counts, new_parser
+from benchmarks.harness.results import Results
 from benchmarks.harness.server_pool import ServerPool
 from benchmarks.harness.sweep import bars
 from benchmarks.storm.features import FEATURES, HIDING, chosen, server_settings
@@ -31,7 +32,7 @@ from benchmarks.storm.material import Material
 from benchmarks.storm.one_storm import Limits, Outcome, run_storm
 from benchmarks.storm.pairs import Pair, cover, narrow, shown
 from benchmarks.storm.refusals import OWN, refusals, refuses_in_one_line
-from benchmarks.storm.results import Results, key, tables
+from benchmarks.storm.tables import REFUSED, key, refused, storms, survived, tables
 
 DEFAULT = ("gate", "tier", "mixed-chunk", "lpm")
 MOST_FEATURES = 10
@@ -95,11 +96,7 @@ def run(options: argparse.Namespace) -> None:
     check_counts(options, "requests", "seconds", "compared")
     chosen(options.features)
     limits = Limits(options.requests, options.seconds, options.compared, options.seed)
-    results = Results.open(
-        options.output,
-        {"machine": describe(), **vars(limits)},
-        provenance("benchmarks.storm"),
-    )
+    results = Results.open(options.output, "storm", {"machine": describe(), **vars(limits)})
     console = Console(stderr=options.json)
     with (
         tempfile.TemporaryDirectory(prefix="storm-") as folder,
@@ -125,34 +122,34 @@ def run(options: argparse.Namespace) -> None:
             return outcome
 
         if options.pairs:
-            if not results.refused:
-                results.refused = ask_refusals(servers, material)
-                results.write()
-            served = [name for name in FEATURES if (name, name) not in results.refused]
+            if REFUSED not in results.entries:
+                found = ask_refusals(servers, material)
+                results.add(REFUSED, [(*pair, reason) for pair, reason in found.items()])
+            no = refused(results)
+            served = [name for name in FEATURES if (name, name) not in no]
             # What failed before is tried again; only what neither it nor others have shown needs further storms.
-            again = [one.features for one in results.failed]
-            done = results.survived.union(*(shown(names, HIDING) for names in again))
-            rows = again + cover(served, results.refused, names_of, HIDING, MOST_FEATURES, done)
+            again = [one.features for one in storms(results).values() if one.problems]
+            done = survived(results).union(*(shown(names, HIDING) for names in again))
+            rows = again + cover(served, no, names_of, HIDING, MOST_FEATURES, done)
         else:
             rows = [names_of(options.features)]
         console.print(f"{len(rows)} storms", highlight=False)
         for names in rows:
-            before = results.storms.get(key(names))
+            before = storms(results).get(key(names))
             if before is not None and not before.problems:
                 continue
             outcome = one(names)
-            results.storms[key(outcome.features)] = outcome
-            results.write()
+            results.add(key(outcome.features), outcome)
             if outcome.problems and len(names) > 2 and not options.no_narrow:
                 fewest = narrow(names, lambda fewer: bool(names_of(fewer)) and bool(one(names_of(fewer)).problems))
                 outcome.problems.append(f"fails with {key(fewest)} alone")
-                results.write()
+                results.add(key(outcome.features), outcome)
     results.show(tables(results), console, as_json=options.json)
     console.print(f"results: {options.output}", highlight=False, soft_wrap=True)
-    if results.failed:
-        worst = results.failed[0]
+    if failed := [one for one in storms(results).values() if one.problems]:
+        worst = failed[0]
         raise BenchmarkError(
-            f"{len(results.failed)} of {len(results.storms)} storms were not survived; {key(worst.features)}: "
+            f"{len(failed)} of {len(storms(results))} storms were not survived; {key(worst.features)}: "
             f"{'; '.join(worst.problems)}; the logs are {options.output.with_suffix('.*.log')}"
         )
 

@@ -1,21 +1,30 @@
-"""What benchmarks share: requests to a server, result files, and how a command ends."""
+"""Requests, pools, results, tables and the end of commands, as benchmarks share them."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
+from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
-from benchmarks.harness.result_file import differences
+from benchmarks.harness.pools import Pool, server_arguments
+from benchmarks.harness.results import Results
+from benchmarks.harness.table import Table
 from sgl_ragged.errors import RaggedConfigError
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ANSWER = {"output_ids": [7], "meta_info": {"finish_reason": {"type": "length"}, "cached_tokens": 3}}
 
 
@@ -35,14 +44,13 @@ def test_a_prompt_is_sent_as_ids_and_decoded_greedily():
     sent = []
 
     def answer(request):
-        sent.append((request.url.path, json.loads(request.content)))
+        sent.append(json.loads(request.content))
         return 200, ANSWER
 
     asked = client(answer)
     assert asked.generate((1, 2), 5) == ANSWER
     asked.generate([1], 1, ignore_eos=True, return_hidden_states=True)
-    assert [path for path, _ in sent] == ["/generate"] * 2
-    plain, full = (body for _, body in sent)
+    plain, full = sent
     assert plain["input_ids"] == [1, 2]
     assert plain["sampling_params"] == {"temperature": 0, "max_new_tokens": 5, "ignore_eos": False}
     assert "return_hidden_states" not in plain
@@ -71,23 +79,90 @@ def test_a_server_that_is_gone_is_lost_whatever_was_asked():
     assert not lost.is_healthy()
     with pytest.raises(ServerLost, match="something else keeps it busy"):
         client(lambda _: (400, {})).flush()
-    with pytest.raises(ServerLost, match="/server_info answers 500"):
-        client(lambda _: (500, {})).longest_prompt()
 
 
-def test_facts_come_from_the_server_info():
-    facts = {"max_req_input_len": 100, "max_total_num_tokens": 512, "ragged": {"summary": "ragged KV pool"}}
-    asked = client(lambda request: (200, facts if request.url.path == "/server_info" else {}))
-    assert (asked.longest_prompt(), asked.pool_tokens()) == (100, 512)
-    assert asked.start_up_line() == "ragged KV pool"
-    assert client(lambda _: (200, {"max_req_input_len": 1})).start_up_line() == ""
+@pytest.mark.parametrize(("name", "slabs"), [("ragged@0.3", "wide"), ("ragged@0.3+slab-dtype=k8v4", "k8v4")])
+def test_pools_are_wide_unless_their_names_say_otherwise(name, slabs):
+    flags = server_arguments(Pool.parse(name), 4, "8MiB", on_cpu=True)
+    assert flags[flags.index("--ragged-slab-dtype") + 1] == slabs
+    assert not [flag for flag in server_arguments(Pool(None), 4, "8MiB", on_cpu=True) if flag.startswith("--ragged")]
 
 
-def test_settings_that_differ_are_named_by_their_path():
-    there, here = {"limit": 8, "machine": {"torch": "2"}}, {"limit": 8, "machine": {"torch": "3"}, "new": 1}
-    assert differences(there, here) == "machine.torch: there 2, here 3; new: there None, here 1"
-    assert differences(there, here, recorded_only=True) == "machine.torch: there 2, here 3"
-    assert differences(there, there) == ""
+@pytest.mark.parametrize("text", ["", "ragged@", "ragged@1.5", "ragged@x", "token@0.5", "ragged@0.5+history"])
+def test_what_is_no_pool_is_refused(text):
+    pool = Pool.parse("ragged@0.5+profile=a/b.safetensors+history=1024")
+    assert pool.name == "ragged@0.5+profile=b+history=1024"
+    assert pool.flags == ["--ragged-profile", "a/b.safetensors", "--ragged-history", "1024"]
+    with pytest.raises(SettingsError, match="is no pool"):
+        Pool.parse(text)
+
+
+def test_drafts_are_sglangs():
+    pool = Pool.parse("ragged@0.3+draft=4+scorer=h2o")
+    assert pool.drafts == 4
+    assert pool.flags[:2] == ["--ragged-scorer", "h2o"]
+    assert pool.flags[-2:] == ["--speculative-num-draft-tokens", "4"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    score: float
+    places: tuple[int, ...]
+
+
+def test_results_are_continued_with_the_same_settings_and_refused_with_others(tmp_path):
+    path, settings = tmp_path / "found.json", {"limit": 1, "machine": {"torch": "2"}}
+    results = Results.open(path, "accuracy", settings)
+    assert not path.exists()
+    results.add("one", Entry(0.5, (1, 2)))
+    again = Results.open(path, "accuracy", settings | {"new": 3})
+    assert again.as_kind(Entry) == {"one": Entry(0.5, [1, 2])}
+    assert (again.entries, again.about) == (results.entries, results.about)
+    other = {"limit": 5, "machine": {"torch": "3"}}
+    with pytest.raises(SettingsError, match=r"limit: there 1, here 5; machine\.torch: there 2, here 3\)") as refused:
+        Results.open(path, "accuracy", other)
+    assert "\n" not in str(refused.value)
+    again.entries.clear()
+    again.write()
+    # A file without entries takes other settings.
+    assert Results.open(path, "accuracy", other).settings == other
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"benchmark": "storm", "settings": {}}', "\x00"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match="cannot be read as results of accuracy") as refused:
+        Results.open(path, "accuracy", {})
+    assert "\n" not in str(refused.value)
+    assert path.read_text() == text
+    with pytest.raises(SettingsError, match="folder that exists"):
+        Results.open(tmp_path / "none" / "new.json", "accuracy", {})
+
+
+def test_every_result_of_this_repository_is_listed_with_its_command():
+    page = (RESULTS / "README.md").read_text()
+    for path in RESULTS.glob("*.json"):
+        assert f"`{path.name}`" in page
+        assert set(json.loads(path.read_text())) == {"benchmark", "settings", "about", "entries"}
+
+
+TABLE = Table(
+    "times",
+    ("pool", "time to first token", "retractions", "accuracy"),
+    (("token", "1,234.5", "0", "0.500 (0.25-0.75)"), ("ragged@0.3", "98,765.4", "12", "0.250 (0.10-0.40)")),
+)
+
+
+@pytest.mark.parametrize("width", [None, 34, 60, 200])
+def test_no_cell_is_ever_cut(width):
+    """In a terminal of this width, or in a file."""
+    console = Console(file=io.StringIO(), force_terminal=width is not None, no_color=True, width=width)
+    TABLE.show(console)
+    lines = console.file.getvalue().splitlines()
+    assert all(any(cell in line for line in lines) for row in TABLE.rows for cell in row)
+    if width:
+        assert sum("ragged@0.3" in line for line in lines) == len(TABLE.parts(width))
 
 
 @pytest.mark.parametrize(
@@ -117,4 +192,14 @@ def test_a_kill_unwinds_the_stack_and_other_errors_keep_their_traceback():
 
 def test_results_name_the_command_that_made_them(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/__main__.py", "--ratio", "0.3", "--text", "a b"])
-    assert provenance("benchmarks.x")["command"] == "python -m benchmarks.x --ratio 0.3 --text 'a b'"
+    assert provenance("x")["command"] == "python -m benchmarks x --ratio 0.3 --text 'a b'"
+
+
+def test_one_command_lists_and_runs_every_benchmark():
+    door = [sys.executable, "-m", "benchmarks"]
+    listed = subprocess.run(door, capture_output=True, text=True, check=True).stdout
+    assert all(f"\n  {name} " in listed for name in BENCHMARKS)
+    run = subprocess.run([*door, "random_model", "--help"], capture_output=True, text=True, check=True)
+    assert "python -m benchmarks random_model" in run.stdout
+    unknown = subprocess.run([*door, "random"], capture_output=True, text=True)
+    assert (unknown.returncode, unknown.stderr.count("\n")) == (1, 1)

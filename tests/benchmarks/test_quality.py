@@ -8,22 +8,29 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from rich.progress import Progress
-from safetensors.torch import save_file
 
-from benchmarks.harness.errors import SettingsError
+from benchmarks.harness.errors import PointFailed, SettingsError
+from benchmarks.harness.forced import Forced
+from benchmarks.harness.results import Results
 from benchmarks.quality import __main__ as door
-from benchmarks.quality import facts, head, peering, plot, table, texts
+from benchmarks.quality import facts, head, history, peering, plot, reference, table, texts
 from benchmarks.quality.configuration import Configuration, configurations
+from benchmarks.quality.history import PARTS, text_nll
 from benchmarks.quality.measured import figures
+from benchmarks.quality.retrieval import tables as retrieval
+from benchmarks.quality.retrieval.axis import groups_of
+from benchmarks.quality.retrieval.measured import Measured, counts, decoded_states
 from benchmarks.quality.served import Answers
-from benchmarks.quality.store import Results
 from benchmarks.quality.tasks import Tasks
+from benchmarks.quality.texts import Text
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 class Words:
@@ -57,19 +64,6 @@ def test_two_distributions_by_hand():
     same = head.compare(matrix, found, found, torch.tensor([0, 0, 1]))
     assert same.kl.abs().max() < 1e-7
     assert same.agrees.tolist() == [1.0, 1.0]
-
-
-def test_the_head_is_the_models_own_or_its_embeddings(tmp_path):
-    save_file({"model.embed_tokens.weight": torch.ones(3, 2)}, str(tmp_path / "model.safetensors"))
-    assert head.load_head(tmp_path).tolist() == [[1, 1]] * 3
-    save_file(
-        {"lm_head.weight": torch.zeros(3, 2), "model.embed_tokens.weight": torch.ones(3, 2)},
-        str(tmp_path / "model.safetensors"),
-    )
-    assert head.load_head(tmp_path).tolist() == [[0, 0]] * 3
-    save_file({"other": torch.ones(1)}, str(tmp_path / "model.safetensors"))
-    with pytest.raises(head.HeadMissing, match=r"none of lm_head\.weight"):
-        head.load_head(tmp_path)
 
 
 def test_texts_are_there_and_differ(monkeypatch):
@@ -153,69 +147,44 @@ def test_octaves_of_the_position_by_hand():
     assert table.by_octave([[1.0, 2.0, 4.0, 5.0, 7.0]]) == [1.0, 3.0, 6.0]
 
 
-def test_long_texts_are_shown_by_position(tmp_path):
-    results = Results(tmp_path / "q.json", {"segment": 16, "text_tokens": 130}, {})
-    console = Console(record=True, width=200)
-    for segments, shown in (([0.25] * 6, False), ([0.25] * 8, True)):
-        results.served = {Configuration("gate", "auto", 0.3): result(1.0, False) | {"segments": [segments]}}
-        results.show(table.tables(results), console, as_json=False)
-        assert ("KL by position" in (text := console.export_text())) == shown
-    assert re.search(r"16 to 32.*32 to 64.*64 to 128.*128 to 130", text)
-    assert text.count("0.2500") == 4
-
-
-def test_results_go_on_where_they_were_and_refuse_others(tmp_path):
+def test_results_of_this_repository_have_tables_and_are_continued(tmp_path):
+    """Servers by configuration, kvpress by method and share; the figures are those of docs/evaluation.md."""
     path = tmp_path / "q.json"
-    results = Results.open(path, {"model": "m"}, {"command": "c"})
-    results.add(Configuration.token(), result(0.0, True))
-    one, narrow = Configuration("gate", "auto", 0.3), Configuration("gate", "auto", 0.6, "fp8_e4m3")
-    results.add(one, result(1.0, False))
-    results.add(narrow, result(1.0, False))
-    results.add_peer(
-        "KeyDiff", 0.3, {"texts": {"continuation_nll": [1.0]}, "right": {k: [[False]] for k in facts.KINDS}}
-    )
-    again = Results.open(path, {"model": "m"}, {})
-    assert again.known == {Configuration.token(), one, narrow}
-    assert json.loads(again.text()) == json.loads(path.read_text())
-    with pytest.raises(SettingsError, match="model: there m, here other"):
-        Results.open(path, {"model": "other"}, {})
-    path.with_suffix(".txt").write_text("{}")
-    with pytest.raises(SettingsError, match="cannot be read"):
-        Results.open(path.with_suffix(".txt"), {}, {})
-    console = Console(record=True, width=200)
-    again.show(table.tables(again), console, as_json=False)
-    shown = console.export_text()
-    assert "gate, auto, ratio 0.3" in shown
-    assert "kvpress KeyDiff" in shown
-    plot.draw(again, tmp_path / "q.png")
+    path.write_text((RESULTS / "quality-smollm2-135m-cpu.json").read_text())
+    results = Results.open(path, "quality", json.loads(path.read_text())["settings"])
+    servers, peers = table.tables(results)
+    rows = {row[0]: row for row in servers.rows}
+    assert rows["default, auto, ratio 0.3"][1].startswith("0.0194")
+    assert rows["default, auto, ratio 0.3"][-2:] == ("48 of 48", "44 of 48")
+    assert ("kvpress KVzip", "0.3", "0.0090 ± 0.0059", "45 of 48", "45 of 48") in peers.rows
+    plot.draw(results, tmp_path / "q.png")
     assert (tmp_path / "q.png").stat().st_size > 10000
+    one = Configuration("gate", "auto", 0.15)
+    results.add(str(one), {"configuration": one, **result(1.0, False)})
+    assert one in table.served(Results.load(path, "quality"))
 
 
 def test_the_reference_is_kept_for_the_same_settings_only(tmp_path):
-    results = Results(tmp_path / "q.json", {"model": "m"}, {})
-    assert results.load_reference() is None
+    results = Results(tmp_path / "q.json", "quality", {"model": "m"})
+    assert reference.load(results) is None
     states = [torch.rand(3, 2), torch.rand(4, 2)]
-    results.keep_reference(states)
-    assert all(map(torch.equal, results.load_reference(), states))
-    assert Results(results.path, {"model": "other"}, {}).load_reference() is None
-    results.reference.write_bytes(b"no tensors")
+    reference.keep(results, states)
+    assert all(map(torch.equal, reference.load(results), states))
+    assert reference.load(Results(results.path, "quality", {"model": "other"})) is None
+    reference.path_of(results).write_bytes(b"no tensors")
     with pytest.raises(SettingsError, match="delete it"):
-        results.load_reference()
+        reference.load(results)
 
 
 def test_configurations_are_flags_of_the_server():
-    made = configurations(["gate", "default"], ["auto", "p/{scorer}.safetensors"], [0.3])
-    assert [str(one) for one in made][:2] == ["gate, auto, ratio 0.3", "gate, p/{scorer}.safetensors, ratio 0.3"]
-    assert made[1].flags(64)[:4] == ["--ragged-scorer", "gate", "--ragged-profile", "p/gate.safetensors"]
-    assert "--ragged-scorer" not in made[2].flags(64)
-    assert Configuration.token().flags(64) == []
-    wide, narrow = configurations(["gate"], ["auto"], [0.6], ["auto", "fp8_e4m3"])
-    assert (str(wide), str(narrow)) == ("gate, auto, ratio 0.6", "gate, auto, fp8_e4m3, ratio 0.6")
-    assert "--kv-cache-dtype" not in wide.flags(64)
+    gate, default = configurations(["gate", "default"], ["p/{scorer}.safetensors"], [0.3], fits=["auto"])
+    assert str(gate) == "gate, p/{scorer}.safetensors, fitted, ratio 0.3"
+    assert gate.flags(64)[:4] == ["--ragged-scorer", "gate", "--ragged-profile", "p/gate.safetensors"]
+    assert gate.flags(64)[-2:] == ["--ragged-fit", "auto"]
+    assert "--ragged-scorer" not in default.flags(64)
+    (narrow,) = configurations(["gate"], ["auto"], [0.6], ["fp8_e4m3"])
+    assert str(narrow) == "gate, auto, fp8_e4m3, ratio 0.6"
     assert narrow.flags(64)[-4:] == ["--kv-cache-dtype", "fp8_e4m3", "--ragged-fit", "none"]
-    plain, fitted = configurations(["gate"], ["auto"], [0.3], fits=["none", "auto"])
-    assert (str(plain), str(fitted)) == ("gate, auto, ratio 0.3", "gate, auto, fitted, ratio 0.3")
-    assert fitted.flags(64)[-2:] == ["--ragged-fit", "auto"]
 
 
 FAKE_PEERS = """#!{python}
@@ -230,26 +199,26 @@ if {count} < len(order["wanted"]):
 """
 
 
-def fake_peers(path: Path, count: int) -> Path:
-    """An interpreter that answers as `peers.py` does, for so many of what is wanted."""
-    path.write_text(FAKE_PEERS.format(python=sys.executable, count=count))
-    path.chmod(0o755)
-    return path
-
-
 def test_peers_that_fail_keep_what_they_measured_and_go_on_from_there(tmp_path):
-    tokenizer, results = Words(), Results(tmp_path / "q.json", {}, {})
+    """With an interpreter that answers as `peers.py` does, for the first three of what is wanted, then for the rest."""
+    tokenizer, results, python = Words(), Results(tmp_path / "q.json", "quality", {}), tmp_path / "python"
     tokenizer.encode("apple")
-    ask = partial(peering.ask_peers, model="m", tasks=tasks(), tokenizer=tokenizer, ratios=[0.5, 0.3], results=results)
-    with pytest.raises(peering.PeersFailed, match=r"the peers failed \(1\): out of memory"), Progress() as progress:
-        ask(fake_peers(tmp_path / "python", 3), progress=progress)
-    assert list(Results.load(results.path).peers) == [(method, 0.5) for method in peering.METHODS[:3]]
-    with Progress() as progress:
-        ask(fake_peers(tmp_path / "python", 2 * len(peering.METHODS) - 3), progress=progress)
-    assert set(results.peers) == {(method, share) for method in peering.METHODS for share in (0.5, 0.3)}
-    found = results.peers["KeyDiff", 0.3]
-    assert found["texts"]["continuation_nll"] == [1.5]
-    assert found["right"] == {kind: [[True, True]] for kind in facts.KINDS}
+    ask = partial(peering.ask_peers, python, "m", tasks(), tokenizer, [0.5, 0.3], results)
+    with pytest.raises(peering.PeersFailed, match="make peers"), Progress() as progress:
+        ask(progress)
+    for count, failed in ((3, True), (2 * len(peering.METHODS) - 3, False)):
+        python.write_text(FAKE_PEERS.format(python=sys.executable, count=count))
+        python.chmod(0o755)
+        with Progress() as progress:
+            if failed:
+                with pytest.raises(peering.PeersFailed, match=r"the peers failed \(1\): out of memory"):
+                    ask(progress)
+            else:
+                ask(progress)
+    found = table.peers(Results.load(results.path, "quality"))
+    assert set(found) == {(method, share) for method in peering.METHODS for share in (0.5, 0.3)}
+    assert found["KeyDiff", 0.3]["texts"]["continuation_nll"] == [1.5]
+    assert found["KeyDiff", 0.3]["right"] == {kind: [[True, True]] for kind in facts.KINDS}
 
 
 def test_the_peers_program_has_every_method():
@@ -257,38 +226,85 @@ def test_the_peers_program_has_every_method():
     assert [method for method in peering.METHODS if f'    "{method}": lambda' not in written] == []
 
 
-def test_peers_without_an_environment_are_one_line(tmp_path):
-    with pytest.raises(peering.PeersFailed, match="make peers"), Progress() as progress:
-        peering.ask_peers(tmp_path / "python", "m", tasks(), Words(), [0.3], Results(tmp_path, {}, {}), progress)
+class Scoring:
+    """A server that gives token n of a prompt the log-probability -n; the first has none."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def generate(self, ids, new_tokens, *, return_logprobs):
+        found = [[None, 0, None], *([-float(n), 0, None] for n in range(1, self.tokens))]
+        return {"meta_info": {"input_token_logprobs": found}}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], ("--axis compression", "--peers", "[quality.json]")),
-        (["--axis", "history"], ("--axis history", "--bounds", "[history.json]")),
-        (["--axis=retrieval"], ("--axis retrieval", "--overlay", "[retrieval.json]")),
-    ],
-)
-def test_each_axis_shows_its_own_options(monkeypatch, capsys, arguments, said):
-    monkeypatch.setattr(sys, "argv", ["quality", *arguments, "--help"])
-    with pytest.raises(SystemExit):
-        door.main()
-    shown = capsys.readouterr().out
-    assert all(text in shown for text in said)
-    assert sum(option in shown for option in ("--peers", "--bounds", "--overlay")) == 1
+def test_loss_of_a_bound_by_place_in_the_text(tmp_path):
+    assert text_nll(Scoring(17), Text("prose", tuple(range(17)))) == [1.5 + 2 * part for part in range(PARTS)]
+    with pytest.raises(PointFailed, match="of 15 of 16 tokens"):
+        text_nll(Scoring(16), Text("prose", tuple(range(17))))
+    results = Results(tmp_path / "h.json", "quality.history", {"text_tokens": 800})
+    nll = [[1.0] * PARTS, [2.0] * PARTS]
+    results.add("token", history.Measured(nll, [[True, True], [True, True]], ""))
+    worse = [[1.0] * 4 + [1.5] * 4, [2.0] * 4 + [2.7] * 4]
+    results.add("ragged@1+history=400", history.Measured(worse, [[False, True], [False, True]], "line"))
+    row = history.tables(results)[0].rows[1]
+    assert row[1:10] == [*["0.000"] * 4, *["0.600"] * 4, "0.6000 ± 0.1000"]
+    assert row[10:] == ["2 of 4", "0.00", "1.00"]
+
+
+class Decoding:
+    """A server whose hidden states are the token's place; it decodes the forced tokens unless it is deaf."""
+
+    def __init__(self, deaf: bool = False) -> None:
+        self.deaf = deaf
+
+    def generate(self, ids, new_tokens, *, ignore_eos, forced, return_hidden_states):
+        places = [[float(place)] for place in range(len(ids) + new_tokens - 1)]
+        states = [places[: len(ids)], *places[len(ids) :]]
+        return {"output_ids": [0] * len(forced) if self.deaf else list(forced), "meta_info": {"hidden_states": states}}
+
+
+def test_states_of_decoded_tokens_begin_with_the_last_of_the_prompt():
+    text = Text("prose", tuple(range(10, 18)))
+    assert decoded_states(Decoding(), text, 5).tolist() == [[4.0], [5.0], [6.0]]
+    with pytest.raises(PointFailed, match="did not decode what the text says"):
+        decoded_states(Decoding(deaf=True), text, 5)
+
+
+def test_every_request_is_forced_to_its_next_token():
+    so_far = [SimpleNamespace(output_ids=[]), SimpleNamespace(output_ids=[7, 8])]
+    params = [{"tokens": tokens, "__req__": req} for tokens, req in zip(([3, 1], [7, 8, 2]), so_far, strict=True)]
+    found = Forced.from_str(Forced.to_str())(torch.randn(2, 5), params)
+    assert found.argmax(-1).tolist() == [3, 2]
+    assert torch.isinf(found).sum() == 8
+
+
+def test_retrieval_is_compared_with_the_same_ratio_without(tmp_path):
+    arguments = ["--model", "m", "--profile", "p", "--ratio", "0.1", "0.2", "--ragged-args", "--ragged-pivots 3"]
+    groups = groups_of(door.parser("retrieval").parse_args(arguments))
+    assert [list(group) for group in groups] == [["token"], ["0.1", "0.1 + 128"], ["0.2", "0.2 + 128"]]
+    flags = ["--ragged-reservoir", "1GiB", "--ragged-overlay", "128", "--ragged-pivots", "3"]
+    assert (groups[2]["0.2"].flags, groups[2]["0.2 + 128"].flags) == ([], flags)
+    text = 'sglang:ragged_pivot_questions_total{rank="0"} 6.0\nsglang:ragged_kept_ratio{rank="0"} 0.3\n'
+    assert counts(text) == {"pivot_questions": 6, "pivot_answers": 0, "retrieved_rows": 0}
+    results = Results(tmp_path / "r.json", "quality.retrieval", {"prompt": 1280, "row_bytes": 512})
+    same = {"delta_nll": [0.1, 0.1], "agrees": [0.9, 0.9], "tokens": 100, "start_up": ""}
+    for name, kl, step, (questions, answers, rows) in (
+        ("token", 0.0, 40.0, (0, 0, 0)),
+        (retrieval.key(0.15, 0), 0.1, 20.0, (0, 0, 0)),
+        (retrieval.key(0.15, 64), 0.04, 30.0, (10, 4, 50)),
+    ):
+        asked = {"questions": questions, "answers": answers, "rows": rows}
+        results.add(name, Measured(kl=[kl, kl], step_ms=[step, 2 * step, step], **asked, **same))
+    (made,) = retrieval.tables(results)
+    assert made.rows[1][1:] == ("0.1000 ± 0.0000", "", "0.1000", "0.900", "0.150", "", "", "20.0", "")
+    assert made.rows[2][1:] == ("0.0400 ± 0.0000", "0.40", "0.1000", "0.900", "0.200", "0.40", "256", "30.0", "1.50")
 
 
 @pytest.mark.parametrize(
     ("arguments", "status"),
     [
-        (["--axis", "depth"], 2),
         (["--peers", "python", "--axis", "history"], 2),
         (["--axis", "history", "--interviews", "0"], "quality: --interviews must be at least 1, not 0"),
-        (
-            ["--axis", "retrieval", "--profile", "p", "--overlay", "64", "0"],
-            "quality: --overlay must be at least 1, not 0",
-        ),
         (["--axis", "retrieval", "--profile", "none"], "quality: --profile none: no such file"),
     ],
 )

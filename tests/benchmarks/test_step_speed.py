@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import step_speed
 from benchmarks.harness.errors import ServerFailed
+from benchmarks.harness.results import Results
 from benchmarks.step_speed import Phases, Spoilt, Taken, cpu_clock, drafts_table, summary
 
 
@@ -70,12 +71,13 @@ def test_steps_that_verify_are_timed(cached):
     assert phases.decode(None, 1) == {"decode": 1000 * 3, "verify": 1000 * 3 * 4}
 
 
-def test_drafts_are_told_by_step_and_by_token():
+def test_drafts_are_told_by_step_and_by_token(tmp_path):
     times = {"decode": {"token": [5.0], "ragged@1+draft=4": [4.0]}, "verify": {"token": [], "ragged@1+draft=4": [10.0]}}
-    result = {"ms": times, "options": {"batch": 8}}
-    assert drafts_table(result).rows == (("ragged@1+draft=4", "100.0", "2000.0", "2.5"),)
+    results = Results(tmp_path / "s.json", "step_speed", {"batch": 8}, {}, {"ms": times})
+    assert list(map(tuple, drafts_table(results).rows)) == [("ragged@1+draft=4", "100.0", "2000.0", "2.5")]
     assert [row["pool"] for row in summary(times)] == ["token", "ragged@1+draft=4", "ragged@1+draft=4"]
-    assert drafts_table({"ms": {"decode": {"token": [5.0]}}, "options": {"batch": 8}}) is None
+    results.entries["ms"] = {"decode": {"token": [5.0]}}
+    assert not drafts_table(results).rows
 
 
 def test_a_phase_that_does_not_meet_its_cache_is_refused(cached):
@@ -101,7 +103,7 @@ def test_why_a_server_did_not_start_is_one_line():
     [(["--rounds", "0"], "must be at least 1"), (["--pools", "token,paged"], "'paged' is no pool")],
 )
 def test_bad_options_end_at_once(arguments, said):
-    command = [sys.executable, "-m", "benchmarks.step_speed", *arguments]
+    command = [sys.executable, "-m", "benchmarks", "step_speed", *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode != 0
     assert said in finished.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -13,13 +12,14 @@ from hypothesis import strategies as st
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import Server
+from benchmarks.harness.results import Results
 from benchmarks.storm.__main__ import names_of
 from benchmarks.storm.features import FEATURES, HIDING, STRICT, chosen, server_settings
 from benchmarks.storm.material import Material
 from benchmarks.storm.one_storm import Outcome, _compare, _signs, before_ties
 from benchmarks.storm.pairs import cover, narrow, pairs_of, shown
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
-from benchmarks.storm.results import Results, refusal_table, table
+from benchmarks.storm.tables import REFUSED, refused, storms, survived, tables
 from benchmarks.storm.traffic import Survivor
 from sgl_ragged.profiles.profile import load_profile
 
@@ -172,18 +172,19 @@ def test_decoding_is_compared_as_far_as_it_is_the_same():
 
 
 def test_results_come_back_from_their_file(tmp_path):
-    results = Results(tmp_path / "storm.json", {"seed": 0}, {})
+    results = Results(tmp_path / "storm.json", "storm", {"seed": 0})
     good = Outcome(("gate", "tier"), ends={"answered": 9, "left": 1}, compared=9, largest=2e-5)
     bad = Outcome(("keydiff", "tier"), problems=["hang"])
-    results.storms = {"gate + tier": good, "keydiff + tier": bad}
-    results.refused = {("history", "reservoir"): "sgl_ragged: no", ("a", "a"): "sgl_ragged: never"}
-    results.write()
-    again = Results.open(tmp_path / "storm.json", {"seed": 0}, {})
-    assert (again.storms, again.refused) == (results.storms, results.refused)
-    assert json.loads(results.text())["storms"][0]["features"] == ["gate", "tier"]
-    assert (again.failed, again.survived) == ([bad], {("gate", "tier")})
-    assert [row[-1] for row in table(again).rows] == ["yes", "no"]
-    assert [row[0] for row in refusal_table(again).rows] == ["history with reservoir", "a"]
+    results.add("gate + tier", good)
+    results.add("keydiff + tier", bad)
+    results.add(REFUSED, [("history", "reservoir", "sgl_ragged: no"), ("a", "a", "sgl_ragged: never")])
+    again = Results.open(tmp_path / "storm.json", "storm", {"seed": 0})
+    assert storms(again) == {"gate + tier": good, "keydiff + tier": bad}
+    assert refused(again) == {("history", "reservoir"): "sgl_ragged: no", ("a", "a"): "sgl_ragged: never"}
+    assert survived(again) == {("gate", "tier")}
+    outcomes, reasons = tables(again)
+    assert [row[-1] for row in outcomes.rows] == ["yes", "no"]
+    assert [row[0] for row in reasons.rows] == ["history with reservoir", "a"]
 
 
 def test_hiding_features_are_those_that_change_answers_or_share_nothing():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.server
 
 @pytest.mark.parametrize(("sign", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_demo_leaves_no_process(sign, status):
-    command = [sys.executable, "-m", "benchmarks.demo", "--json"]
+    command = [sys.executable, "-m", "benchmarks", "demo", "--json"]
     demo = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

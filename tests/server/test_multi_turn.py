@@ -18,8 +18,9 @@ import pytest
 from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
 from benchmarks.harness.pools import Pool, server_arguments
+from benchmarks.harness.results import Results
 from benchmarks.multi_turn.measures import figures, rounds
-from benchmarks.multi_turn.store import Store
+from benchmarks.multi_turn.point import points
 
 pytestmark = pytest.mark.server
 
@@ -28,7 +29,7 @@ TRAFFIC = [
     *("--clients", str(CLIENTS), "--rounds", str(ROUNDS), "--request-length", "150", "--output-length", "6"),
     *("--kv-bytes", KV_BYTES, "--repeats", "1", "--poll-every", "0.2", "--json"),
 ]
-BENCHMARK = (sys.executable, "-m", "benchmarks.multi_turn", *TRAFFIC)
+BENCHMARK = (sys.executable, "-m", "benchmarks", "multi_turn", *TRAFFIC)
 
 
 @contextlib.contextmanager
@@ -40,11 +41,11 @@ def server(servers, name: str, log: Path) -> Iterator[Server]:
 
 
 def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(servers, tmp_path):
-    folder = tmp_path / "out"
+    path = tmp_path / "out.json"
     with contextlib.ExitStack() as stack:
         token = stack.enter_context(server(servers, "token", tmp_path / "token.log"))
         ragged = stack.enter_context(server(servers, "ragged@0.5", tmp_path / "ragged.log"))
-        urls = ["--output", str(folder), "--request-rate", "3", "--min-load", "0"]
+        urls = ["--output", str(path), "--request-rate", "3", "--min-load", "0"]
         command = [*BENCHMARK, *urls, "--url", f"token={token.url}", "--url", f"ragged@0.5={ragged.url}"]
         first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
@@ -59,7 +60,7 @@ def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(server
         assert last.startswith("multi_turn: the server of ragged@0.5, 3 clients, run 1 is gone")
         assert "1 of 2 points are finished" in last
         assert "Traceback" not in said
-        kept = Store.load(folder).points
+        kept = points(Results.load(path, "multi_turn"))
         assert [point.key.pool for point in kept] == ["token"]
 
         again = stack.enter_context(server(servers, "ragged@0.5", tmp_path / "again.log"))
@@ -69,15 +70,13 @@ def test_both_pools_are_measured_and_a_killed_server_costs_its_point_only(server
         assert second.returncode == 0, second.stderr
         assert token.log_text().count("/v1/chat/completions") == served
 
-    store = Store.load(folder)
-    assert store.points[0] == kept[0]
-    assert [point.rejected for point in store.points] == [None, None]
-    for point in store.points:
+    measured = points(Results.load(path, "multi_turn"))
+    assert measured[0] == kept[0]
+    assert [point.rejected for point in measured] == [None, None]
+    for point in measured:
         check_point(point)
-    document = json.loads(second.stdout)
-    assert [entry["pool"] for entry in document["totals"]] == ["token", "ragged@0.5"]
-    assert (folder / "ttft.svg").is_file()
-    assert (folder / "rounds.csv").read_text().count("\n") == 1 + 2 * ROUNDS
+    assert [point.key.pool for point in measured] == ["token", "ragged@0.5"]
+    assert json.loads(second.stdout) == json.loads(path.read_text())
 
 
 def check_point(point) -> None:
@@ -102,7 +101,16 @@ def check_point(point) -> None:
 @pytest.mark.thorough
 def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
     command = [*BENCHMARK, "--shape", "documents", "--shared-length", "300"]
-    command += ["--pools", "ragged@0.3", "--request-rate", "inf", "--min-load", "0", "--output", str(tmp_path / "out")]
+    command += [
+        "--pools",
+        "ragged@0.3",
+        "--request-rate",
+        "inf",
+        "--min-load",
+        "0",
+        "--output",
+        str(tmp_path / "out.json"),
+    ]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     family: dict[int, psutil.Process] = {}
     try:
@@ -118,7 +126,7 @@ def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
             child.kill()
     assert len(family) >= 3
     assert not left
-    (point,) = Store.load(tmp_path / "out").points
+    (point,) = points(Results.load(tmp_path / "out.json", "multi_turn"))
     assert point.start_up.startswith("ragged KV pool: ")
     assert "ratio 0.3, " in point.start_up
     assert rounds(point)[2].cached_share > 0.5
@@ -127,7 +135,7 @@ def test_the_benchmark_starts_servers_itself_and_leaves_none(tmp_path):
 def test_a_server_that_does_not_say_enough_is_one_line(servers, tmp_path):
     flags = ["--dtype", "float32", "--kv-bytes", KV_BYTES, "--max-running-requests", "3", "--kv-pool", "ragged"]
     with servers.serve(MODEL, *flags, log=tmp_path / "plain.log") as plain:
-        address = ["--url", f"ragged@0.5={plain.url}", "--output", str(tmp_path / "out")]
+        address = ["--url", f"ragged@0.5={plain.url}", "--output", str(tmp_path / "out.json")]
         run = servers.run([*BENCHMARK, *address], timeout=60)
     assert run.returncode == 1
     assert "--enable-metrics" in run.stderr.strip().splitlines()[-1]

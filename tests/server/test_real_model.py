@@ -110,6 +110,6 @@ def test_without_pip_and_uv_one_line_says_so(tmp_path):
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
     (tmp_path / "file").write_text("")
-    command = [sys.executable, "-m", "benchmarks.real_model", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", "real_model", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (1, f"real_model: {tmp_path} is not empty\n")

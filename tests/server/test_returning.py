@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks.multi_turn.returning.results import Results
+from benchmarks.harness.results import Results
+from benchmarks.multi_turn.returning.results import Returns
 from benchmarks.multi_turn.returning.stages import TIERS_STAGE
 from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT
 
@@ -24,15 +25,14 @@ SIZES = [
 @pytest.mark.thorough
 def test_every_tier_is_measured_on_both_pools(tmp_path):
     output = tmp_path / "return.json"
-    command = [sys.executable, "-m", "benchmarks.multi_turn", "--shape", "return", "--pools", "token,ragged@0.3"]
+    command = [sys.executable, "-m", "benchmarks", "multi_turn", "--shape", "return", "--pools", "token,ragged@0.3"]
     run = subprocess.run([*command, *SIZES, "--output", str(output), "--json"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    found = Results.load(output)
-    assert json.loads(run.stdout)["visits"] == json.loads(output.read_text())["visits"]
-    assert output.with_suffix(".png").is_file()
+    found = Returns.of(Results.load(output, "multi_turn.returning"))
+    assert json.loads(run.stdout) == json.loads(output.read_text())
     assert found.strays() == []
     for variant in ("token", "ragged@0.3"):
-        assert [len(found.of(variant, cell)) for cell in (DEVICE, HOST, DISK, RECOMPUTED)] == [RETURNS] * 4
+        assert [len(found.counted(variant, cell)) for cell in (DEVICE, HOST, DISK, RECOMPUTED)] == [RETURNS] * 4
     assert (found.hit_rate("token", TIGHT), found.hit_rate("ragged@0.3", TIGHT)) == (0, 1)
     restored = {one.stage: one.restored for one in found.servers if one.variant == "ragged@0.3"}
     segments = RETURNS * ((700 + 16 - 1) // 64)

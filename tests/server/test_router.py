@@ -15,7 +15,8 @@ from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.launch import Server, free_port, stop
 from benchmarks.harness.pools import Pool, server_arguments
-from benchmarks.multi_turn.store import Store
+from benchmarks.harness.results import Results
+from benchmarks.multi_turn.point import points
 from tests.server.client import flush, found_of, ragged_metrics, wait_until
 from tests.server.pair import serve_decode, serve_prefill
 from tests.server.router import healthy, route
@@ -23,7 +24,7 @@ from tests.server.router import healthy, route
 pytestmark = [pytest.mark.server, pytest.mark.thorough]
 pytest.importorskip("sglang_router", reason="the router is missing: pip install sglang-router")
 
-MULTI_TURN = (sys.executable, "-m", "benchmarks.multi_turn")
+MULTI_TURN = (sys.executable, "-m", "benchmarks", "multi_turn")
 
 SEGMENT, NEW, CONVERSATIONS = 64, 24, 6
 FLAGS = (
@@ -120,10 +121,10 @@ def test_the_benchmark_of_conversations_adds_replicas_up(folder, servers):
         router = stack.enter_context(route("--worker-urls", *urls, "--policy", "cache_aware", servers=2, log=log))
         traffic = ["--clients", "3", "--rounds", "3", "--request-length", "150", "--output-length", "6", "--json"]
         traffic += ["--kv-bytes", "24MiB", "--repeats", "1", "--poll-every", "0.2", "--request-rate", "inf"]
-        where = ["--url", f"ragged@0.5={','.join([router.url, *urls])}", "--output", str(folder / "out")]
+        where = ["--url", f"ragged@0.5={','.join([router.url, *urls])}", "--output", str(folder / "out.json")]
         done = servers.run([*MULTI_TURN, *traffic, *where, "--min-load", "0"], timeout=120)
         assert done.returncode == 0, done.stderr
-        (point,) = Store.load(folder / "out").points
+        (point,) = points(Results.load(folder / "out.json", "multi_turn"))
         assert point.virtual_tokens == sum(ServerClient(url).pool_tokens() for url in urls)
     assert point.rejected is None
     assert len(point.answers) == 9

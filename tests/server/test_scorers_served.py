@@ -7,12 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.accuracy import recall
-from benchmarks.accuracy.asking import ask
-from benchmarks.accuracy.prompts import PromptFormat, load_tokenizer, make_talk
+from benchmarks.accuracy.conversations import REQUESTS, ask
 from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
 from benchmarks.recall import task
+from benchmarks.recall.questions import interviews
 from sgl_ragged.profiles.profile import profile_kept
 from sgl_ragged.scorers import get_scorer
 from sgl_ragged.scorers.expected_attention import ExpectedAttention
@@ -116,12 +115,10 @@ def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(servers, tmp_
     """The committed profile of the recall model at a ratio at which uniform budgets answer a fifth of the questions."""
     flags = ["--dtype", "float32", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", "0.08", "--ragged-profile", str(PROFILE)]
-    tokenizer = load_tokenizer(str(MODEL))
-    talks = [make_talk(session, tokenizer, PromptFormat("requests")) for session in recall.load(4, 10, 2**35)]
     with servers.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
-        asked = ask(ServerClient(server.url), talks, at_once=4)
+        asked = ask(ServerClient(server.url), interviews(4, 10, seed=2**35), REQUESTS, at_once=4)
     assert len(asked) == 40
-    assert sum(one.score for one in asked) >= 38
+    assert sum(one.right for one in asked) >= 38
     assert all(one.cached >= 2048 for one in asked)
 
 

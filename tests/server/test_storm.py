@@ -46,7 +46,7 @@ def test_every_answer_is_a_quiet_servers(servers, material, tmp_path, names):
 @pytest.mark.thorough
 def test_all_pairs(tmp_path):
     """Half an hour on two cores."""
-    command = [sys.executable, "-m", "benchmarks.storm", "--pairs", "--no-narrow", "--requests", "120"]
+    command = [sys.executable, "-m", "benchmarks", "storm", "--pairs", "--no-narrow", "--requests", "120"]
     command += ["--compared", "90", "--output", str(tmp_path / "storm.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * 3600)
     assert done.returncode == 0, done.stderr[-3000:]

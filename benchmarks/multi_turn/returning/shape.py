@@ -18,14 +18,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.harness.command import provenance
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.options import check_counts, recorded
 from benchmarks.harness.pools import Started
+from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars
 from benchmarks.multi_turn.returning import tables
-from benchmarks.multi_turn.returning.plots import draw
-from benchmarks.multi_turn.returning.results import Results
+from benchmarks.multi_turn.returning.results import Returns
 from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, needed_to_evict
 from benchmarks.multi_turn.returning.stages import TIERS_STAGE, TIGHT_STAGE, Stages, Traffic
 from benchmarks.multi_turn.returning.variants import COMMON, Variant
@@ -36,7 +35,7 @@ DEFAULTS = {
     "pools": "token/64,ragged@1,ragged@0.5,ragged@0.3,ragged@0.3/recompute",
     "kv_bytes": "72MiB",
     "seed": 0,
-    "output": Path(__file__).parents[2] / "results" / "return.json",
+    "output": Path("return.json"),
 }
 
 LENGTHS = ("prompt_length", "output_length", "message_length", "returns", "conversations", "segment")
@@ -87,7 +86,7 @@ def check(options: argparse.Namespace, variants: Sequence[Variant], heads: Heads
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the stages that the file lacks, draw and print. Raises BenchmarkError."""
+    """Measure the stages that the file lacks, and print. Raises BenchmarkError."""
     import torch
 
     on_cpu = not torch.accelerator.is_available()
@@ -97,9 +96,9 @@ def run(options: argparse.Namespace) -> None:
     kv_bytes = parse_bytes(options.kv_bytes)
     check(options, variants, heads, traffic)
     console = Console(stderr=options.json)
-    results = Results.open(options.output, recorded(options), provenance("benchmarks.multi_turn"))
+    results = Results.open(options.output, "multi_turn.returning", recorded(options))
     wanted = [TIERS_STAGE] + ([] if options.no_tight else [TIGHT_STAGE])
-    if missing := [stage for stage in wanted if stage not in results.stages]:
+    if missing := [stage for stage in wanted if stage not in results.entries]:
         with (
             tempfile.TemporaryDirectory() as folder,
             Started(options.model, options.kv_bytes, COMMON, ()) as started,
@@ -125,13 +124,12 @@ def run(options: argparse.Namespace) -> None:
             progress.update(bar, total=sum(steps[stage] for stage in missing))
             for stage in missing:
                 if stage == TIERS_STAGE:
-                    found = stages.tiers(parse_bytes(options.host_bytes))
+                    servers, visits = stages.tiers(parse_bytes(options.host_bytes))
                 else:
-                    found = stages.tight(parse_bytes(options.tight_host_bytes))
-                results.add(stage, *found)
-                results.write()
-    draw(results, options.output.with_suffix(".png"))
-    results.show(tables.all_of(results), console, as_json=options.json)
-    for line in tables.strays(results):
+                    servers, visits = stages.tight(parse_bytes(options.tight_host_bytes))
+                results.add(stage, {"servers": servers, "visits": visits})
+    returns = Returns.of(results)
+    results.show(tables.all_of(returns), console, as_json=options.json)
+    for line in tables.strays(returns):
         console.print(f"does not count: {line}", style="red", highlight=False)
     console.print(f"{options.output}", highlight=False)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.harness.rows import Rows
-from benchmarks.multi_turn.returning.results import Results
+from benchmarks.harness.table import Table
+from benchmarks.multi_turn.returning.results import Returns
 from benchmarks.multi_turn.returning.visit import DEVICE, HOST, RECOMPUTED, TIERS, TIGHT
 from benchmarks.multi_turn.summary import MedianRange
 
 
-def all_of(results: Results) -> list[Rows]:
+def all_of(results: Returns) -> list[Table]:
     """All tables for which there are results."""
     made = [by_tier(results), restored_above_device(results)]
     return made + ([tight(results)] if any(one.cell == TIGHT for one in results.visits) else [])
 
 
-def by_tier(results: Results) -> Rows:
+def by_tier(results: Returns) -> Table:
     """Median TTFT of each variant and tier, its range, and ratios to recomputing and to the first variant."""
     variants = results.variants()
     base = variants[0]
@@ -25,18 +25,18 @@ def by_tier(results: Results) -> Rows:
     rows: list[tuple[str, ...]] = []
     for variant in variants:
         # Variants that differ in how they restore recompute alike.
-        own_cell = results.of(variant, RECOMPUTED)
+        own_cell = results.counted(variant, RECOMPUTED)
         recomputed = results.ttft_s(variant if own_cell else variant.partition("/")[0], RECOMPUTED)
         for tier in TIERS:
             if own := results.ttft_s(variant, tier):
                 ratios = (_ratio(own, recomputed), _ratio(own, results.ttft_s(base, tier)))
                 rows.append((variant, tier, str(len(own)), *_ms(own), *ratios))
-    return Rows("TTFT of a return, by the tier that the conversation is on", columns, tuple(rows))
+    return Table("TTFT of a return, by the tier that the conversation is on", columns, rows)
 
 
-def tight(results: Results) -> Rows:
+def tight(results: Returns) -> Table:
     """Hit rate and TTFT where the host is too small for some of the pools."""
-    variants = [one for one in results.variants() if results.of(one, TIGHT)]
+    variants = [one for one in results.variants() if results.counted(one, TIGHT)]
     columns = ("pool", "host tokens", "returns", "hit rate", "TTFT ms", "least", "greatest", f"/ {variants[0]}")
     tokens = {one.variant: one.host_tokens for one in results.servers if one.stage == "tight host"}
     rows = []
@@ -45,21 +45,21 @@ def tight(results: Results) -> Rows:
         hits = f"{results.hit_rate(variant, TIGHT):.0%}"
         values = (*_ms(own), _ratio(own, results.ttft_s(variants[0], TIGHT)))
         rows.append((variant, f"{tokens[variant]:,}", str(len(own)), hits, *values))
-    return Rows("A smaller host, every conversation once more", columns, tuple(rows))
+    return Table("A smaller host, every conversation once more", columns, rows)
 
 
-def restored_above_device(results: Results) -> Rows:
+def restored_above_device(results: Returns) -> Table:
     """What the host adds to a return from the device: TTFT from the host less that right after it, of the same turn."""
     rows = []
     for variant in results.variants():
-        pairs = zip(results.of(variant, HOST), results.of(variant, DEVICE), strict=False)
+        pairs = zip(results.counted(variant, HOST), results.counted(variant, DEVICE), strict=False)
         added = [host.ttft_s - device.ttft_s for host, device in pairs]
         rows.append((variant, str(len(added)), *_ms(added)))
     columns = ("pool", "returns", "host - device, ms", "least", "greatest")
-    return Rows("What the way back from the host adds", columns, tuple(rows))
+    return Table("What the way back from the host adds", columns, rows)
 
 
-def strays(results: Results) -> list[str]:
+def strays(results: Returns) -> list[str]:
     """Which visits do not count, a line each."""
     return [
         f"{one.variant}, {one.cell}, conversation {one.conversation + 1}: of {one.held} tokens {one.device} were found "

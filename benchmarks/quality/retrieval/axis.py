@@ -18,15 +18,14 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
-from benchmarks.harness.command import provenance
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.options import check_counts
 from benchmarks.harness.pools import Pool, Started
+from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars, naming
 from benchmarks.quality.head import load_head
-from benchmarks.quality.pool_results import TOKEN
 from benchmarks.quality.retrieval.measured import Measured, measure, states_of, step_times_ms
-from benchmarks.quality.retrieval.results import Results, draw, key, tables
+from benchmarks.quality.retrieval.tables import TOKEN, key, tables
 from benchmarks.quality.sweep import finish
 from benchmarks.quality.texts import Text, pieces
 
@@ -101,7 +100,7 @@ def row_bytes(model: str) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
+    """Measure what the output file lacks, and print. Raises BenchmarkError."""
     check_counts(options, "segment", "prompt", "decoded", "overlay")
     if not options.profile.is_file():
         raise SettingsError(f"--profile {options.profile}: no such file; make one with python -m calib run")
@@ -114,17 +113,17 @@ def run(options: argparse.Namespace) -> None:
         "texts": len(texts),
         "row_bytes": row_bytes(options.model),
     }
-    results = Results.open(options.output, settings, provenance("benchmarks.quality"))
+    results = Results.open(options.output, "quality.retrieval", settings)
     ragged = ["--ragged-profile", str(options.profile), "--ragged-segment", str(options.segment)]
     log = options.output.with_suffix(".log")
     logs = log.with_stem(f"{log.stem}-*")
-    if groups := [group for group in groups_of(options) if not set(group) <= results.known]:
+    if groups := [group for group in groups_of(options) if not set(group) <= set(results.entries)]:
         with (
             Started(options.model, options.kv_bytes, COMMON, ragged) as servers,
             bars(Console(stderr=options.json)) as progress,
         ):
             task, reference = progress.add_task("servers", total=sum(map(len, groups))), None
-            if TOKEN in results.known:
+            if TOKEN in results.entries:
                 with servers.client(Pool(None), len(texts), log) as client:
                     reference = states_of(client, texts, options.prompt)
             for group in groups:
@@ -132,9 +131,9 @@ def run(options: argparse.Namespace) -> None:
                 with naming(", ".join(group), logs):
                     found, states = _measure_group(servers, group, texts, options.prompt, head, reference, log)
                 reference = reference or states
-                results.pools |= found
-                results.write()
+                for name, measured in found.items():
+                    results.add(name, measured)
                 progress.advance(task, len(group))
             for written in (log, *log.parent.glob(logs.name)):
                 written.unlink(missing_ok=True)
-    finish(options, results, draw, tables)
+    finish(options, results, tables(results))

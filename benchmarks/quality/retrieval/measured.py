@@ -30,7 +30,7 @@ _PREFIX, _ENDING = "sglang:ragged_", "_total"
 class Measured:
     """One server's figures.
 
-    kl, delta_nll: nats, by text, means over the tokens of `Results.settings["decoded"]`; against the token pool.
+    kl, delta_nll: nats, by text, means over the tokens of --decoded; against the token pool.
     agrees: share of these whose most likely token is the token pool's.
     questions, answers, rows: RetrievalCounts of these texts; tokens: decoded meanwhile.
     step_ms: of a decode step of all texts at once, ROUNDS times.

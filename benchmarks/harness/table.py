@@ -1,26 +1,27 @@
-"""A table as rows of text, for terminals and documents."""
+"""The writer of tables: cells of text, printed to a terminal."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import rich.table
 from rich.console import Console
-from rich.table import Table
 
 BORDERS = 3
-"""Characters that a column takes beside its text: two blanks and a line."""
+"""Characters that a column takes in addition to its text: two blanks and a line."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Its title, column heads, and rows of as many cells."""
+class Table:
+    """A title, column heads, and rows with one cell for each column. The first column names the row."""
 
     title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
     def show(self, console: Console) -> None:
-        """Print it. In a terminal that is too narrow, as several tables, each of which begins with the first column.
+        """Print the table; in a terminal that is too narrow, as several, each of which begins with the first column.
 
         Cells are never cut: a number that is cut short is another number. A file has no width.
         """
@@ -28,16 +29,16 @@ class Rows:
             console.width = max(console.width, 1 + sum(map(self._widest, range(len(self.columns)))))
         for number, part in enumerate(self.parts(console.width)):
             fits = 1 + sum(map(self._widest, part)) <= console.width
-            table = Table(title=self.title if number == 0 else f"{self.title} (continued)")
+            shown = rich.table.Table(title=self.title if number == 0 else f"{self.title} (continued)")
             for column in part:
                 width = self._widest(column) if fits else self._narrowest(column)
-                table.add_column(self.columns[column], justify="right" if column else "left", width=width - BORDERS)
+                shown.add_column(self.columns[column], justify="right" if column else "left", width=width - BORDERS)
             for row in self.rows:
-                table.add_row(*(row[column] for column in part))
-            console.print(table)
+                shown.add_row(*(row[column] for column in part))
+            console.print(shown)
 
     def parts(self, width: int) -> list[list[int]]:
-        """Places of the columns of each table of at most `width` characters, heads broken between words."""
+        """Column indices of each printed table of at most `width` characters, heads broken between words."""
         made = [[0]]
         for column in range(1, len(self.columns)):
             if 1 + sum(map(self._narrowest, [*made[-1], column])) > width and len(made[-1]) > 1:
@@ -54,8 +55,3 @@ class Rows:
 
     def _cells(self, column: int) -> list[str]:
         return [row[column] for row in self.rows]
-
-    def markdown(self) -> str:
-        """Without the title; ends with a line break."""
-        lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
-        return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
