@@ -13,20 +13,21 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from openai import OpenAI
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
 from benchmarks.harness.options import new_parser
 from benchmarks.harness.sweep import bars
+from benchmarks.harness.table import Table
 from benchmarks.recall.task import Conversation, conversation
 from sgl_ragged.mem_pool.slab_format import CODED_RATIO
 
@@ -68,7 +69,7 @@ def server_args(pool: str, kv_bytes: str, ratio: float, requests: int) -> list[s
     return args + (["--ragged-ratio", str(ratio), "--ragged-profile", str(PROFILE)] if pool == "ragged" else [])
 
 
-def answer_turn(client: OpenAI, messages: list[dict], right: str, turn: int) -> tuple[str, TurnResult]:
+def answer_turn(client: Any, messages: list[dict], right: str, turn: int) -> tuple[str, TurnResult]:
     """Stream one answer; returns it and what was measured."""
     started = time.perf_counter()
     first, words, usage = None, [], None
@@ -98,6 +99,8 @@ def answer_turn(client: OpenAI, messages: list[dict], right: str, turn: int) -> 
 
 def run_pool(pool: str, talks: list[Conversation], options: argparse.Namespace, log: Path, progress: Progress):
     """Start a server with the pool, hold all conversations turn by turn, stop it."""
+    from openai import OpenAI  # it takes a second to import
+
     task = progress.add_task(f"{pool}: starting the server", total=len(talks) * options.turns)
     args = server_args(pool, options.kv_bytes, options.ratio, options.conversations)
     with serve(MODEL, *args, log=log) as server:
@@ -132,41 +135,35 @@ def mean(values) -> float:
 
 def show(results: list[PoolResult], options: argparse.Namespace, console: Console) -> None:
     """One table: per turn and pool, cached prompt tokens, time to first token and recall."""
-    table = Table(title=f"{options.conversations} conversations at once, {options.kv_bytes} of KV for either pool")
-    for column in ("turn", "prompt tokens"):
-        table.add_column(column, justify="right")
+    columns = ["turn", "prompt tokens"]
     for result in results:
         label = f"ragged {options.ratio}" if result.pool == "ragged" else "token"
-        for column in ("cached", "TTFT ms", "recall"):
-            table.add_column(f"{label}\n{column}", justify="right")
+        columns += [f"{label}: cached", "TTFT ms", "recall"]
+    rows = []
     for turn in range(options.turns):
-        cells = [str(turn + 1)]
-        for number, result in enumerate(results):
-            rows = [t for t in result.turns if t.turn == turn]
-            if number == 0:
-                cells.append(f"{mean(t.prompt for t in rows):.0f}")
-            cells += [
-                f"{mean(t.cached for t in rows):.0f}",
-                f"{1000 * mean(t.ttft_s for t in rows):.0f}",
-                f"{mean(t.right for t in rows):.2f}",
-            ]
-        table.add_row(*cells)
-    table.add_section()
-    cells = ["all", ""]
+        each = [[one for one in result.turns if one.turn == turn] for result in results]
+        rows.append([str(turn + 1), f"{mean(one.prompt for one in each[0]):.0f}"])
+        for own in each:
+            rows[-1] += [f"{mean(one.cached for one in own):.0f}", *_times_and_recall(own)]
+    rows.append(["all", ""])
     for result in results:
-        cells += [
-            f"{sum(t.cached for t in result.turns) / sum(t.prompt for t in result.turns):.0%}",
-            f"{1000 * mean(t.ttft_s for t in result.turns):.0f}",
-            f"{mean(t.right for t in result.turns):.2f}",
-        ]
-    table.add_row(*cells)
-    console.print(table)
+        rows[-1] += [f"{_cached_share(result):.0%}", *_times_and_recall(result.turns)]
+    title = f"{options.conversations} conversations at once, {options.kv_bytes} of KV for either pool"
+    Table(title, columns, rows).show(console)
     for result in results:
         console.print(
             f"{result.pool}: {result.virtual_tokens} virtual tokens in {options.kv_bytes} of KV", highlight=False
         )
     console.print(results[0].start_up, style="dim", highlight=False)
     console.print(claim(results, options), highlight=False)
+
+
+def _times_and_recall(turns: Sequence[TurnResult]) -> tuple[str, str]:
+    return f"{1000 * mean(one.ttft_s for one in turns):.0f}", f"{mean(one.right for one in turns):.2f}"
+
+
+def _cached_share(result: PoolResult) -> float:
+    return sum(one.cached for one in result.turns) / sum(one.prompt for one in result.turns)
 
 
 def claim(results: list[PoolResult], options: argparse.Namespace) -> str:
@@ -176,7 +173,7 @@ def claim(results: list[PoolResult], options: argparse.Namespace) -> str:
     least, median, most = ragged.budgets
     gain = ragged.virtual_tokens / token.virtual_tokens
     recall = [mean(turn.right for turn in result.turns) for result in (ragged, token)]
-    found = [sum(t.cached for t in r.turns) / sum(t.prompt for t in r.turns) for r in (ragged, token)]
+    found = [_cached_share(result) for result in (ragged, token)]
     return (
         f"budgets: heads keep {least:g} (least), {median:g} (median), {most:g} (most) tokens of a segment; a "
         f"16-bit cache would hold {token.virtual_tokens} tokens\n"

@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from benchmarks.harness.command import command
 from benchmarks.harness.errors import SettingsError
@@ -60,7 +58,9 @@ class Sequences:
 class Head(nn.Module):
     """See above; `config` is the head's, with the sizes of the model's layers."""
 
-    def __init__(self, config: LlamaConfig, kind: str, reads: int, draft_vocab: int, embeddings: nn.Embedding) -> None:
+    def __init__(self, config: Any, kind: str, reads: int, draft_vocab: int, embeddings: nn.Embedding) -> None:
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
         super().__init__()
         self.kind, size = kind, config.hidden_size
         self._embeddings = [embeddings]
@@ -104,8 +104,10 @@ class Head(nn.Module):
         return {name: weight.detach().contiguous() for name, weight in named.items()}
 
 
-def head_config(model: Any, kind: str, draft_vocab: int, layers: Sequence[int]) -> LlamaConfig:
-    """Of a head for a model with this configuration."""
+def head_config(model: Any, kind: str, draft_vocab: int, layers: Sequence[int]) -> Any:
+    """Make the configuration of a head for a model with this configuration."""
+    from transformers import LlamaConfig
+
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     same = {name: getattr(model, name) for name in (*sizes, "max_position_embeddings", "rms_norm_eps")}
     given = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
@@ -179,6 +181,8 @@ def make_prompts(
     rng = torch.Generator().manual_seed(seed)
     if not texts:
         return torch.randint(vocabulary, (count, length), generator=rng)
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = torch.tensor([token for text in texts for token in tokenizer(text.read_text())["input_ids"]])
     if len(found) < length:
@@ -209,6 +213,8 @@ def make_head(
     Raises:
         SettingsError: the model has too few layers for the kind, or the vocabulary is larger than the model's.
     """
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto").eval()
     dtype, vocabulary = model.dtype, model.config.vocab_size

@@ -17,13 +17,13 @@ from typing import Any
 
 import sglang
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.character_model import make_character_model
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
 from benchmarks.harness.launch import serve
 from benchmarks.harness.options import new_parser
+from benchmarks.harness.table import Table
 from examples import chat, constrained, fork_join, streaming
 
 PROGRAMS = {
@@ -95,15 +95,13 @@ def server_args(pool: str, kv_bytes: str, ratio: float, segment: int) -> list[st
 
 
 def show(outcomes: dict[str, list[Outcome]], title: str, console: Console) -> None:
-    """One row for each program."""
-    table = Table(title=title)
-    table.add_column("program")
-    for column in ("prompt tokens", "cached, token", "cached, ragged", "equal"):
-        table.add_column(column, justify="right")
+    """Print one row for each program."""
+    rows = []
     for token, ragged in zip(outcomes["token"], outcomes["ragged"], strict=True):
         equal = "yes" if (token.text, token.variables) == (ragged.text, ragged.variables) else "no"
-        table.add_row(token.program, str(token.prompt), str(token.cached), str(ragged.cached), equal)
-    console.print(table)
+        rows.append((token.program, str(token.prompt), str(token.cached), str(ragged.cached), equal))
+    columns = ("program", "prompt tokens", "cached, token", "cached, ragged", "equal")
+    Table(title, columns, rows).show(console)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoTokenizer
 
 from benchmarks.accuracy import budgets
 from benchmarks.accuracy.cells import TOKEN, Cell, Key, cell_of, notes, tables
@@ -109,6 +108,8 @@ def check(options: argparse.Namespace) -> None:
         for flag in (text.partition("=")[0] for text in given):
             if flag in OWN_FLAGS:
                 raise SettingsError(f"{flags([name])}: {flag} is set by {OWN_FLAGS[flag]}")
+    from transformers import AutoTokenizer
+
     # One token for each word: prompts are token ids.
     ids = AutoTokenizer.from_pretrained(options.model)(" ".join(VOCABULARY), add_special_tokens=False).input_ids
     if list(ids) != list(range(len(VOCABULARY))):

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy.stats import binomtest
-
 from benchmarks.accuracy.conversations import Answered
 from benchmarks.harness.table import Table
 
@@ -77,6 +75,8 @@ def cell_of(
 
     The same prompts count for the token pool, which could share fewer tokens.
     """
+    from scipy.stats import binomtest
+
     right = sum(one.right for one in answered)
     interval = binomtest(right, len(answered)).proportion_ci(method="wilson")
     shares = [one.cached / one.prompt for one in answered if one.sent_before > segment]

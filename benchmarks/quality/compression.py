@@ -10,7 +10,6 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
-from transformers import AutoTokenizer
 
 from benchmarks.harness.pools import Pool
 from benchmarks.harness.results import Results
@@ -68,6 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
+    from transformers import AutoTokenizer
+
     model = Path(options.model)
     tokenizer = AutoTokenizer.from_pretrained(model)
     asked = tasks.Tasks.of(options, tokenizer, options.context, options.texts)

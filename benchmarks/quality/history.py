@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import PointFailed
@@ -80,6 +79,8 @@ def text_nll(client: ServerClient, text: Text) -> list[float]:
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the output file lacks, and print. Raises BenchmarkError."""
+    from transformers import AutoTokenizer
+
     check_counts(options, "interviews")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     # Room for the facts themselves, the question and the template.

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, LlamaForCausalLM
 
 from benchmarks.harness.options import new_parser
 from benchmarks.harness.table import Table
@@ -83,18 +82,18 @@ def _attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
+def load_model(checkpoint: Path) -> Any:
+    """Load the saved model in float32, with attention that can be probed."""
+    from transformers import AttentionInterface, LlamaForCausalLM
 
-
-def load_model(checkpoint: Path) -> LlamaForCausalLM:
-    """The saved model in float32, with attention that can be probed."""
+    AttentionInterface.register(IMPLEMENTATION, _attention)
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.set_attn_implementation(IMPLEMENTATION)
     return model.eval()
 
 
 @torch.inference_mode()
-def ask(model: LlamaForCausalLM, talk: task.Conversation) -> tuple[np.ndarray, np.ndarray]:
+def ask(model: Any, talk: task.Conversation) -> tuple[np.ndarray, np.ndarray]:
     """Whether each turn's answer is right [turns] bool; far attention where it is due [layers, query heads, turns]."""
     ids = torch.from_numpy(task.render(talk)[0])
     due = (ids == task.TOKEN_ID[task.ASSISTANT]).nonzero().flatten()
@@ -103,7 +102,7 @@ def ask(model: LlamaForCausalLM, talk: task.Conversation) -> tuple[np.ndarray, n
     return (logits[due].argmax(-1) == ids[due + 1]).numpy(), probe.by_layer()[:, 0].numpy()
 
 
-def evaluate(model: LlamaForCausalLM) -> Report:
+def evaluate(model: Any) -> Report:
     """Recall and far attention over held-out documents; plain numbers, ready for JSON."""
     rng = np.random.default_rng(HELD_OUT_SEED)
     recall, shares = [], []

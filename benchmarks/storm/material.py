@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.numpy import save_file
 
 from benchmarks.demo import MODEL
@@ -71,6 +70,8 @@ class Material:
         """Folder of the model, float32 but for the demo's."""
         if name == RECALL:
             return MODEL
+        import transformers
+
         config, kind, sizes = _FAMILIES[name]
         torch.manual_seed(0)
         model = getattr(transformers, kind)(getattr(transformers, config)(**(_SIZES | sizes)))

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AutoTokenizer
 
 from benchmarks.harness.command import command
 from benchmarks.harness.options import new_parser
@@ -125,6 +124,8 @@ def table(results: Results) -> Table:
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the output file lacks, and print. Raises BenchmarkError."""
+    from transformers import AutoTokenizer
+
     model, tokenizer = Path(options.model), AutoTokenizer.from_pretrained(options.model)
     if options.suite == "recall":
         talks = from_recall(options.interviews, segment=options.segment)

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 
-FLAGS = ("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct")
-"""The transfers that are replaced."""
-
 
 def runs(src: torch.Tensor, dst: torch.Tensor) -> list[tuple[int, int, int]]:
     """Pages that follow each other on both sides, as (first of src, first of dst, count); src and dst are [pages]."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.launch import LAUNCH_SERVER
 from benchmarks.harness.pools import Pool
-from benchmarks.multi_turn.returning import token_server
 from sgl_ragged.features.host_tier.restore_schedule import AUTO, MODES
 
 TOKEN_SERVER = (sys.executable, "-m", "benchmarks.multi_turn.returning.token_server")
+TOKEN_SERVER_FLAGS = ("--hicache-io-backend", "direct", "--hicache-mem-layout", "page_first_direct")
+"""The launcher of the token pool's server on CPUs, and the transfers that it replaces."""
 
 COMMON = ("--skip-tokenizer-init", "--sleep-on-idle")
 """Of all servers: prompts are token ids, and servers that wait for their turn leave the cores to the others."""
@@ -59,7 +60,7 @@ class Variant:
         if self.pool.ratio is not None:
             flags += ["--ragged-restore", self.restore]
         elif on_cpu:
-            flags += token_server.FLAGS
+            flags += TOKEN_SERVER_FLAGS
         if storage is not None:
             flags += ["--hicache-storage-backend", "file", "--file-storage-path", str(storage)]
             flags += ["--hicache-storage-prefetch-policy", "wait_complete"]

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.options import check_counts
@@ -94,6 +93,8 @@ def _measure_group(
 
 def row_bytes(model: str) -> int:
     """Of a key and a value of one head."""
+    from transformers import AutoConfig
+
     config = AutoConfig.from_pretrained(model).get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * head_dim * ITEM_BYTES
@@ -101,6 +102,8 @@ def row_bytes(model: str) -> int:
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the output file lacks, and print. Raises BenchmarkError."""
+    from transformers import AutoTokenizer
+
     check_counts(options, "segment", "prompt", "decoded", "overlay")
     if not options.profile.is_file():
         raise SettingsError(f"--profile {options.profile}: no such file; make one with python -m calib run")
