@@ -95,7 +95,7 @@ def load_model(checkpoint: Path) -> Any:
 @torch.inference_mode()
 def ask(model: Any, talk: task.Conversation) -> tuple[np.ndarray, np.ndarray]:
     """Whether each turn's answer is right [turns] bool; far attention where it is due [layers, query heads, turns]."""
-    ids = torch.from_numpy(task.render(talk)[0])
+    ids = torch.from_numpy(task.render(talk))
     due = (ids == task.TOKEN_ID[task.ASSISTANT]).nonzero().flatten()
     probe = Probe(due[None])
     logits = model(ids[None], use_cache=False, probe=probe).logits[0]

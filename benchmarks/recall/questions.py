@@ -29,5 +29,5 @@ def interviews(count: int, questions: int, *, seed: int, turns: int = 8, tokens_
         asked = {turn.asked for turn in talk.turns}
         free = [fact for fact in talk.facts if fact not in asked and fact.turn < turns - 1]
         chosen = np.random.default_rng([seed, number]).permutation(len(free))[:questions]
-        made.append(Interview(tuple(render(talk)[0].tolist()), tuple(free[i] for i in chosen)))
+        made.append(Interview(tuple(render(talk).tolist()), tuple(free[i] for i in chosen)))
     return made

@@ -23,7 +23,7 @@ def main() -> None:
     options = parser.parse_args()
     for number in range(options.count):
         style = task.STYLES[number % len(task.STYLES)]
-        tokens, _ = task.document(np.random.default_rng([SEED, number]), options.length, style)
+        tokens = task.document(np.random.default_rng([SEED, number]), options.length, style)
         asked = np.flatnonzero(tokens == task.TOKEN_ID[task.ASSISTANT])
         answers = [[int(place) + 1, int(place) + 3] for place in asked]  # the answer and the end of the turn
         print(json.dumps({"task": style, "input_ids": tokens.tolist(), "answers": answers}))

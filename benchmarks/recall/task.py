@@ -2,7 +2,7 @@
 
 A conversation is a list of turns. A turn's user text is filler sentences and facts, then exactly one question
 ``recall KEY``; the answer is the one word that the fact gave. Every key occurs in one fact and in at most one question,
-so the only place to find the answer is the fact itself. Rendered for training, with one token per word:
+so the only place to find the answer is the fact itself. Rendered with one token per word:
 
     <bos> <user> w3 w17 . k5 v9 . recall k5 <assistant> v9 <eos> <user> ... recall k7 <assistant> v1 <eos>
 
@@ -33,7 +33,6 @@ VOCABULARY = (*SPECIALS, STOP, QUESTION, "remember", "maybe", *KEYS, *VALUES, *F
 TOKEN_ID = {word: i for i, word in enumerate(VOCABULARY)}
 
 TURN_OVERHEAD = 6  # tokens of a turn beside its facts and filler: <user> recall KEY <assistant> VALUE <eos>
-ANSWER_WEIGHT, FILLER_WEIGHT = 1.0, 0.1
 
 _TOPICS = 4
 _GRAMMAR_SEED = 20_25
@@ -118,23 +117,16 @@ def document_conversation(rng: np.random.Generator, length: int, style: Style) -
     return _compose(rng, facts, filler)
 
 
-def render(talk: Conversation) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [T] int64 and, for each token, the weight [T] float32 of the loss of predicting it.
-
-    Answers and the <eos> after them weigh 1, filler 0.1; facts and questions cannot be predicted and weigh nothing.
-    """
-    words, weights = [BOS], [0.0]
-    predictable = {*FILLER, STOP}
+def render(talk: Conversation) -> np.ndarray:
+    """Return token ids, int64 [tokens]."""
+    words = [BOS]
     for turn in talk.turns:
-        text = turn.user.split(" ")
-        words += [USER, *text, ASSISTANT, turn.answer, EOS]
-        weights += [0.0, *(FILLER_WEIGHT if word in predictable else 0.0 for word in text), 0.0]
-        weights += [ANSWER_WEIGHT, ANSWER_WEIGHT]
-    return np.array([TOKEN_ID[word] for word in words]), np.array(weights, dtype=np.float32)
+        words += [USER, *turn.user.split(" "), ASSISTANT, turn.answer, EOS]
+    return np.array([TOKEN_ID[word] for word in words])
 
 
-def document(rng: np.random.Generator, length: int, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """A training document: token ids [length] int64 and loss weights [length] float32 (see ``render``)."""
+def document(rng: np.random.Generator, length: int, style: Style) -> np.ndarray:
+    """Return a document of the language, int64 [length]."""
     return render(document_conversation(rng, length, style))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -13,11 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from rich.console import Console
 
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.harness.client import ServerClient
-from benchmarks.harness.command import command, provenance
+from benchmarks.harness.command import command
 from benchmarks.harness.errors import PointFailed, ServerFailed, ServerLost, SettingsError
 from benchmarks.harness.pools import Pool, server_arguments
 from benchmarks.harness.results import Results
@@ -154,17 +152,6 @@ TABLE = Table(
 )
 
 
-@pytest.mark.parametrize("width", [None, 34, 60, 200])
-def test_no_cell_is_ever_cut(width):
-    """In a terminal of this width, or in a file."""
-    console = Console(file=io.StringIO(), force_terminal=width is not None, no_color=True, width=width)
-    TABLE.show(console)
-    lines = console.file.getvalue().splitlines()
-    assert all(any(cell in line for line in lines) for row in TABLE.rows for cell in row)
-    if width:
-        assert sum("ragged@0.3" in line for line in lines) == len(TABLE.parts(width))
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [
@@ -188,11 +175,6 @@ def test_a_kill_unwinds_the_stack_and_other_errors_keep_their_traceback():
     with pytest.raises(ZeroDivisionError), command("name"):
         _ = 1 / 0
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_results_name_the_command_that_made_them(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/__main__.py", "--ratio", "0.3", "--text", "a b"])
-    assert provenance("x")["command"] == "python -m benchmarks x --ratio 0.3 --text 'a b'"
 
 
 def test_one_command_lists_and_runs_every_benchmark():

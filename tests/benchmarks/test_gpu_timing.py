@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.gpu_blocks import machine
 from benchmarks.gpu_blocks.timing import DeviceTimer
 
 
@@ -83,12 +82,3 @@ def test_a_call_is_captured_after_it_has_run(clock):
     replay()
     assert clock.log[2:] == ["kernel"]
     assert clock.now == pytest.approx(5e-3)
-
-
-def test_machine_names_what_matters(monkeypatch):
-    properties = SimpleNamespace(name="G", major=9, minor=0, multi_processor_count=132, total_memory=1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(machine.flashinfer_calls, "version", lambda: None)
-    found = machine.describe(torch.device("cpu"))
-    assert (found["gpu"], found["capability"], found["multiprocessors"]) == ("G", "9.0", 132)
-    assert {"driver", "torch", "triton", "flashinfer", "commit", "date"} <= set(found)

@@ -28,7 +28,6 @@ from benchmarks.multi_turn.point import Key, Point, points
 from benchmarks.multi_turn.schedule import Schedule
 from benchmarks.multi_turn.shapes import SHAPES, Load, Request, longest, working_set, workload
 from benchmarks.multi_turn.summary import MedianRange, cells
-from benchmarks.multi_turn.tables import by_round, rejections, totals
 from benchmarks.multi_turn.verdict import Targets, reason_to_reject
 from benchmarks.multi_turn.writers import RecallWriter
 from benchmarks.recall import task
@@ -190,11 +189,6 @@ def test_gauges_are_read_and_a_counter_that_never_counted_is_nought():
     assert read(METRICS + RETRACTED)["sglang:num_retracted_requests_total"] == 7
 
 
-def test_a_server_without_the_gauges_is_refused():
-    with pytest.raises(SettingsError, match="--enable-metrics"):
-        read("")
-
-
 @pytest.mark.parametrize(
     ("statuses", "error"), [([500, 200], None), ([404], SettingsError), ([500] * 10, ServerLost)], ids=str
 )
@@ -302,30 +296,6 @@ def test_bad_options_end_with_one_line_and_status_1(tmp_path, monkeypatch, argum
     assert message in said
     assert "\n" not in said
     assert not (tmp_path / "new.json").exists()
-
-
-def test_tables_name_what_was_rejected():
-    points = [point("token"), point("ragged@0.5", rejected="hit rate 0.1")]
-    total = totals(points)
-    assert total.rows[0][:4] == ("token", "4", "1/1", "3,072")
-    assert set(total.rows[1][3:]) == {"rejected"}
-    assert all(len(row) == len(total.columns) for row in total.rows)
-    per_round = by_round(points, 4)
-    assert len(per_round.rows) == 3
-    assert not any("ragged" in column for column in per_round.columns)
-    assert rejections(points) == ["ragged@0.5, 4 clients, run 1: hit rate 0.1"]
-
-
-@pytest.mark.parametrize("text", ["", "tokens", "ragged", "ragged@", "ragged@0", "ragged@1.5", "ragged@x", "token@0.5"])
-def test_what_is_no_pool_is_refused(text):
-    assert Pool.parse("ragged@0.3+scorer=gate+profile=a/b.safetensors").flags == [
-        *("--ragged-scorer", "gate", "--ragged-profile", "a/b.safetensors")
-    ]
-    assert Pool.parse("ragged@0.5+profile=a/b.safetensors+history=1024").name == "ragged@0.5+profile=b+history=1024"
-    with pytest.raises(SettingsError, match="is no pool"):
-        Pool.parse("ragged@0.5+history")
-    with pytest.raises(SettingsError, match="is no pool"):
-        Pool.parse(text)
 
 
 def test_names_of_pools_say_which_flags_servers_get():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import pytest
-
 from benchmarks import random_model
 from benchmarks.multi_turn.writers import RecallWriter, writer_for
 
@@ -23,12 +21,3 @@ def test_weights_come_from_the_seed(tmp_path, monkeypatch):
     weights = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "same", "other")}
     assert weights["one"] == weights["same"] != weights["other"]
     assert isinstance(writer_for(str(tmp_path / "one")), RecallWriter)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [(["--heads", "3", "--kv-heads", "2"], "multiple"), ([], "not empty")]
-)
-def test_what_cannot_be_built_is_refused(tmp_path, monkeypatch, arguments, message):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit, match=message):
-        build(monkeypatch, *arguments, "--output", str(tmp_path))

@@ -51,30 +51,23 @@ def talks() -> list[task.Conversation]:
 @pytest.mark.parametrize("length", [48, 64, 97, 384, 2048, 4096])
 def test_document_has_the_length_asked_for(style, length):
     for seed in SEEDS:
-        ids, weights = task.document(np.random.default_rng(seed), length, style)
-        assert ids.shape == weights.shape == (length,)
+        ids = task.document(np.random.default_rng(seed), length, style)
+        assert ids.shape == (length,)
         assert ids.max() < len(task.VOCABULARY)
         assert not np.isin(ids, [0, 1]).any()
 
 
 def test_conversation_turns_have_the_length_asked_for():
     talk = task.conversation(seed=0, turns=12, tokens_per_turn=96)
-    ids, _ = task.render(talk)
+    ids = task.render(talk)
     starts = np.flatnonzero(ids == task.TOKEN_ID[task.USER])
     assert starts.tolist() == [1 + 96 * turn for turn in range(12)]
     assert len(ids) == 1 + 12 * 96
 
 
-def test_loss_is_on_answers_and_the_end_of_the_turn():
-    talk = task.conversation(seed=0, turns=5, tokens_per_turn=64)
-    ids, weights = task.render(talk)
-    learnt = [task.VOCABULARY[i] for i in ids[weights == task.ANSWER_WEIGHT]]
-    assert learnt == [word for turn in talk.turns for word in (turn.answer, task.EOS)]
-
-
 def test_same_seed_same_text():
     assert task.conversation(3, 6, 64) == task.conversation(3, 6, 64) != task.conversation(4, 6, 64)
-    first, second = (task.document(np.random.default_rng(3), 384, "chat")[0] for _ in range(2))
+    first, second = (task.document(np.random.default_rng(3), 384, "chat") for _ in range(2))
     assert (first == second).all()
 
 
@@ -110,7 +103,7 @@ def test_template_is_the_training_format(tokenizer):
     for talk in talks():
         whole = prompt(tokenizer, messages(talk, len(talk.turns) - 1))
         whole += [task.TOKEN_ID[talk.turns[-1].answer], tokenizer.eos_token_id]
-        assert whole == task.render(talk)[0].tolist()
+        assert whole == task.render(talk).tolist()
 
 
 def test_template_is_prefix_stable(tokenizer):

@@ -10,7 +10,7 @@ import torch
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.pools import Pool
 from benchmarks.harness.results import Results
-from benchmarks.multi_turn.__main__ import main, parser
+from benchmarks.multi_turn.__main__ import parser
 from benchmarks.multi_turn.returning import tables
 from benchmarks.multi_turn.returning.results import Held, Returns
 from benchmarks.multi_turn.returning.servers import check_bytes
@@ -102,34 +102,6 @@ def test_what_would_not_measure_its_tiers_is_refused(flags, said):
     variants = [Variant.parse(text, options.segment) for text in options.pools.split(",")]
     with pytest.raises(SettingsError, match=said):
         check(options, variants, HEADS, Traffic.of(options))
-
-
-def test_it_is_a_shape_of_multi_turn_with_options_of_its_own(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["multi_turn", "--returns", "0", "--shape", "return"])
-    with pytest.raises(SystemExit, match="multi_turn: --returns must be at least 1"):
-        main()
-    monkeypatch.setattr("sys.argv", ["multi_turn", "--returns", "1"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "unrecognized arguments: --returns 1" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "text", ["token/load", "token/0", "ragged@0.3/fast", "ragged@0.3/64", "ragged@0.3/auto", "ragged", "ragged@0.3/"]
-)
-def test_unknown_variants_are_refused(text):
-    with pytest.raises(SettingsError):
-        Variant.parse(text, 256)
-
-
-def test_variants_say_what_they_are():
-    texts = ["token", "token/64", "ragged@0.3", "ragged@0.3/recompute"]
-    variants = [Variant.parse(text, 256) for text in texts]
-    assert [str(one) for one in variants] == texts
-    assert [one.page for one in variants] == [256, 64, 256, 256]
-    assert [one.flags[-1] for one in variants] == ["256", "64", "256", "256"]
-    # A server without a tier below the device refuses what is said about restoring.
-    assert [one.tier_flags(2.0, None, on_cpu=False)[-1] for one in variants[2:]] == ["auto", "recompute"]
 
 
 def test_texts_are_the_same_from_the_same_seed_and_messages_differ():

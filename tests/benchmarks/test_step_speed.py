@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import step_speed
-from benchmarks.harness.errors import ServerFailed
 from benchmarks.harness.results import Results
 from benchmarks.step_speed import Phases, Spoilt, Taken, cpu_clock, drafts_table, summary
 
@@ -90,21 +87,3 @@ def test_a_phase_that_does_not_meet_its_cache_is_refused(cached):
         phases.extend(None, 1)
     with pytest.raises(Spoilt, match="only 40 of 100"):
         phases.decode(None, 1)
-
-
-def test_why_a_server_did_not_start_is_one_line():
-    why = "sgl_ragged.errors.RaggedConfigError: --kv-bytes: too little"
-    assert ServerFailed(f"server ended:\nTraceback\n{why}\n\n[22:45] kill_process_tree called\n").reason == why
-    assert ServerFailed("server not healthy within 9 s:\n[22:45] loading\n").reason == "[22:45] loading"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [(["--rounds", "0"], "must be at least 1"), (["--pools", "token,paged"], "'paged' is no pool")],
-)
-def test_bad_options_end_at_once(arguments, said):
-    command = [sys.executable, "-m", "benchmarks", "step_speed", *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode != 0
-    assert said in finished.stderr
-    assert "Traceback" not in finished.stderr

@@ -33,7 +33,7 @@ STRICT = {
 
 
 def document(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat").tolist()[:length]
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_grammar_that_no_words_spell_is_an_error_that_says_so(server, form):
 def sampled(server) -> list[list[int]]:
     """A batch in which every other request has a logit processor, through the end of a segment."""
     rng = np.random.default_rng(0)
-    prompts = [task.document(rng, 100, "chat")[0].tolist()[: 90 + n] for n in range(4)]
+    prompts = [task.document(rng, 100, "chat").tolist()[: 90 + n] for n in range(4)]
     favour = {
         "temperature": 0,
         "max_new_tokens": 60,

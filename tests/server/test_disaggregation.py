@@ -25,7 +25,7 @@ LENGTHS = (1, 20, 63, 64, 65, 192, 193, 700)
 
 
 def document(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat").tolist()[:length]
 
 
 @pytest.fixture(scope="module")

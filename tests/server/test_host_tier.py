@@ -30,7 +30,7 @@ DEVICE_TOKENS = 40 * SEGMENT
 
 
 def conversation(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), max(length, 128), "chat")[0].tolist()[:length]
+    return task.document(np.random.default_rng(seed), max(length, 128), "chat").tolist()[:length]
 
 
 # With its answer, the last one ends on a border: SGLang counts that page as full before its segment is sealed.

@@ -22,7 +22,7 @@ SEGMENT, RATIO, NEW = 64, 0.3, 40
 
 
 def document(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat").tolist()[:length]
 
 
 @pytest.fixture(scope="module")

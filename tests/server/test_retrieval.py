@@ -29,7 +29,7 @@ STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRI
 
 
 def document(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), max(length, 64), "chat")[0].tolist()[:length]
+    return task.document(np.random.default_rng(seed), max(length, 64), "chat").tolist()[:length]
 
 
 @pytest.fixture(scope="module")

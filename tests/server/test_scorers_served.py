@@ -27,7 +27,7 @@ LAYERS, HEADS, PER_HEAD, DIM, HIDDEN = 4, 8, 2, 32, 128
 
 
 def document(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), length, "chat")[0].tolist()
+    return task.document(np.random.default_rng(seed), length, "chat").tolist()
 
 
 def weights(scorer: str) -> dict[str, torch.Tensor]:

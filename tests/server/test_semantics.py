@@ -23,7 +23,7 @@ SEGMENT, RATIO, NEW = 128, 0.3, 40
 
 
 def document(seed: int, length: int) -> list[int]:
-    return task.document(np.random.default_rng(seed), length, "chat")[0].tolist()
+    return task.document(np.random.default_rng(seed), length, "chat").tolist()
 
 
 @pytest.fixture(scope="module")
