@@ -35,7 +35,6 @@ import numpy as np
 import psutil
 from rich.console import Console
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command, provenance
 from benchmarks.harness.errors import BenchmarkError
@@ -45,6 +44,7 @@ from benchmarks.harness.pools import DRAFT, Pool, Started
 from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars
 from benchmarks.harness.table import Table
+from benchmarks.recall import MODEL
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""

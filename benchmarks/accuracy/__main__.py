@@ -24,7 +24,6 @@ from rich.progress import Progress
 from benchmarks.accuracy import budgets
 from benchmarks.accuracy.cells import TOKEN, Cell, Key, cell_of, notes, tables
 from benchmarks.accuracy.conversations import MODES, Answered, ask, conversations_at_once, prompts
-from benchmarks.demo import MODEL
 from benchmarks.harness import machine
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
@@ -33,6 +32,7 @@ from benchmarks.harness.options import check_counts, flags, new_parser
 from benchmarks.harness.pools import Pool, Started
 from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars, naming
+from benchmarks.recall import MODEL
 from benchmarks.recall.questions import Interview, interviews
 from benchmarks.recall.task import VOCABULARY
 from sgl_ragged.errors import RaggedConfigError

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accuracy.cells import Key
-from benchmarks.demo import MODEL
 from benchmarks.harness.errors import SettingsError
+from benchmarks.recall import MODEL
 from sgl_ragged.launch.model_options import read_sizes
 from sgl_ragged.launch.plan import choose_budgets
 from sgl_ragged.profiles.geometry import ModelGeometry

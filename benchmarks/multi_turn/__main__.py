@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.command import command
 from benchmarks.harness.options import chosen, new_parser
 from benchmarks.multi_turn import many_clients
 from benchmarks.multi_turn.returning import shape as returning
 from benchmarks.multi_turn.shapes import SHAPES
+from benchmarks.recall import MODEL
 
 MEASURED_BY = {**dict.fromkeys(SHAPES, many_clients), "return": returning}
 """Of shapes: modules with DEFAULTS of the options that they share, `add_options` of their own, and `run`."""

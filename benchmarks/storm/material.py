@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, WATCHED

@@ -11,9 +11,8 @@ import pytest
 from benchmarks.accuracy import __main__ as accuracy
 from benchmarks.accuracy.cells import TOKEN, Cell, Key, cell_of, notes, tables
 from benchmarks.accuracy.conversations import REQUESTS, TURNS, Answered, ask, conversations_at_once, prompts
-from benchmarks.demo import MODEL
 from benchmarks.harness.results import Results
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from benchmarks.recall.questions import interviews
 from benchmarks.recall.task import TOKEN_ID
 

@@ -140,7 +140,7 @@ def test_options_and_models_say_why_not(given, sinks, rope, words):
 
 
 def test_profiles_say_whether_they_can_fit(tmp_path):
-    from benchmarks.demo import MODEL
+    from benchmarks.recall import MODEL
 
     path = tmp_path / "p.safetensors"
     profile = make_profile(MODEL, path, segment=SEGMENT, codebook=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from benchmarks.recall.task import VOCABULARY
 from calib.attended import (
     ANSWERING,

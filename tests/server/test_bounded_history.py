@@ -8,8 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from sgl_ragged.profiles.profile import VALUE_MEAN, load_profile, profile_kept
 from tests.bounded_oracle import BoundedOracle

@@ -10,8 +10,7 @@ import pytest
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from benchmarks.demo import MODEL
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 
 pytestmark = pytest.mark.server
 

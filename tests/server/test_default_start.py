@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from benchmarks.storm.material import RECALL, Material
 from sgl_ragged import cli
 from sgl_ragged.launch import calibration_process

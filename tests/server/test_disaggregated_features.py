@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import save_file
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.unpinned_launch import UNPINNED_LAUNCH
+from benchmarks.recall import MODEL
 from tests.models import make_adapter, make_llama, make_profile
 from tests.server.client import ask, flush, generate, ragged_metrics, server_settings
 from tests.server.pair import serve_pair

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from tests.models import make_profile
 from tests.server.client import flush, found_of, generate, ragged_metrics, server_settings, wait_until

@@ -8,8 +8,8 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.launch import free_port, stop
+from benchmarks.recall import MODEL
 from tests.server.client import flush, generate, generate_all, ragged_metrics, wait_until
 from tests.server.pair import Pair, serve_decode, serve_pair, serve_prefill
 from tests.server.test_bounded_history import STRICT

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from sgl_ragged.mem_pool.slab_format import FORMATS
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from sgl_ragged.profiles.profile import Profile, profile_kept

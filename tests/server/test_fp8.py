@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from sglang.srt.utils import MultiprocessingSerializer
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from sgl_ragged.profiles.profile import profile_kept
 from tests.harness import LARGEST
 from tests.models import make_profile

@@ -15,10 +15,9 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
 from benchmarks.harness.server_pool import ServerPool
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from tests.models import make_profile
 from tests.server.client import Answer, flush, found_of, generate, generate_all, ragged_metrics
 

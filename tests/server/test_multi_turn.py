@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
 from benchmarks.harness.pools import Pool, server_arguments
 from benchmarks.harness.results import Results
 from benchmarks.multi_turn.measures import figures, rounds
 from benchmarks.multi_turn.point import points
+from benchmarks.recall import MODEL
 
 pytestmark = pytest.mark.server
 

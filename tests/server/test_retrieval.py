@@ -7,8 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from benchmarks.recall.questions import interviews
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.features.retrieval.roles import head_roles, with_pivots

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.launch import Server, free_port, stop
 from benchmarks.harness.pools import Pool, server_arguments
 from benchmarks.harness.results import Results
 from benchmarks.multi_turn.point import points
+from benchmarks.recall import MODEL
 from tests.server.client import flush, found_of, ragged_metrics, wait_until
 from tests.server.pair import serve_decode, serve_prefill
 from tests.server.router import healthy, route

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from benchmarks.storm.features import STRICT
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
 from benchmarks.storm.traffic import VOCABULARY, Survivor

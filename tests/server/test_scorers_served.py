@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.accuracy.conversations import REQUESTS, ask
-from benchmarks.demo import MODEL
 from benchmarks.harness.client import ServerClient
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from benchmarks.recall.questions import interviews
 from sgl_ragged.profiles.profile import profile_kept
 from sgl_ragged.scorers import get_scorer

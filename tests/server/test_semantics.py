@@ -9,9 +9,8 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.launch import SGLANG_SERVE, serve
-from benchmarks.recall import task
+from benchmarks.recall import MODEL, task
 from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from benchmarks.demo import MODEL
+from benchmarks.recall import MODEL
 from benchmarks.storm.one_storm import HARMLESS
 from tests.server.client import generate, wait_until
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
+from benchmarks.recall import MODEL
 from sgl_ragged.mem_pool.slab_format import FORMATS
 from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile

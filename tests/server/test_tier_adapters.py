@@ -10,9 +10,9 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.demo import MODEL
 from benchmarks.harness.launch import Server
 from benchmarks.harness.unpinned_launch import UNPINNED_LAUNCH
+from benchmarks.recall import MODEL
 from tests.models import make_adapter
 from tests.server.client import ask, flush, wait_until
 from tests.server.test_host_tier import STORED, assert_same, conversation, pages
