@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from sgl_ragged.attention.operations import Operations
     from sgl_ragged.mem_pool.layout import SlabLayout
     from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore
-
-logger = logging.getLogger(__name__)
 
 KERNELS = ("auto", "torch", "triton", "flashinfer")
 
@@ -116,26 +113,13 @@ def make_operations(
         with_flashinfer = FlashInferOps(store, max_batch, max_segments, in_view=in_view)
         with_flashinfer.warm_up()
         return with_flashinfer
-    from sgl_ragged.attention.cta_map import batch_buckets, build_cta_map, imbalance
+    from sgl_ragged.attention.cta_map import batch_buckets, build_cta_map
     from sgl_ragged.attention.triton_ops import TritonOps
 
     resident, chunk_ctas = _resident_ctas(store)
     # Heads that only other ranks store have a CTA, too: it finds no rows.
-    kept = np.maximum(store.layout.kept, 1)
-    cta_map = build_cta_map(kept, resident, batch_buckets(max_batch))
-    ctas = {batch: counts.sum(axis=1).max() for batch, counts in cta_map.counts_by_batch.items()}
-    logger.info(
-        "CTA map for %d CTAs at once: %d batch buckets, at most %d CTAs per request and layer at batch 1 and %d at "
-        "batch %d, largest / mean load at most %.2f",
-        resident,
-        len(ctas),
-        ctas[1],
-        ctas[max(ctas)],
-        max(ctas),
-        max(imbalance(kept, counts).max() for counts in cta_map.counts_by_batch.values()),
-    )
+    cta_map = build_cta_map(np.maximum(store.layout.kept, 1), resident, batch_buckets(max_batch))
     operations = TritonOps(store, cta_map, max_batch, max_segments, chunk_ctas, in_view)
-    logger.info("%d bytes for partial results of decode, outside the KV budget", operations.scratch_bytes)
     operations.warm_up()
     return operations
 

@@ -85,6 +85,34 @@ class Operations(ABC):
     def token_inputs(self, layer: int, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return `scorer_inputs` for `extend` and `decode` in place of `token_scores`, [tokens, ...]."""
 
+    def summary(self) -> list[str]:
+        """Return lines for the start-up log."""
+        return []
+
+    def is_whole(self, layer: int) -> bool:
+        """True where no head of a layer is partial."""
+        return not any(band.partial for band in self.store.layout.bands[layer])
+
+    def made_up_inputs(self, tokens: int, generator: torch.Generator | None = None) -> torch.Tensor | None:
+        """Return random inputs as `extend` takes them, [tokens, ...]; None if the scorer needs none.
+
+        Args:
+            generator: on the CPU.
+        """
+        store = self.store
+        if not store.has_scorer_inputs:
+            return None
+        shape = (tokens, store.layout.num_heads, store.tails.inputs.shape[-1])
+        return torch.randn(shape, generator=generator).to(store.tails.inputs)
+
+    def stored_inputs(self, layer: int, scorer_inputs: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, heads, elements], what tails store of inputs that `extend` takes."""
+        return scorer_inputs
+
+    def variants(self, batch: Any) -> dict[str, Any]:
+        """Return other descriptions of a batch of `extend`, by ending of a name, that batches of other sizes use."""
+        return {}
+
     @abstractmethod
     def reserve(self, max_batch: int) -> None:
         """Make room for decode batches of `max_batch` requests, padding included."""

@@ -7,13 +7,13 @@ other requests. Extend copies one table to the device per batch, whatever the nu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts
+from sgl_ragged.attention.cta_map import CtaMap, build_cta_map, cta_table, head_parts, imbalance
 from sgl_ragged.attention.kernels import append, decode, describe, extend, gate, quantize_fp8, tiles
 from sgl_ragged.attention.kernels.append import GateInputs, Newest
 from sgl_ragged.attention.operations import Copies, ExtendBatch, Operations
@@ -117,6 +117,16 @@ class TritonOps(Operations):
         self._chains: ChainRoom | None = None
         self.reserve(max_batch)
 
+    def summary(self) -> list[str]:
+        counts, kept = self.cta_map.counts_by_batch, np.maximum(self.store.layout.kept, 1)
+        ctas = {batch: own.sum(axis=1).max() for batch, own in counts.items()}
+        worst = max(imbalance(kept, own).max() for own in counts.values())
+        return [
+            f"CTA map of {len(ctas)} batch buckets: at most {ctas[min(ctas)]} CTAs per request and layer at batch "
+            f"{min(ctas)} and {ctas[max(ctas)]} at batch {max(ctas)}, largest / mean load at most {worst:.2f}",
+            f"{self.scratch_bytes} bytes for partial results of decode, outside the KV budget",
+        ]
+
     def reserve(self, max_batch: int) -> None:
         """Make room as in `Operations`. Replaces buffers that are too small, so call it before a graph is captured."""
         if max_batch <= self._max_batch:
@@ -140,10 +150,6 @@ class TritonOps(Operations):
     def warm_up(self) -> None:
         """Compile every kernel before a request waits for it."""
         warm_up(self)
-
-    def is_whole(self, layer: int) -> bool:
-        """True where no head of a layer is partial."""
-        return self._opens[layer] is None
 
     def room(self, batch: int, seq_lens_cpu: torch.Tensor) -> DecodeView:
         """Return buffers at fixed addresses; each view overwrites the one before."""
@@ -263,14 +269,22 @@ class TritonOps(Operations):
             return self.token_scores(layer, hidden_states)
         return self._gates[layer].features(hidden_states)
 
-    def made_up_inputs(self, tokens: int) -> torch.Tensor | None:
-        """Return made-up scorer inputs to compile kernels with; None if the scorer needs none."""
-        store = self.store
-        if self._gates:
-            return self._gates[0].weights.new_ones((tokens, len(self._gates[0].weights)))
-        if not store.has_scorer_inputs:
-            return None
-        return store.tails.inputs.new_ones((tokens, store.layout.num_heads, store.tails.inputs.shape[-1]))
+    def made_up_inputs(self, tokens: int, generator: torch.Generator | None = None) -> torch.Tensor | None:
+        if not self._gates:
+            return super().made_up_inputs(tokens, generator)
+        weights = self._gates[0].weights
+        return torch.randn((tokens, len(weights)), generator=generator).to(weights)
+
+    def stored_inputs(self, layer: int, scorer_inputs: torch.Tensor) -> torch.Tensor:
+        if not self._gates:
+            return scorer_inputs
+        return self._gates[layer].scores(scorer_inputs)[:, :, None]
+
+    def variants(self, batch: Any) -> dict[str, Any]:
+        if not isinstance(batch, TritonExtendBatch) or batch.tiles is None:
+            return {}
+        work, scratch = self.divided(len(batch.tiles))
+        return {} if scratch is None else {", heads in parts": replace(batch, work=work, scratch=scratch)}
 
     def _gate_inputs(self, layer: int, scorer_inputs: torch.Tensor | None) -> GateInputs | None:
         """Return the append kernel's arguments if the inputs are features."""

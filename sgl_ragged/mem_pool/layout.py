@@ -6,7 +6,8 @@ addresses every one of them. Offsets are in elements: numbers of the KV dtype, o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -82,6 +83,11 @@ class SlabLayout:
         for name, array in (("kept", kept), ("total", total), ("first", first)):
             array.setflags(write=False)
             object.__setattr__(self, name, array)
+
+    def some_layers(self, layers: Sequence[int]) -> SlabLayout:
+        """Return the layout of slabs that hold these layers alone."""
+        own = list(layers)
+        return replace(self, kept=self.kept[own], total=self.totals[own], first=self.firsts[own], full_heads=None)
 
     @property
     def totals(self) -> np.ndarray:

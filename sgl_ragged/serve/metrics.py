@@ -8,6 +8,7 @@ the cache was flushed, from numbers that are on the host already.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,7 @@ def settings(serving: WorkerSettings, pool: RaggedTokenToKVPool) -> dict[str, An
         "plan_digest": plan.digest,
         "fairkv": plan.fairkv,
         "kernel": plan.kernel,
+        "self_check": None if pool.self_check is None else asdict(pool.self_check),
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * plan.segment,
         "kept_median": float(np.median(plan.kept)),

@@ -9,6 +9,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.attention.epilogue import Epilogue
+from sgl_ragged.attention.self_check import MakeStore, SelfCheck
 from sgl_ragged.features.drafts.chains import require_chains
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.sizing import PoolSizes
@@ -65,7 +66,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     Page i is slab i of `store`. There is no buffer that can be indexed by token, so methods that return
     one raise: their callers would read or write the wrong bytes. Features put what they run here: `attached` by their
     names, `views` where requests do not see all of their history, `epilogues` after attention, and `fixed_weights`: why
-    weights cannot be updated at run time. `on_flush` is called when the cache has been flushed.
+    weights cannot be updated at run time. `on_flush` is called when the cache has been flushed. `self_check` has the
+    result of the kernels' check; `make_small_store` makes its store, and is None afterwards.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self.views: Views | None = None
         self.epilogues: list[Epilogue] = []
         self.fixed_weights: str | None = None
+        self.make_small_store: MakeStore | None = None
+        self.self_check: SelfCheck | None = None
         self.on_flush: list[Callable[[], None]] = []
         super().__init__(
             size=sizes.max_total_tokens,

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sgl_ragged.attention.kernel_choice import make_operations, make_sealer
+from sgl_ragged.attention.kernel_choice import make_operations
+from sgl_ragged.attention.self_check import check_operations
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.planner import describe_placement
 from sgl_ragged.fairkv.weights import HeadOrder
-from sgl_ragged.fitting.fitted import StoreFit, without_codebook
 from sgl_ragged.launch.plan import Prefill, ServingPlan, WorkerSettings
-from sgl_ragged.mem_pool.kv_dtype import beside_cache, describe_scales, is_fp8, refuse_kv_dtype
+from sgl_ragged.mem_pool.kv_dtype import beside_cache, describe_scales, refuse_kv_dtype
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.rank_sizes import RankNeeds, rank_needs, summary
-from sgl_ragged.scorers import get_scorer
 from sgl_ragged.serve import weight_updates
 from sgl_ragged.serve.backend import RaggedAttnBackend, attention_layers
 from sgl_ragged.serve.feature import Worker, joined_features, side_pool
 from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_pool
 from sgl_ragged.serve.ranks import least_over_ranks, require_equal_digests
+from sgl_ragged.serve.store_maker import StoreMaker
 
 if TYPE_CHECKING:
     import torch
@@ -118,22 +118,20 @@ def build_pool(
     ]
     layer_numbers, dtype = rank.plan.geometry.layer_numbers, configurator.kv_cache_dtype
     scales = [layer.scaling for layer in attention_layers(configurator.model, layer_numbers)]
-    store = SlabStore(
+    maker = StoreMaker(
         pool_sizes.layout,
-        get_scorer(plan.scorer),
-        pool_sizes.num_slots,
-        pool_sizes.num_rows,
+        plan.scorer,
+        plan.kernel,
         dtype,
+        _query_dtype(configurator),
         configurator.device,
-        q_per_kv=plan.q_per_kv,
-        statistics=without_codebook(statistics),
-        pages=pool_sizes.open_pages,
-        query_dtype=_query_dtype(configurator),
-        softmax_scales=scales,
-        sealer=make_sealer(plan.kernel, pool_sizes.layout, configurator.device),
-        corrector=StoreFit.from_statistics(pool_sizes.layout, statistics, scales, fp8=is_fp8(dtype)),
+        plan.q_per_kv,
+        statistics,
+        scales,
     )
+    store = maker.make(pool_sizes.num_slots, pool_sizes.num_rows, pool_sizes.open_pages)
     pool = RaggedTokenToKVPool(pool_sizes, store, device=configurator.device, layer_numbers=layer_numbers)
+    pool.make_small_store = maker.make_small
     outer: Any = pool
     for feature, settings in joined_features(plan):
         outer = feature.attach(settings, Worker(serving, rank, pool, outer, sizes, req_to_token_pool.req_to_token))
@@ -177,8 +175,29 @@ def create_backend(serving: WorkerSettings, model_runner: Any) -> Any:
     )
     if backend.store.fp8:
         logger.info("KV cache in %s, %s", backend.store.dtype, describe_scales(backend.store.kv_scales))
+    for line in backend.operations.summary():
+        logger.info("%s", line)
+    _check_kernels(plan, backend)
     weight_updates.attach(plan, backend, model_runner)
     return backend
+
+
+def _check_kernels(plan: ServingPlan, backend: RaggedAttnBackend) -> None:
+    """Compare the kernels with dense attention, once. Raises RaggedConfigError where they differ."""
+    pool, make_small = backend.pool, backend.pool.make_small_store
+    if make_small is None:
+        return
+
+    def make_store(layers: Sequence[int], requests: int, segments: int) -> SlabStore:
+        store = make_small(layers, requests, segments)
+        store.use_kv_scales([backend.store.kv_scales[layer] for layer in layers])
+        return store
+
+    chains = pool.open_segments.chains
+    pool.self_check = check_operations(make_store, pool.sizes.layout, plan.kernel, chains.width if chains else 0)
+    # It holds a copy of the codebook.
+    pool.make_small_store = None
+    logger.info("%s", pool.self_check)
 
 
 def _exchanges(plan: ServingPlan, device: str) -> list[Epilogue]:

@@ -92,6 +92,9 @@ def test_settings_are_in_server_info(server, profile):
         }
         assert {name: found[name] for name in expected} == expected
         assert profile.digest() in found["profile_source"]
+        check = found["self_check"]
+        assert 0 < max(check["differences"].values()) <= check["tolerance"] == 1e-4
+        assert "checked against dense attention" in server.log_text()
         assert found["profile"].endswith("profile.safetensors")
         assert found["virtual_tokens"] == info["max_total_num_tokens"]
 
