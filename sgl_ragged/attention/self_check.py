@@ -8,8 +8,9 @@ attention to all rows that a query sees, and slabs with those that `slab_store.s
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,18 +110,22 @@ def check_operations(make_store: MakeStore, layout: SlabLayout, kernel: str, cha
     # Layers with partial heads have kernels of their own.
     kinds = {any(band.partial for band in bands): layer for layer, bands in enumerate(layout.bands)}
     layers = sorted({*spread, *kinds.values()})
-    requests = _MadeUpRequests(make_store(layers, REQUESTS, SEGMENTS), layers, kernel)
-    segment = layout.segment
-    requests.extend("prefill", [segment + 7, segment - 1, 3])
-    for step in range(2):
-        requests.decode("decode", padding=step)
-    requests.extend("prefill" + WITH_SLABS, [2 * segment, 5, segment])
-    requests.decode("decode" + WITH_SLABS, padding=2)
-    requests.extend("short prefill" + WITH_SLABS, [1, 3, 2])
-    if chain_tokens:
-        requests.verify("drafts" + WITH_SLABS, min(chain_tokens, segment // 2))
+    with _one_thread():
+        requests = _MadeUpRequests(make_store(layers, REQUESTS, SEGMENTS), layers, kernel)
+        requests.run(chain_tokens)
     device, seconds = requests.device_name, time.perf_counter() - started
     return SelfCheck(device, requests.differences, requests.tolerance, layers, requests.compared, seconds)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch on one thread of the CPU: tensors are small, and threads would wait for each other on shared cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _MadeUpRequests:
@@ -170,6 +175,18 @@ class _MadeUpRequests:
         self.compared = 0
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
         self._swapped = self._chose = 0
+
+    def run(self, chain_tokens: int) -> None:
+        """Run and compare every operation."""
+        segment = self.segment
+        self.extend("prefill", [segment + 7, segment - 1, 3])
+        for step in range(2):
+            self.decode("decode", padding=step)
+        self.extend("prefill" + WITH_SLABS, [2 * segment, 5, segment])
+        self.decode("decode" + WITH_SLABS, padding=2)
+        self.extend("short prefill" + WITH_SLABS, [1, 3, 2])
+        if chain_tokens:
+            self.verify("drafts" + WITH_SLABS, min(chain_tokens, segment // 2))
 
     def extend(self, what: str, lengths: Sequence[int]) -> None:
         """Prefill chunks of all requests."""
