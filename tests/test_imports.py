@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 STOREYS = (
     {"errors", "sglang_contract"},
-    {"profiles"},
+    {"profiles", "verify"},
     {"scorers", "fairkv"},
     {"mem_pool"},
     {"fitting"},

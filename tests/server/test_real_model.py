@@ -45,7 +45,7 @@ def test_the_model_answers_through_the_ragged_pool(smollm2, servers: ServerPool,
         flush(server)
         scored = generate(server, list(text.ids), 1, logprobs_from=0)
     assert answer["choices"][0]["message"]["content"].startswith("The capital of France is Paris.")
-    # What `benchmarks.quality` makes of hidden states is what the server itself says.
+    # What `benchmarks quality` makes of hidden states is what the server itself says.
     found = compare(load_head(smollm2), states, states, torch.tensor(text.ids))
     np.testing.assert_allclose(-found.nll.numpy(), scored.input_logprobs, atol=1e-3)
 
