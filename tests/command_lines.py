@@ -66,7 +66,7 @@ def parse(line: str) -> Command | None:
         program, name, rest = words[1:2], words[1], words[2:]
     else:
         return None
-    if name in WITH_COMMANDS and rest and re.fullmatch(r"[a-z_]+", rest[0]):
+    if name in WITH_COMMANDS and rest and re.fullmatch(r"[a-z_.]+", rest[0]):
         program, rest = [*program, rest[0]], rest[1:]
     for selector in set(SELECTORS) & set(rest):
         program = [*program, *rest[(at := rest.index(selector)) : at + 2]]

@@ -34,8 +34,8 @@ def draw(root: Path) -> str:
     drawing = Drawing(
         height,
         "Left: KL divergence to SGLang's uncompressed pool by share of the bytes, on SmolLM2-135M. Fitted slabs in few "
-        "bits, the default, are lowest at every share. Right: facts known of 96 at 0.3 and 0.2 of the bytes. This "
-        "plugin and KVzip know as many as the uncompressed pool; other methods know fewer.",
+        "bits, the default, are lowest at every share. Right: facts known of 96 at 0.3 and 0.2 of the bytes. With "
+        "calibration this plugin knows as many as the uncompressed pool and KVzip; other methods know fewer.",
     )
     _divergence(drawing, results)
     _facts(drawing, methods, _known(_served(results[FITTED], ratio=None)[0]))
