@@ -31,6 +31,7 @@ from sgl_ragged.mem_pool.kv_dtype import beside_cache
 from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits
 from sgl_ragged.rank_sizes import fit_all_ranks, summary
 from sgl_ragged.sglang_contract import SERVING
+from sgl_ragged.verify.command import add_verify_flags, verify
 
 CHUNK = 8192
 """Tokens of a chunk of prefill on most GPUs that SGLang knows."""
@@ -115,6 +116,9 @@ def make_parser() -> argparse.ArgumentParser:
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
     check.set_defaults(run=check_installation)
+    verifying = commands.add_parser("verify", help="how far a running server's distributions are from another server's")
+    add_verify_flags(verifying)
+    verifying.set_defaults(run=verify)
     conflicts = commands.add_parser("conflicts", help="what does not go together, as a table in Markdown")
     conflicts.set_defaults(run=show_conflicts)
     return parser

@@ -1,0 +1,127 @@
+"""Compare a server with a reference, and with itself: hits with misses, decode with prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.verify.distributions import Distance, distance
+from sgl_ragged.verify.prompts import NamedPrompt
+from sgl_ragged.verify.running_server import RunningServer, new_namespace
+
+SEGMENT = 256
+"""Tokens per segment of a server that does not say."""
+
+DECODED = 16
+"""Tokens that are decoded after each prompt."""
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """Distances of one prompt.
+
+    tokens: length of the prompt. to_reference: from the reference, from the second segment on, where compression begins
+    to show; None without one, or for a prompt of one segment. hit_to_miss: the last positions, with everything before
+    them from the cache, against the same without. decode_to_prefill: decoded tokens against a prefill of them.
+    """
+
+    name: str
+    tokens: int
+    to_reference: Distance | None
+    hit_to_miss: Distance | None
+    decode_to_prefill: Distance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results of all prompts, and what the servers say of their caches (`cache_facts`)."""
+
+    url: str
+    against: str | None
+    prompts: tuple[PromptResult, ...]
+    cache: dict[str, Any]
+    against_cache: dict[str, Any]
+
+    def mean(self, kind: str) -> Distance | None:
+        """Return the mean of one kind of distance, each position counted once; None if no prompt has it."""
+        found = [one for prompt in self.prompts if (one := getattr(prompt, kind)) is not None]
+        if not found:
+            return None
+        weights = [one.positions for one in found]
+        table = [(one.kl, one.nll, one.same_top1) for one in found]
+        kl, nll, same = np.average(table, axis=0, weights=weights).tolist()
+        return Distance(kl, nll, same, sum(weights))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything, and the means under `mean`."""
+        means = {kind: self.mean(kind) for kind in KINDS}
+        return asdict(self) | {"mean": {kind: None if one is None else asdict(one) for kind, one in means.items()}}
+
+
+KINDS = ("to_reference", "hit_to_miss", "decode_to_prefill")
+
+
+def compare(
+    server: RunningServer,
+    against: RunningServer | None,
+    prompts: Sequence[NamedPrompt],
+    report: Callable[[str], None] = lambda line: None,
+) -> Comparison:
+    """Ask for all prompts, one after the other.
+
+    Args:
+        against: the reference.
+        report: called with a line before each prompt.
+
+    Raises:
+        RaggedConfigError: a server cannot be reached, refuses, or has another vocabulary.
+    """
+    info, other_info = server.info(), {} if against is None else against.info()
+    segment = int((info.get("ragged") or {}).get("segment", SEGMENT))
+    results = []
+    for number, named in enumerate(prompts, start=1):
+        report(f"{named.name} ({number} of {len(prompts)})")
+        results.append(_compare_prompt(server, against, named, segment))
+    return Comparison(
+        server.url,
+        None if against is None else against.url,
+        tuple(results),
+        cache_facts(info),
+        cache_facts(other_info),
+    )
+
+
+def _compare_prompt(
+    server: RunningServer, against: RunningServer | None, named: NamedPrompt, segment: int
+) -> PromptResult:
+    ids = server.tokens(named.prompt)
+    if len(ids) < 2:
+        raise RaggedConfigError(f"prompt {named.name!r} has fewer than two tokens")
+    namespace = new_namespace()
+    miss = server.read(ids, 0, namespace)
+    to_reference = None
+    if against is not None and len(ids) > segment + 1:
+        try:
+            to_reference = distance(against.read(ids, segment), miss)
+        except ValueError as error:
+            raise RaggedConfigError(f"{against.url} serves another model than {server.url}: {error}") from error
+    # The last segment border before the prompt's last tokens: a hit ends there at the latest.
+    border = (len(ids) - 2) // segment * segment
+    hit_to_miss = distance(miss, server.read(ids, border, namespace)) if border else None
+    tokens, decoded = server.go_on(ids, DECODED, namespace)
+    prefilled = server.read([*ids, *tokens], len(ids) - 1)
+    return PromptResult(named.name, len(ids), to_reference, hit_to_miss, distance(prefilled, decoded))
+
+
+def cache_facts(info: dict[str, Any]) -> dict[str, Any]:
+    """Return what /server_info says of a cache: its tokens, kept share of the bytes, and checks; empty if nothing."""
+    if not info:
+        return {}
+    ragged = info.get("ragged") or {}
+    facts = {"tokens": info.get("max_total_num_tokens"), "dtype": info.get("kv_cache_dtype")}
+    names = ("ratio", "kept_bytes_ratio", "slab_dtype", "fitted", "scorer", "profile_source", "self_check")
+    return facts | {name: ragged[name] for name in names if name in ragged}

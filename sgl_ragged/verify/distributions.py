@@ -1,0 +1,102 @@
+"""Next-token distributions at positions of a text, as far as a server returns them, and distances between two.
+
+A server returns the likeliest tokens only. Distances are taken over the tokens that both sides returned, with the rest
+of each distribution as one more outcome. By the data-processing inequality this KL is never more than the full one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SMALLEST = 1e-12
+"""Least probability of an outcome, so that logarithms are finite."""
+
+
+LEAST_SAME = 0.8
+"""Least share of equal tokens in one text. SGLang names the last token of a vocabulary 0 in prompts."""
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """What a model predicts for consecutive tokens of a text.
+
+    first: position of the first predicted token. tokens: int64 [positions], the text's own tokens. logprobs: float64
+    [positions], their log-probabilities. likeliest: for each position, log-probabilities of the likeliest tokens by
+    token, likeliest first.
+    """
+
+    first: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    likeliest: tuple[dict[int, float], ...]
+
+    @classmethod
+    def from_meta(cls, first: int, own: Sequence[Sequence[Any]], top: Sequence[Any]) -> Distributions:
+        """Read `input_token_logprobs` and `input_top_logprobs`, or those of the output, from an answer of SGLang."""
+        likeliest = tuple({int(token): float(logprob) for logprob, token, *_ in entries} for entries in top)
+        tokens = np.array([int(token) for _, token, *_ in own], dtype=np.int64)
+        return cls(first, tokens, np.array([float(logprob) for logprob, *_ in own]), likeliest)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def top1(self) -> np.ndarray:
+        """int64 [positions]: the likeliest token."""
+        return np.array([next(iter(entries)) for entries in self.likeliest], dtype=np.int64)
+
+    def since(self, position: int) -> Distributions:
+        """Return those for tokens from a position of the text on."""
+        cut = max(0, position - self.first)
+        return Distributions(self.first + cut, self.tokens[cut:], self.logprobs[cut:], self.likeliest[cut:])
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far distributions are from a reference, over all compared positions.
+
+    kl: mean KL(reference || other), nats. nll: mean increase of the negative log-likelihood of the text's tokens, nats.
+    same_top1: share of positions with the same likeliest token. positions: their number.
+    """
+
+    kl: float
+    nll: float
+    same_top1: float
+    positions: int
+
+
+def distance(reference: Distributions, other: Distributions) -> Distance:
+    """Compare the positions that both have. Raises ValueError if they are of different texts, or share none."""
+    first = max(reference.first, other.first)
+    reference, other = reference.since(first), other.since(first)
+    count = min(len(reference), len(other))
+    same = reference.tokens[:count] == other.tokens[:count]
+    if count == 0 or same.mean() < LEAST_SAME:
+        raise ValueError("the servers returned log-probabilities of different tokens")
+    pairs = zip(*(_outcomes(one, count) for one in (reference, other)), strict=True)
+    kls = [_kl(mine, theirs) for (mine, theirs), equal in zip(pairs, same, strict=True) if equal]
+    return Distance(
+        kl=float(np.mean(kls)),
+        nll=float(np.mean((reference.logprobs[:count] - other.logprobs[:count])[same])),
+        same_top1=float(np.mean((reference.top1[:count] == other.top1[:count])[same])),
+        positions=int(same.sum()),
+    )
+
+
+def _outcomes(found: Distributions, count: int) -> list[dict[int, float]]:
+    """Return known log-probabilities by token: of the likeliest tokens and of the text's own."""
+    own = zip(found.tokens[:count].tolist(), found.logprobs[:count].tolist(), strict=True)
+    return [entries | {token: logprob} for entries, (token, logprob) in zip(found.likeliest[:count], own, strict=True)]
+
+
+def _kl(reference: dict[int, float], other: dict[int, float]) -> float:
+    """Return the KL divergence over tokens that both know and one outcome for the rest."""
+    both = [token for token in reference if token in other]
+    known = np.exp([[side[token] for token in both] for side in (reference, other)])
+    rest = np.maximum(1 - known.sum(axis=1, keepdims=True), SMALLEST)
+    mine, theirs = np.maximum(np.concatenate([known, rest], axis=1), SMALLEST)
+    return float((mine * np.log(mine / theirs)).sum())
