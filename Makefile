@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo test test-all processors gpu-contract architectures peers wheel lint clean
+.PHONY: setup demo quick test test-all processors gpu-contract architectures peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -18,14 +18,15 @@ demo: setup
 	$(PYTHON) -m benchmarks demo $(ARGS)
 
 # The core without servers, SGLang and the interpreter of kernels: a minute on two cores.
-QUICK := tests/profiles tests/scorers tests/fairkv tests/fitting tests/mem_pool tests/attention tests/test_imports.py \
+QUICK := tests/profiles tests/verify tests/scorers tests/fairkv tests/fitting tests/mem_pool tests/attention tests/test_imports.py \
 	tests/test_docs.py
 quick: setup
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope --ignore tests/fitting/test_processors.py $(QUICK) $(ARGS)
 
-# Two processes, each with one that its servers are forked from. Both cores are taken then, so everything has one thread.
+# Three processes, since tests wait for their servers, each with one that its servers are forked from. Both cores are taken
+# then, so everything has one thread.
 test: setup
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadscope $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 3 --dist loadscope $(ARGS)
 
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
