@@ -1,4 +1,4 @@
-"""Console script `sgl-ragged`: show a layout, or check an installation, without starting a server."""
+"""Console script `sgl-ragged`: sizes and checks without a server, calibration, and comparison of running servers."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import argparse
 import contextlib
 import json
 import logging
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from sgl_ragged.contract_checks import check_contract, installed_release
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.launch.calibration_process import calibrator
 from sgl_ragged.launch.command_line import all_flags, make_options
 from sgl_ragged.launch.conflicts import refuse_conflicts, table
 from sgl_ragged.launch.decide import choose_share, decide_without_calibrating
 from sgl_ragged.launch.feature import launch_features
 from sgl_ragged.launch.flags import dashed
+from sgl_ragged.launch.gpu_budget import estimate_budget
 from sgl_ragged.launch.joining import refuse_flags_without_effect, settle_features
 from sgl_ragged.launch.model_source import config_folder
 from sgl_ragged.launch.models import expected_kv_dtype, load_model_config, refuse_kv_scheme, refuse_model
@@ -28,7 +32,7 @@ from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.plan import Prefill, Rank, ServingPlan
 from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.mem_pool.kv_dtype import beside_cache
-from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits
+from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits, parse_bytes
 from sgl_ragged.rank_sizes import fit_all_ranks, summary
 from sgl_ragged.sglang_contract import SERVING
 from sgl_ragged.verify.command import add_verify_flags, verify
@@ -84,7 +88,10 @@ def main() -> None:
     """Entry point; ends with status 1 and one line on bad input."""
     try:
         with quiet_imports():
-            options = make_parser().parse_args()
+            parser = make_parser()
+            options, options.others = parser.parse_known_args()
+            if options.others and options.run is not calibrate:
+                parser.error(f"unrecognized arguments: {' '.join(options.others)}")
             options.run(options)
     except RaggedConfigError as error:
         sys.exit(f"sgl-ragged: {error}")
@@ -119,6 +126,8 @@ def make_parser() -> argparse.ArgumentParser:
     verifying = commands.add_parser("verify", help="how far a running server's distributions are from another server's")
     add_verify_flags(verifying)
     verifying.set_defaults(run=verify)
+    calibrating = commands.add_parser("calibrate", help="make a profile: python -m calib run", add_help=False)
+    calibrating.set_defaults(run=calibrate)
     conflicts = commands.add_parser("conflicts", help="what does not go together, as a table in Markdown")
     conflicts.set_defaults(run=show_conflicts)
     return parser
@@ -141,7 +150,13 @@ def add_layout_flags(parser: argparse.ArgumentParser) -> None:
         if keyword.startswith("ragged_"):
             names.append(dashed(keyword.removeprefix("ragged_")))
         told = {key: value for key, value in one.metadata["parser"].items() if key != "type"}
-        parser.add_argument(*names, dest=keyword, required=keyword == "kv_bytes", **told)
+        parser.add_argument(*names, dest=keyword, **told)
+    parser.add_argument(
+        "--gpu",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="memory of each GPU, such as 80GB, instead of --kv-bytes: weights and SGLang's reserve are subtracted",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the model, as SGLang's [auto]")
     parser.add_argument(
         "--kv-cache-dtype", choices=("auto", *CACHE_DTYPES), default="auto", help="as SGLang's [auto: the model's]"
@@ -164,6 +179,10 @@ def show_layout(options: argparse.Namespace) -> None:
     assert asked is not None, "a pool is asked for"
     check_layout(options, asked.segment)
     start = read_start(options, asked)
+    if options.gpu is not None:
+        budget = estimate_budget(options.gpu, start.model, options.tp_size * options.pp_size)
+        start = replace(start, options=replace(start.options, kv_bytes=budget.kv))
+        print(budget, file=sys.stderr if options.json else sys.stdout)
     choices = Choices("torch", choose_share(start), settle_features(start))
     plan = decide_without_calibrating(start, choices)
     slabs = plan.stage_slab_bytes(start.kv_dtype.itemsize)
@@ -197,6 +216,8 @@ def show_layout(options: argparse.Namespace) -> None:
 def check_layout(options: argparse.Namespace, segment: int) -> None:
     """Raise RaggedConfigError for numbers out of range."""
     check_limits(segment, options.max_running_requests, options.max_total_tokens)
+    if (options.kv_bytes is None) == (options.gpu is None):
+        raise RaggedConfigError("give --kv-bytes, or --gpu with the memory of each GPU")
     for name in ("chunked_prefill_size", "pp_size", "tp_size"):
         if getattr(options, name) < 1:
             raise RaggedConfigError(f"{dashed(name)} {getattr(options, name)} must be at least 1")
@@ -225,7 +246,7 @@ def pool_sizes(plan: ServingPlan, start: ModelStart, options: argparse.Namespace
         _swa_full_tokens_ratio_explicitly_set=options.swa_full_tokens_ratio is not None,
     )
     prefill = Prefill(options.chunked_prefill_size, schedule)
-    assert start.options.kv_bytes is not None, "--kv-bytes is required"
+    assert start.options.kv_bytes is not None, "given, or estimated"
     queries, limits = (
         beside_cache(start.kv_dtype, start.model.dtype),
         (options.max_running_requests, options.max_total_tokens),
@@ -237,6 +258,11 @@ def check_installation(_: argparse.Namespace) -> None:
     """Print one line if the release is supported and all functions match, else raise RaggedConfigError."""
     check_contract(SERVING)
     print(f"SGLang {installed_release()} is supported: all {len(SERVING)} functions match")
+
+
+def calibrate(options: argparse.Namespace) -> None:
+    """Run the calibrator in a process of its own, with its own flags; ends with its status."""
+    sys.exit(subprocess.call([*calibrator(), "run", *options.others]))
 
 
 def show_conflicts(_: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sgl_ragged import cli
 from sgl_ragged.profiles.head_statistics import WATCHED
@@ -40,6 +41,47 @@ def test_layout_as_json(model, monkeypatch, capsys):
     assert plan["slab_bytes"] == int(kept.sum()) * 2 * 64 * 2
     assert plan["total_bytes"] == plan["num_slots"] * plan["slab_bytes"] + plan["rows_bytes"] <= 64 * 2**20
     assert plan["max_total_tokens"] == (plan["num_slots"] - 1) * 256 > 2.5 * plan["full_tokens"]
+
+
+def test_a_gpu_stands_for_a_budget(model, monkeypatch, capsys):
+    run(monkeypatch, "layout", "--model", str(model), "--gpu", "24GiB", "--tp-size", "2", *WIDE, "--json")
+    out, err = capsys.readouterr()
+    # SGLang's defaults for 24 GiB: chunks of 2,048 tokens; one eighth of a GiB for each rank.
+    reserved = (512 + 1.5 * 2048 + 2 * 128) * 2**20
+    config = AutoConfig.from_pretrained(model)
+    weights = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    shown = json.loads(out)
+    budget = int(24 * 2**30 - reserved - weights)
+    assert budget - shown["slab_bytes"] < shown["total_bytes"] <= budget
+    assert err.startswith("estimate for 24.0 GiB of GPU memory: 20.2 GiB for KV")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ((), "give --kv-bytes, or --gpu"),
+        (("--gpu", "24GB", "--kv-bytes", "1GB"), "give --kv-bytes, or --gpu"),
+        (("--gpu", "2GiB"), "--gpu holds no KV cache"),
+    ],
+)
+def test_a_budget_is_given_once(model, monkeypatch, flags, line):
+    with pytest.raises(SystemExit, match=line):
+        run(monkeypatch, "layout", "--model", str(model), *flags)
+
+
+def test_calibrate_is_the_calibrator(monkeypatch):
+    asked = []
+    monkeypatch.setattr(subprocess, "call", lambda command: asked.append(command) or 3)
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, "calibrate", "--model", "m", "-o", "p")
+    assert end.value.code == 3
+    assert asked[0][-5:] == ["run", "--model", "m", "-o", "p"]
+
+
+def test_unknown_flags_are_refused(model, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "layout", "--model", str(model), "--kv-bites", "1")
+    assert "unrecognized arguments: --kv-bites 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("asked", ["layout", "check", "conflicts"])
