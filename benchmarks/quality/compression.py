@@ -1,6 +1,7 @@
 """What compression costs: changed distributions, changed continuations, lost facts.
 
-With --peers (an environment made by `make peers`), methods of kvpress keep the same share of the same contexts.
+With --peers (an environment made by `make peers`), methods of kvpress keep the same share of the same contexts, and
+published schemes quantise every token of them.
 benchmarks/quality/README.md says what is measured.
 """
 
@@ -16,10 +17,11 @@ from benchmarks.harness.results import Results
 from benchmarks.harness.sweep import bars
 from benchmarks.quality import reference, tasks
 from benchmarks.quality.configuration import UNFITTED, WIDE, Configuration, configurations
-from benchmarks.quality.head import load_head
+from benchmarks.quality.head import head_dim, load_head
 from benchmarks.quality.measured import figures
-from benchmarks.quality.peering import ask_peers
+from benchmarks.quality.peering import METHODS, Exact, ask_peers, missing_peers
 from benchmarks.quality.plot import draw
+from benchmarks.quality.quantisers import SCHEMES
 from benchmarks.quality.served import hidden_states
 from benchmarks.quality.sweep import answers, finish
 from benchmarks.quality.table import served as known_servers
@@ -63,6 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--texts", nargs="+", choices=tuple(SOURCES), default=list(SOURCES), help="sources [all]")
     parser.add_argument("--context", type=int, default=800, help="tokens of real text in a context with facts [800]")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="interpreter with kvpress, .venv-peers/bin/python")
+    names = (*METHODS, *SCHEMES)
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="NAME", help="of the peers [all]")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -78,7 +82,10 @@ def run(options: argparse.Namespace) -> None:
         options.scorer, options.budgets, options.ratio, options.kv_cache_dtype, options.slab_dtype, options.fit
     )
     known = known_servers(results)
-    if missing := [one for one in wanted if one not in known]:
+    missing = [one for one in wanted if one not in known]
+    peers = missing_peers(results, options.methods, options.ratio, head_dim(model)) if options.peers else []
+    exact = None
+    if missing or any(method in SCHEMES for method, _ in peers):
         head = load_head(model)
         states = reference.load(results) if Configuration.token() in known else None
         if states is None:
@@ -90,9 +97,11 @@ def run(options: argparse.Namespace) -> None:
                 states = found.texts
                 reference.keep(results, states)
             results.add(str(one), {"configuration": one, **figures(found, states, head, asked)})
-    if options.peers is not None:
+        assert states is not None
+        exact = Exact(states, head)
+    if peers:
         with bars(Console(stderr=options.json)) as progress:
-            ask_peers(options.peers, options.model, asked, tokenizer, options.ratio, results, progress)
+            ask_peers(options.peers, options.model, asked, tokenizer, peers, exact, results, progress)
     draw(results, options.output.with_suffix(".png"))
     finish(options, results, tables(results))
 

@@ -37,6 +37,12 @@ def load_head(model: Path) -> torch.Tensor:
     raise HeadMissing(f"{model} has none of {', '.join(NAMES)}: its distributions cannot be computed")
 
 
+def head_dim(model: Path) -> int:
+    """Return the number of channels of one attention head, by the model's configuration."""
+    config = json.loads((model / "config.json").read_text())
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 @dataclass(frozen=True)
 class Difference:
     """Two runs over one text, compared at every position but the last: float32 [tokens - 1] each.

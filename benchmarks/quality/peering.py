@@ -6,18 +6,22 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.progress import Progress
 
 from benchmarks.harness.errors import BenchmarkError
 from benchmarks.harness.results import Results
 from benchmarks.quality.facts import KINDS, is_right
-from benchmarks.quality.measured import Tasks
-from benchmarks.quality.served import ANSWER_TOKENS
+from benchmarks.quality.measured import figures
+from benchmarks.quality.quantisers import SCHEMES, byte_share
+from benchmarks.quality.served import ANSWER_TOKENS, Answers
 from benchmarks.quality.table import peers as known_peers
+from benchmarks.quality.tasks import Tasks
 
 SCRIPT = Path(__file__).with_name("peers.py")
 
@@ -25,11 +29,34 @@ METHODS = (
     *("KeyDiff", "SnapKV", "ExpectedAttention", "AdaKV + SnapKV", "AdaKV + ExpectedAttention"),
     *("KVzip", "KVzip+", "AdaKV + Compactor", "Merging + SnapKV"),
 )
-"""The methods in `peers.py`; none of them sees the question when it compresses."""
+"""Methods of kvpress in `peers.py`; none of them sees the question when it compresses."""
 
 
 class PeersFailed(BenchmarkError):
     """The peers' environment is missing or its program failed."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """SGLang's token pool on the same texts.
+
+    Attributes:
+        states: hidden states of every text, [tokens, hidden size].
+        head: [vocabulary, hidden size].
+    """
+
+    states: list[torch.Tensor]
+    head: torch.Tensor
+
+
+def missing_peers(
+    results: Results, methods: Sequence[str], ratios: Sequence[float], head_dim: int
+) -> list[tuple[str, float]]:
+    """List methods and shares that the results lack. A scheme that keeps every token has one share, of bytes."""
+    removing = [(method, ratio) for ratio in ratios for method in methods if method in METHODS]
+    quantising = [(method, byte_share(method, head_dim)) for method in methods if method in SCHEMES]
+    known = known_peers(results)
+    return [one for one in (*removing, *quantising) if one not in known]
 
 
 def ask_peers(
@@ -37,16 +64,20 @@ def ask_peers(
     model: str,
     tasks: Tasks,
     tokenizer: Any,
-    ratios: Sequence[float],
+    wanted: Sequence[tuple[str, float]],
+    exact: Exact | None,
     results: Results,
     progress: Progress,
 ) -> None:
-    """Measure the peers at the shares that the ratios leave, and add each result as soon as it is there.
+    """Measure peers, and add each result as soon as it is there.
+
+    Args:
+        wanted: by `missing_peers`.
+        exact: needed if one of them keeps every token.
 
     Raises:
         PeersFailed: what was measured before is in the results, and the same command goes on from there.
     """
-    wanted = [(method, ratio) for ratio in ratios for method in METHODS if (method, ratio) not in known_peers(results)]
     if not wanted:
         return
     if not python.is_file():
@@ -56,26 +87,27 @@ def ask_peers(
         "dtype": "float32",
         "texts": [text.ids for text in tasks.texts],
         "context": tasks.context,
+        "segment": tasks.segment,
         "wanted": wanted,
         "interviews": [
             {"context": i.context, "questions": [question.suffix for question in i.questions]} for i in tasks.interviews
         ],
-        "interview_shares": {str(ratio): [tasks.share(i, ratio) for i in tasks.interviews] for _, ratio in wanted},
+        "interview_shares": {str(share): [tasks.share(i, share) for i in tasks.interviews] for _, share in wanted},
         "new_tokens": ANSWER_TOKENS,
     }
     bar = progress.add_task("peers, minutes each", total=len(wanted))
-    with tempfile.TemporaryFile("w+") as errors, tempfile.TemporaryFile("w+") as given:
-        json.dump(order, given)
-        given.seek(0)
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "errors").open("w+") as errors:
+        (Path(folder) / "order").write_text(json.dumps(order | {"folder": folder}))
         command = [str(python.absolute()), str(SCRIPT)]
-        process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, text=True)
+        with (Path(folder) / "order").open() as given:
+            process = subprocess.Popen(command, stdin=given, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 found = json.loads(line)
                 method, share = found["method"], found["share"]
-                entry = {"peer": method, "share": share, **_result(found, tasks, tokenizer)}
-                results.add(f"kvpress {method}, {share:g}", entry)
+                entry = {"peer": method, "share": share, **_result(found, tasks, tokenizer, exact)}
+                results.add(f"kvpress {method}, {share:g}" if method in METHODS else method, entry)
                 progress.advance(bar)
         finally:
             # Ctrl-C and a kill end it, too.
@@ -88,13 +120,17 @@ def ask_peers(
         raise PeersFailed(f"the peers failed ({status}): {(said or ['no reason given'])[-1]}")
 
 
-def _result(found: dict[str, Any], tasks: Tasks, tokenizer: Any) -> dict[str, Any]:
-    """What is kept of one method at one share."""
-    right: dict[str, list[list[bool]]] = {kind: [] for kind in KINDS}
+def _result(found: dict[str, Any], tasks: Tasks, tokenizer: Any, exact: Exact | None) -> dict[str, Any]:
+    """Return what is stored of one method at one share: of schemes that keep every token all that servers have."""
+    right = []
     for interview, said in zip(tasks.interviews, found["answers"], strict=True):
         answers = [tokenizer.decode(ids) for ids in said]
-        right[interview.kind].append(
-            [is_right(question.answer, a) for question, a in zip(interview.questions, answers, strict=True)]
-        )
-    nll = [round(float(np.mean(values)), 6) for values in found["nll"]]
-    return {"texts": {"continuation_nll": nll}, "right": right}
+        right.append([is_right(question.answer, a) for question, a in zip(interview.questions, answers, strict=True)])
+    nll = {"continuation_nll": [round(float(np.mean(values)), 6) for values in found["nll"]]}
+    if "states" not in found:
+        kinds = [interview.kind for interview in tasks.interviews]
+        by_kind = {kind: [one for own, one in zip(kinds, right, strict=True) if own == kind] for kind in KINDS}
+        return {"texts": nll, "right": by_kind}
+    assert exact is not None
+    all_of = figures(Answers(torch.load(found["states"]), right, ""), exact.states, exact.head, tasks)
+    return all_of | {"texts": all_of["texts"] | nll}

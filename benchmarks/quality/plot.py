@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness.errors import SettingsError
 from benchmarks.harness.results import Results
 from benchmarks.quality.facts import KINDS
-from benchmarks.quality.table import continuation, mean_and_error, peers, recall, served
+from benchmarks.quality.table import continuation, mean_and_error, peer_name, peers, recall, served
 
 
 def draw(results: Results, path: Path) -> None:
@@ -29,14 +29,14 @@ def draw(results: Results, path: Path) -> None:
             lines.setdefault(one.name, []).append((one.ratio, result))
     ours = set(lines)
     for (method, share), result in peers(results).items():
-        lines.setdefault(f"kvpress {method}", []).append((share, result))
+        lines.setdefault(peer_name(method), []).append((share, result))
     columns = 2 + len(KINDS)
     figure, axes = pyplot.subplots(1, columns, figsize=(5 * columns, 4.2), layout="constrained")
     for name, points in lines.items():
         points.sort(key=lambda point: point[0])
         shares = [share for share, _ in points]
         style: dict[str, Any] = {"marker": "o", "label": name, "linestyle": "-" if name in ours else ":"}
-        if name in ours:
+        if "kl" in points[0][1]["texts"]:
             axes[0].plot(shares, [mean_and_error(r["texts"]["kl"])[0] for _, r in points], **style)
         axes[1].plot(shares, [(continuation(results, r) or (nan,))[0] for _, r in points], **style)
         for axis, kind in zip(axes[2:], KINDS, strict=True):

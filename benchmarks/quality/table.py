@@ -11,6 +11,7 @@ from benchmarks.harness.results import Results
 from benchmarks.harness.table import Table
 from benchmarks.quality.configuration import Configuration
 from benchmarks.quality.facts import KINDS
+from benchmarks.quality.quantisers import SCHEMES
 
 LONG = 8
 """Segments from which on a text is long enough to show KL by position."""
@@ -22,8 +23,12 @@ def served(results: Results) -> dict[Configuration, dict[str, Any]]:
 
 
 def peers(results: Results) -> dict[tuple[str, float], dict[str, Any]]:
-    """Entries of kvpress, by method and share."""
+    """Entries of peers, by method and share."""
     return {(one["peer"], one["share"]): one for one in results.entries.values() if "peer" in one}
+
+
+def peer_name(method: str) -> str:
+    return method if method in SCHEMES else f"kvpress {method}"
 
 
 def mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -67,11 +72,15 @@ def tables(results: Results) -> list[Table]:
 def _servers(results: Results) -> Table:
     columns = ("configuration", "KL", "KL at borders", "delta NLL", "top-1 same", "continuation, delta NLL", *KINDS)
     rows = []
-    for one, result in served(results).items():
+    named = {str(one): result for one, result in served(results).items()}
+    named |= {
+        f"{method}, {share:.3g} of the bytes": r for (method, share), r in peers(results).items() if method in SCHEMES
+    }
+    for name, result in named.items():
         texts = result["texts"]
         cells = ["{:.5f} ± {:.5f}".format(*mean_and_error(texts[name])) for name in ("kl", "border_kl", "delta_nll")]
         cells += [f"{np.mean(texts['agrees']):.3f}", _continuation(results, result)]
-        rows.append((str(one), *cells, *(_known(result, kind) for kind in KINDS)))
+        rows.append((name, *cells, *(_known(result, kind) for kind in KINDS)))
     title = "Next-token distributions after the first segment, against the token pool; facts known"
     return Table(title, columns, rows)
 
@@ -87,13 +96,13 @@ def _continuation(results: Results, result: dict[str, Any]) -> str:
 
 
 def _with_peers(results: Results) -> Table:
-    methods = [(f"kvpress {method}", share, result) for (method, share), result in peers(results).items()]
+    methods = [(peer_name(method), share, result) for (method, share), result in peers(results).items()]
     own = [(str(one), one.ratio, result) for one, result in served(results).items() if one.ratio is not None]
     rows = [
-        (name, f"{share:g}", _continuation(results, result), *(_known(result, kind) for kind in KINDS))
+        (name, f"{share:.3g}", _continuation(results, result), *(_known(result, kind) for kind in KINDS))
         for name, share, result in sorted([*own, *methods] if methods else [], key=lambda row: -row[1])
     ]
-    title = "With kvpress at the same kept share, question unknown: continuation and facts known"
+    title = "With peers, by kept share of the bytes, question unknown: continuation and facts known"
     return Table(title, ("method", "share", "delta NLL", *KINDS), rows)
 
 

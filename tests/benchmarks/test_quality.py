@@ -6,7 +6,6 @@ import json
 import math
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -193,7 +192,12 @@ order = json.load(sys.stdin)
 for method, share in order["wanted"][:{count}]:
     answers = [[[0]] * len(i["questions"]) for i in order["interviews"]]
     nll = [[1.0, 2.0]] * len(order["texts"])
-    print(json.dumps(dict(method=method, share=share, nll=nll, answers=answers)), flush=True)
+    found = dict(method=method, share=share, nll=nll, answers=answers)
+    if method == "FP8":
+        import torch
+        found["states"] = order["folder"] + "/states"
+        torch.save([torch.zeros(len(ids), 64) for ids in order["texts"]], found["states"])
+    print(json.dumps(found), flush=True)
 if {count} < len(order["wanted"]):
     sys.exit("out of memory")
 """
@@ -203,22 +207,30 @@ def test_peers_that_fail_keep_what_they_measured_and_go_on_from_there(tmp_path):
     """With an interpreter that answers as `peers.py` does, for the first three of what is wanted, then for the rest."""
     tokenizer, results, python = Words(), Results(tmp_path / "q.json", "quality", {}), tmp_path / "python"
     tokenizer.encode("apple")
-    ask = partial(peering.ask_peers, python, "m", tasks(), tokenizer, [0.5, 0.3], results)
-    with pytest.raises(peering.PeersFailed, match="make peers"), Progress() as progress:
-        ask(progress)
-    for count, failed in ((3, True), (2 * len(peering.METHODS) - 3, False)):
+    methods = (*peering.METHODS, "FP8")
+
+    def ask():
+        wanted = peering.missing_peers(results, methods, [0.5, 0.3], 64)
+        exact = peering.Exact([torch.zeros(64, 64)], torch.eye(64))
+        with Progress() as progress:
+            peering.ask_peers(python, "m", tasks(), tokenizer, wanted, exact, results, progress)
+
+    with pytest.raises(peering.PeersFailed, match="make peers"):
+        ask()
+    for count, failed in ((3, True), (2 * len(peering.METHODS) + 1 - 3, False)):
         python.write_text(FAKE_PEERS.format(python=sys.executable, count=count))
         python.chmod(0o755)
-        with Progress() as progress:
-            if failed:
-                with pytest.raises(peering.PeersFailed, match=r"the peers failed \(1\): out of memory"):
-                    ask(progress)
-            else:
-                ask(progress)
+        if failed:
+            with pytest.raises(peering.PeersFailed, match=r"the peers failed \(1\): out of memory"):
+                ask()
+        else:
+            ask()
     found = table.peers(Results.load(results.path, "quality"))
-    assert set(found) == {(method, share) for method in peering.METHODS for share in (0.5, 0.3)}
-    assert found["KeyDiff", 0.3]["texts"]["continuation_nll"] == [1.5]
+    assert set(found) == {("FP8", 0.5)} | {(method, share) for method in peering.METHODS for share in (0.5, 0.3)}
+    assert found["KeyDiff", 0.3]["texts"] == {"continuation_nll": [1.5]}
     assert found["KeyDiff", 0.3]["right"] == {kind: [[True, True]] for kind in facts.KINDS}
+    assert found["FP8", 0.5]["texts"] | {"kl": [0.0], "continuation_nll": [1.5]} == found["FP8", 0.5]["texts"]
+    assert {row[0] for row in table.tables(results)[0].rows} == {"FP8, 0.5 of the bytes"}
 
 
 def test_the_peers_program_has_every_method():
