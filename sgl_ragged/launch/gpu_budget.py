@@ -38,7 +38,8 @@ class GpuBudget:
         gpu, kv, weights, reserved = (
             f"{size / GIB:.1f} GiB" for size in (self.gpu, self.kv, self.weights, self.reserved)
         )
-        return f"estimate for {gpu} of GPU memory: {kv} for KV, {weights} of weights, {reserved} for activations and graphs"
+        spent = f"{weights} of weights, {reserved} for activations and graphs"
+        return f"estimate for {gpu} of GPU memory: {kv} for KV, {spent}"
 
 
 def estimate_budget(gpu_bytes: int, model: Any, ranks: int) -> GpuBudget:

@@ -124,6 +124,7 @@ def test_values_outside_of_a_scale_are_refused():
 
 def test_peers_get_curves_where_their_distributions_were_measured():
     texts = {"continuation_nll": [1.0], "kl": [0.1, 0.3]}
-    rows = [{"peer": "a", "share": share, "texts": texts} for share in (0.3, 0.2)]
+    rows = [{"peer": f"a-{bits}", "share": share, "texts": texts} for bits, share in ((4, 0.3), (3, 0.2))]
+    rows.append({"peer": "FP8", "share": 0.5, "texts": texts})
     rows.append({"peer": "b", "share": 0.2, "texts": {"continuation_nll": [1.0]}})
     assert peer_curves(rows) == {"a": [(0.2, 0.2), (0.3, 0.2)]}
