@@ -89,10 +89,10 @@ def main() -> None:
     try:
         with quiet_imports():
             parser = make_parser()
-            options, options.others = parser.parse_known_args()
-            if options.others and options.run is not calibrate:
-                parser.error(f"unrecognized arguments: {' '.join(options.others)}")
-            options.run(options)
+            options, others = parser.parse_known_args()
+            if others and options.run is not calibrate:
+                parser.error(f"unrecognized arguments: {' '.join(others)}")
+            options.run(argparse.Namespace(**vars(options), others=others))
     except RaggedConfigError as error:
         sys.exit(f"sgl-ragged: {error}")
 

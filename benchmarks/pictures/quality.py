@@ -88,7 +88,7 @@ def _divergence(drawing: Drawing, results: dict[str, Entries]) -> None:
     axes.label(keydiff[-1], "keydiff, equal budgets", "ours", 6, 22, "end")
     for method, curve in peers.items():
         axes.series(curve, "third", hollow=True)
-        axes.label(curve[0], method, "third", -10, 4, "end")
+        axes.label(curve[0], method, "third", -6, -7, "end")
 
 
 def peer_curves(entries: Entries) -> dict[str, Points]:
