@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.pictures.chart import Scale, ticks
@@ -13,6 +13,8 @@ from benchmarks.pictures.svg import Drawing
 TABLE = "benchmarks/results/speed.md"
 BESIDE, POOL = "token", "ragged@0.3"
 TOP, PITCH = 58, 24
+MODELS = (("Llama, 51M random weights", "-51m"), ("recall model", ""))
+"""Headings, and the endings of names of traffic that was sent to each model."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,21 @@ def read_rows(text: str) -> list[Row]:
     return sorted(rows, key=lambda row: (-row.gain, row.traffic))
 
 
+def by_model(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return rows by the heading of their model, without the ending of their names."""
+    groups: dict[str, list[Row]] = {model: [] for model, _ in MODELS}
+    for row in rows:
+        model, ending = next((model, ending) for model, ending in MODELS if ending in row.traffic)
+        words = row.traffic.replace(ending, "").replace("-", " ")
+        groups[model].append(replace(row, traffic=words))
+    return groups
+
+
 def draw(root: Path) -> str:
     """Return the picture."""
     rows = read_rows((root / TABLE).read_text())
-    bottom = TOP + PITCH * len(rows)
+    groups = by_model(rows)
+    bottom = TOP + PITCH * (len(rows) + len(groups))
     drawing = Drawing(
         bottom + 46,
         f"Conversations of many clients, ratio 0.3 beside SGLang's pool in the same KV bytes. Output tokens per second "
@@ -67,8 +80,12 @@ def draw(root: Path) -> str:
             colour = "host" if scale is rate and value == 1 else "rule"
             drawing.line(scale(value), TOP - 12, scale(value), bottom - 4, colour, 1)
             drawing.text(scale(value), bottom + 14, label + unit, 12, "soft", "middle")
-    for index, row in enumerate(rows):
-        _row(drawing, TOP + index * PITCH + 6, row, rate, cached)
+    y = TOP + 6
+    for model, own in groups.items():
+        drawing.text(8, y + 4, model, 12, "soft", bold=True)
+        for place, row in enumerate(own, start=1):
+            _row(drawing, y + place * PITCH, row, rate, cached)
+        y += PITCH * (len(own) + 1)
     drawing.line(252, bottom + 34, 270, bottom + 34, "loss", 2)
     drawing.text(277, bottom + 38, "fewer cached than in SGLang's pool", 12, "loss")
     for x, words, colour in ((560, "SGLang's pool", "host"), (672, "ragged, ratio 0.3", "ours")):
