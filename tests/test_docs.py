@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README_LINES = 120
+MOST_WORDS = 15_000
+"""Of all pages in docs/, without docs/notes."""
 PAGES = sorted(
     path
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md")
@@ -72,6 +74,11 @@ def test_links_lead_to_files_and_headings(page):
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_pages_stay_short():
+    texts = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    assert sum(any(map(str.isalnum, word)) for text in texts for word in text.split()) <= MOST_WORDS
 
 
 def test_every_page_is_in_the_index():

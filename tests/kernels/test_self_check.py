@@ -91,8 +91,8 @@ FAULTS = {
     [
         {"dtype": torch.float8_e4m3fn},
         {"form": "k8v4", "fitted": True},
-        {"form": "k6v4", "dtype": torch.float16},
-        GATED,
+        pytest.param({"form": "k6v4", "dtype": torch.float16}, marks=pytest.mark.thorough),
+        pytest.param(GATED, marks=pytest.mark.thorough),
     ],
 )
 def test_servers_pass(of_server):

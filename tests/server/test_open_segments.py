@@ -12,7 +12,7 @@ from benchmarks.recall import MODEL, task
 from sgl_ragged.mem_pool.open_cache import LEAST_TOKENS
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from tests.models import make_profile
-from tests.server.client import flush, found_of, generate, generate_all, server_settings
+from tests.server.client import ask, flush, found_of, generate, generate_all, server_settings
 from tests.server.test_bounded_history import STRICT
 
 pytestmark = pytest.mark.server
@@ -42,6 +42,17 @@ def server(flags, tmp_path_factory, servers):
     with servers.serve(MODEL, *flags, "--kv-bytes", "24MiB", log=log, env=STRICT) as server:
         assert server_settings(server)["open_page_tokens"] < SEGMENT / 3
         yield server
+
+
+@pytest.mark.parametrize("salts", [("", ""), ("", None), (None, ""), ("a", "a")])
+def test_an_empty_salt_is_none(server, salts):
+    """Prompts are found to their last token where their salts are equal; an empty one is none, as in SGLang."""
+    flush(server)
+    first, second = ({} if salt is None else {"cache_salt": salt} for salt in salts)
+    prompt = {"input_ids": document(9, 4 * SEGMENT + 40)}
+    assert ask(server, prompt | first, 1).cached == 0
+    assert ask(server, prompt | {"cache_salt": "other"}, 1).cached == 0
+    assert ask(server, prompt | second, 1).cached == 4 * SEGMENT + 39
 
 
 def test_a_pool_holds_what_arithmetic_says(server):

@@ -15,7 +15,7 @@ from benchmarks.harness.launch import serve
 from tests.models import make_llama
 from tests.server.client import generate
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 
 FLAGS = (
     *("--dtype", "float32", "--skip-tokenizer-init", "--kv-pool", "ragged", "--kv-bytes", "32MiB"),
