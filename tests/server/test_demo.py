@@ -1,4 +1,4 @@
-"""The demo ends its servers when it is interrupted."""
+"""The demo says what it showed, and ends its servers when it is interrupted."""
 
 from __future__ import annotations
 
@@ -7,16 +7,44 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from benchmarks.demo import Asked, claim
+from benchmarks.quality.facts import Interview, Question
+from benchmarks.real_model import ROOT, ensure
+
 pytestmark = pytest.mark.server
+
+
+def answered(pool: str, held: int | None, back_s: float, answers: tuple[str, ...]) -> Asked:
+    return Asked(pool, 1000 if held else 3000, answers, held, 2.0, back_s, 1 - back_s / 2)
+
+
+def test_it_says_what_was_shown():
+    questions = tuple(Question((1,), str(number)) for number in range(3))
+    document = Interview("numbers", "python", tuple(range(50)), questions)
+    found = [
+        answered("a", 1, 2.0, ("1", "2")),
+        answered("b", None, 0.2, ("1", "2")),
+        answered("c", None, 0.2, ("1", "0")),
+    ]
+    options = SimpleNamespace(kv_bytes="1MiB", few=4, low=0.1)
+    assert claim(found, document, options).splitlines() == [
+        "Room: in the same 1MiB b holds 3.0 times as many tokens as SGLang's pool.",
+        "Backend: an uncached document takes 1.00 times as long as on SGLang's.",
+        "Cache: after 4 conversations the document comes back with 90% cached and 0.10 times its own first time "
+        "(SGLang's pool: 0% cached and 1.00 times).",
+        "Facts: 2 of 2 on SGLang's pool, 2 with b, 1 with c.",
+    ]
 
 
 @pytest.mark.parametrize(("sign", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_demo_leaves_no_process(sign, status):
-    command = [sys.executable, "-m", "benchmarks", "demo", "--json"]
+    model = ensure(ROOT / "models" / "smollm2-135m")
+    command = [sys.executable, "-m", "benchmarks", "demo", "--model", str(model), "--json"]
     demo = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
