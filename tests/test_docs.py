@@ -128,3 +128,28 @@ def test_files_of_ours_that_pages_name_exist():
     named = {(page.name, name) for page in pages for name in re.findall(r"`([\w./-]+\.py)`", page.read_text())}
     lost = {(page, name) for page, name in named if not any(f"/{path}".endswith(f"/{name}") for path in known)}
     assert {one for one in lost if one[1] not in theirs} == set()
+
+
+ELSEWHERE = {"ReadWriteMany", "SGLANG_PLUGINS", "k_base", "register_kv_pool_backend"}
+"""Names on pages that nothing here has: Kubernetes', SGLang's, a checkpoint's, and one that SGLang could offer."""
+
+
+def unknown_names(text: str, known: set[str]) -> set[str]:
+    """Parts of names in backticks, such as `Class.method` or `function(x)`, that are not among known words."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    names = [span.partition("(")[0] for span in spans if re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", span)]
+    files = (".py", ".md", ".json", ".jsonl", ".toml", ".yaml", ".svg", ".safetensors")
+    return {part for name in names if not name.endswith(files) for part in name.split(".") if len(part) > 2} - known
+
+
+def test_names_in_backticks_are_in_the_sources():
+    folders = [path for name in ("sgl_ragged", "calib", "benchmarks", "tests") for path in (ROOT / name).rglob("*.py")]
+    sources = [*folders, ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "docker").iterdir()]
+    known = {word for path in sources if path != Path(__file__) for word in re.findall(r"\w+", path.read_text())}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    assert {page.name: found for page in pages if (found := unknown_names(page.read_text(), known) - ELSEWHERE)} == {}
+
+
+def test_names_that_nothing_has_are_found():
+    text = "`Known.gone` `known(x, y)` `--flag` `walk.py` `two words`\n```\n`lost`\n```\n"
+    assert unknown_names(text, {"Known", "known"}) == {"gone"}
