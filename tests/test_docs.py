@@ -130,7 +130,7 @@ def test_files_of_ours_that_pages_name_exist():
     assert {one for one in lost if one[1] not in theirs} == set()
 
 
-ELSEWHERE = {"ReadWriteMany", "SGLANG_PLUGINS", "k_base", "register_kv_pool_backend"}
+ELSEWHERE = {"ReadWriteMany", "SGLANG_PLUGINS", "fp4_mx_block16", "k_base", "nvfp4", "register_kv_pool_backend"}
 """Names on pages that nothing here has: Kubernetes', SGLang's, a checkpoint's, and one that SGLang could offer."""
 
 
