@@ -47,7 +47,7 @@ ANSWER_TOKENS = 6
 
 @dataclass(frozen=True)
 class Asked:
-    """What one pool answered and held.
+    """Answers of one pool, and how much it held.
 
     Attributes:
         virtual_tokens: tokens that the pool holds, as SGLang counts them.
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes", default="32MiB", help="KV cache of each pool [32MiB]")
     parser.add_argument("--low", type=float, default=0.025, help="ratio of the last pool [0.025]")
     parser.add_argument("--few", type=int, default=4, help="conversations before the document comes back [4]")
-    parser.add_argument("--limit", type=int, default=14, help="conversations that are held at most [14]")
+    parser.add_argument("--limit", type=int, default=10, help="conversations that are held at most [10]")
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of tables")
     options = parser.parse_args()
     with command("demo"):

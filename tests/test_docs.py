@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README_LINES = 120
 MOST_WORDS = 15_000
-"""Of all pages in docs/, without docs/notes."""
+"""Largest number of words in docs/, without docs/notes."""
 PAGES = sorted(
     path
     for pattern in ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md")

@@ -52,7 +52,7 @@ WITH_SLABS = " after sealed segments"
 """Ending of the names of operations that see sealed segments."""
 
 POISON = 1e4
-"""What memory holds that was not written."""
+"""Value of memory that no operation has written."""
 
 POISON_BYTE = 0x7B
 

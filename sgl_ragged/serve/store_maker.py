@@ -18,7 +18,7 @@ from sgl_ragged.scorers import get_scorer
 
 @dataclass(frozen=True)
 class StoreMaker:
-    """What the stores of a rank have in common; arguments as in `SlabStore`.
+    """Settings that all stores of a rank share; arguments as in `SlabStore`.
 
     statistics: per layer, tensors [heads, ...] by name, the codebook's among them. kernel: as in `make_sealer`.
     """

@@ -18,7 +18,7 @@ MAX_OWN_KL = 1e-3
 
 
 def add_verify_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, help="the server to verify, or a router in front of it")
+    parser.add_argument("--url", required=True, help="the server to verify")
     parser.add_argument(
         "--against", metavar="URL", help="a server of the same model to compare with, SGLang's pool say"
     )

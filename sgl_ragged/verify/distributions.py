@@ -22,7 +22,7 @@ LEAST_SAME = 0.8
 
 @dataclass(frozen=True)
 class Distributions:
-    """What a model predicts for consecutive tokens of a text.
+    """Predictions of a model for consecutive tokens of a text.
 
     first: position of the first predicted token. tokens: int64 [positions], the text's own tokens. logprobs: float64
     [positions], their log-probabilities. likeliest: for each position, log-probabilities of the likeliest tokens by

@@ -1,4 +1,4 @@
-"""Ask a running SGLang server, or a router in front of some, for tokens and distributions."""
+"""Ask a running SGLang server for tokens and distributions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RunningServer:
         self._client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def info(self) -> dict[str, Any]:
-        """Return /server_info; empty behind a router that does not have it."""
+        """Return /server_info; an empty dictionary if the server has none."""
         try:
             answer = self._client.get("/server_info")
         except httpx.HTTPError as error:
