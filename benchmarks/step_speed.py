@@ -174,7 +174,7 @@ def table(results: Results, title: str) -> Table:
 
 
 def drafts_table(results: Results) -> Table:
-    """What pools with drafts verify and accept, by medians over rounds; without rows if no pool has drafts."""
+    """Return a table of verified and accepted drafts, medians over rounds; without rows if no pool has drafts."""
     times, batch = results.entries["ms"], results.settings["batch"]
     verified = {pool: values for pool, values in times.get(VERIFY, {}).items() if values}
     rows = []

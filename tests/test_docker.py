@@ -67,7 +67,7 @@ def test_the_image_is_of_a_release_that_is_served():
 
 
 def test_the_image_installs_the_wheel_that_is_tested():
-    """As `make wheel`: a wheel built from the sources, installed with what it asks for; and what calibration needs."""
+    """The image installs what `make wheel` installs: the wheel with its requirements, and the extra for calibration."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, targets = settings["project"], settings["tool"]["hatch"]["build"]["targets"]
     copied = [word for line in re.findall(r"^COPY (?!--)(.*) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()]

@@ -21,7 +21,7 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_error_of_the_uniform_quantiser_on_a_known_grid(bits):
-    """Of n numbers per step, evenly spaced, the mean squared error is (n^2 + 2) / (12 n^2) steps squared."""
+    """With n evenly spaced numbers per step, the mean squared error is (n^2 + 2) / (12 n^2) steps squared."""
     per_step, steps = 64, 2**bits - 1
     numbers = torch.arange(steps * per_step + 1) / per_step
     found = uniform(numbers - 5, bits) + 5
@@ -96,7 +96,7 @@ def test_fp8_has_three_bits_of_mantissa():
 
 
 def test_bytes_by_hand():
-    """Of one head with 64 channels and 256 tokens, keys and values in 16 bits: 65,536 bytes."""
+    """Bytes of one head with 64 channels and 256 tokens, keys and values in 16 bits: 65,536."""
     for bits in (2, 4):
         codes = 2 * 256 * 64 * bits // 8
         groups = 64 * (256 // 32) + 256 * (64 // 32)
