@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
 
 def make_character_model(folder: Path) -> Path:
     """Save the model and its tokenizer in `folder`: 2 layers, 4 KV heads of dimension 32, contexts of 8,192 tokens."""
-    tokenizer = _tokenizer()
+    tokenizer = character_tokenizer()
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -50,7 +50,7 @@ def make_character_model(folder: Path) -> Path:
     return folder
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; others are <unk>."""
     # The byte-level spelling of a character (a space is one, too) is what SGLang's grammars expect of a vocabulary.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

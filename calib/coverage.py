@@ -12,6 +12,7 @@ from calib.output_error import error_curves, weighed
 from calib.recordings_folder import Settings
 from sgl_ragged.profiles.budgets import UNIT, coverage_kept
 from sgl_ragged.profiles.profile import Profile
+from sgl_ragged.profiles.reference import ReferenceText
 from sgl_ragged.scorers import rank_positions
 
 
@@ -44,6 +45,7 @@ def derive_profile(
     statistics: Mapping[str, torch.Tensor],
     held_out: np.ndarray | None = None,
     errors: np.ndarray | None = None,
+    reference: tuple[ReferenceText, ...] = (),
 ) -> Profile:
     """Make the profile of one scorer.
 
@@ -57,6 +59,7 @@ def derive_profile(
         statistics: tensors [layers, heads, ...] that go into the profile.
         held_out: quality of a trained scorer, as in `Profile`.
         errors: [layers, heads, counts] from `measure_errors`, by which curves are weighed (`output_error.weighed`).
+        reference: predictions for held-out texts, as in `Profile`.
     """
     curves = [
         coverage_curves(r[f"{scorer}.scores"], r[f"peaks.{queries}"]).numpy().astype(np.float64) for r in recordings
@@ -73,6 +76,7 @@ def derive_profile(
         coverage=coverage.astype(np.float32),
         shares=shares.astype(np.float32),
         held_out=held_out,
+        reference=reference,
         statistics=MappingProxyType({name: tensor.numpy() for name, tensor in statistics.items()}),
         tasks=tuple(tasks),
         model_id=settings.model.rstrip("/").split("/")[-1],

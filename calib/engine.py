@@ -140,6 +140,25 @@ class Engine:
             raise RuntimeError("the engine answered but recorded nothing")
         return join_ranks([load_file(path) for path in paths]) if paths else {}
 
+    def predict(self, input_ids: Sequence[int], start: int, likeliest: int) -> tuple[list[Any], list[Any]]:
+        """Prefill a text without recording it; return what the model predicts for its tokens after position `start`.
+
+        Returns:
+            SGLang's `input_token_logprobs` and `input_top_logprobs` with `likeliest` tokens, from `start` + 1 on.
+        """
+        if self._engine is None:
+            self._start()
+        (self.folder / LAYERS).write_text(json.dumps([0, 0, True]))
+        answer = self._engine.generate(
+            input_ids=list(input_ids),
+            sampling_params={"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            return_logprob=True,
+            logprob_start_len=start,
+            top_logprobs_num=likeliest,
+        )
+        meta = answer["meta_info"]
+        return meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
+
 
 def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Join the recordings of the tensor-parallel ranks, in rank order, to one recording of all heads."""
@@ -153,11 +172,11 @@ def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
     }
 
 
-def recording_kv_bytes(geometry: ModelGeometry, segment: int, samples: Sequence[TokenizedSample]) -> int:
-    """Compute a KV budget in bytes that holds the longest sample uncompressed, in float32, with padding."""
+def recording_kv_bytes(geometry: ModelGeometry, segment: int, longest: int) -> int:
+    """Compute a KV budget in bytes that holds a sample of `longest` tokens uncompressed, in float32, with padding."""
     kept = uniform_kept(geometry.num_layers, geometry.num_heads, 1.0, segment)
     layout = SlabLayout(kept, geometry.head_dim, segment)
-    segments = max(len(sample.input_ids) for sample in samples) // segment + 4
+    segments = longest // segment + 4
     # An open segment and its stage; scorer inputs of each token add at most q_per_kv / 2 times their size.
     segments += 2 + geometry.q_per_kv
     # A page of the sliding-window layers for every slab: then the other pool is never the smaller one.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from calib.measure import (
 )
 from calib.progress import Bars, PlainLines, show_progress
 from calib.recordings_folder import Settings, claim
+from calib.reference import Texts, held_out_texts, record_reference
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
 from calib.samples import TokenizedSample, dataset_hash, read_samples, tokenize
 from calib.stability import measure_stability
@@ -141,12 +143,12 @@ def run(options: argparse.Namespace) -> None:
         raise RaggedConfigError(
             f"--tp {options.tp} does not divide the model's {geometry.num_heads} KV heads; use a divisor"
         )
+    tokenizer = functools.cache(lambda: load_tokenizer(options.model, engine_args))
+    max_tokens = min(options.max_tokens, config.context_len - _RESERVED_TOKENS)
     samples = tokenize(
-        read_samples(options.data, options.samples, options.seed),
-        lambda: load_tokenizer(options.model, engine_args),
-        min(options.max_tokens, config.context_len - _RESERVED_TOKENS),
-        options.segment + 1,
+        read_samples(options.data, options.samples, options.seed), tokenizer, max_tokens, options.segment + 1
     )
+    texts = _reference_texts(tokenizer, options.segment, max_tokens)
     queries = _choose_queries(options, samples)
     settings = Settings(
         model=options.model,
@@ -176,10 +178,13 @@ def run(options: argparse.Namespace) -> None:
         max_hidden_states_bytes=parse_bytes(options.hidden_states) if options.hidden_states else None,
     )
     print(need, file=sys.stderr)
-    kv_bytes = recording_kv_bytes(geometry, options.segment, samples)
+    longest = max(map(len, (*(sample.input_ids for sample in samples), *texts.values())))
+    kv_bytes = recording_kv_bytes(geometry, options.segment, longest)
     with show_progress() as progress, make_engine(settings, work, kv_bytes) as engine:
         advance = progress.start("samples through SGLang", len(samples) * num_passes(options.scorer))
         recordings = measure(engine, samples, range(need.layers_at_once), advance)
+        advance = progress.start("reference texts", len(texts))
+        reference = record_reference(engine, texts, options.segment, advance)
         if need.layers_at_once == need.num_layers and not error_samples:
             engine.close()
         statistics, held_out = calibrated_statistics(settings, work), None
@@ -209,6 +214,7 @@ def run(options: argparse.Namespace) -> None:
             statistics={name: statistics[name] for name in names if name in statistics} | roles,
             held_out=held_out if get_scorer(scorer).trained else None,
             errors=errors.get(scorer),
+            reference=reference,
         )
         path = Path(options.output.replace("{scorer}", scorer))
         profile.save(path)
@@ -217,6 +223,15 @@ def run(options: argparse.Namespace) -> None:
         print(json.dumps(reports, indent=2))
     else:
         print(f"recordings are kept in {work} for another --ratio, --scope, --queries, ..; delete them when done")
+
+
+def _reference_texts(tokenizer: Callable[[], Any], segment: int, max_tokens: int) -> Texts:
+    """Return the held-out texts; none, and a line that says so, for a model without a tokenizer."""
+    try:
+        return held_out_texts(tokenizer(), segment, max_tokens)
+    except RaggedConfigError as error:
+        print(f"the profile gets no reference for sgl-ragged verify: {error}", file=sys.stderr)
+        return {}
 
 
 def end_with_input() -> None:

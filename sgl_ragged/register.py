@@ -113,6 +113,10 @@ def _resolve_once(original: Callable, server_args: Any) -> None:
 
 def _install_in_worker(server_args: Any, *, role: str, **_: Any) -> None:
     serving = getattr(server_args, ATTRIBUTE, None)
+    if isinstance(serving, WorkerSettings) and role == "tokenizer" and serving.check is not None:
+        from sgl_ragged.serve.start_check import install as install_check
+
+        install_check(serving.check)
     if isinstance(serving, WorkerSettings) and role in ("scheduler", "dp_controller"):
         from sgl_ragged.serve.hooks import install, install_in_controller
         from sgl_ragged.serve.refusal import end_worker

@@ -138,6 +138,14 @@ SERVING: Functions = {
 }
 """For every server with --kv-pool ragged."""
 
+START_CHECK: Functions = {
+    "sglang.srt.entrypoints.warmup.warmup": ("name",),
+    "sglang.srt.entrypoints.http_server.get_global_state": (),
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request": ("self", "obj", "request"),
+    "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.flush_cache": ("self", "timeout_s"),
+}
+"""For the process with the HTTP server, where answers are checked at the start."""
+
 CONTROLLER: Functions = {CONTROLLER_READY: ("self",)}
 """For the process that starts the replicas of --dp-size."""
 

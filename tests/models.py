@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ from benchmarks.storm.material import random_codebook
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.head_statistics import PIVOT_ORDER, WATCHED
 from sgl_ragged.profiles.profile import VALUE_MEAN, Profile
+from sgl_ragged.profiles.reference import LIKELIEST, ReferenceText
 
 SIZES = dict(
     vocab_size=512,
@@ -99,6 +101,29 @@ def make_profile(
             | (random_codebook(geometry, rng) if codebook else {})
         ),
     )
+    profile.save(path)
+    return profile
+
+
+@torch.no_grad()
+def with_reference(profile: Profile, model: Path, path: Path, *, seed: int = 0) -> Profile:
+    """The profile with what transformers' model predicts for three texts of random tokens, saved at `path`.
+
+    seed: of the tokens.
+    """
+    made = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rng, texts = np.random.default_rng(seed), []
+    for name in ("first", "second", "third"):
+        ids = rng.integers(3, 512, 5 * profile.segment + 1)
+        every = made(torch.from_numpy(ids)[None]).logits[0, profile.segment : -1].log_softmax(-1)
+        top = every.topk(LIKELIEST)
+        own = every.gather(1, torch.from_numpy(ids[profile.segment + 1 :, None]))[:, 0]
+        texts.append(
+            ReferenceText(
+                name, ids.astype(np.int32), own.numpy(), top.indices.numpy().astype(np.int32), top.values.numpy()
+            )
+        )
+    profile = replace(profile, reference=tuple(texts))
     profile.save(path)
     return profile
 

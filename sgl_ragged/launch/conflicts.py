@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.launch.feature import REFUSED, STAYS_UNFITTED, STAYS_WIDE, Conflict, launch_features
+from sgl_ragged.launch.feature import REFUSED, STAYS_UNFITTED, STAYS_WIDE, UNCHECKED, Conflict, launch_features
 from sgl_ragged.launch.multimodal import counts_pictures
 from sgl_ragged.launch.start import ModelStart, Start
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 
-CODES, FITTED = "slabs in 8, 6 and 4 bits", "fitted slabs"
+CODES, FITTED, CHECKED = "slabs in 8, 6 and 4 bits", "fitted slabs", "--ragged-check"
 """Defaults of a server where nothing conflicts with them; the first of two things in a conflict."""
 
 SPLIT, FLASHINFER = "--ragged-fairkv split", "--ragged-kernel flashinfer"
@@ -57,7 +57,7 @@ def _own_trees() -> list[str]:
 def cases() -> tuple[dict[str, Callable[[Start], bool]], dict[str, Callable[[ModelStart], bool]]]:
     """Return all cases by name: those seen in flags, and those seen in flags and model.
 
-    CODES and FITTED are none: `against` looks them up by name.
+    CODES, FITTED and CHECKED are none: `against` looks them up by name.
     """
     of_flags, of_model = dict(OWN_CASES), dict(OWN_MODEL_CASES)
     for feature in launch_features():
@@ -80,7 +80,7 @@ def conflicts() -> tuple[Conflict, ...]:
 
 
 def against(one: str, start: ModelStart) -> Conflict | None:
-    """Return the first conflict of CODES or FITTED with a start, or None."""
+    """Return the first conflict of CODES, FITTED or CHECKED with a start, or None."""
     return next((found for found in conflicts() if found.one == one and _has(start, found.other)), None)
 
 
@@ -97,7 +97,7 @@ def table() -> str:
     for found in conflicts():
         others.setdefault((found.effect, found.one, found.why, found.advice), []).append(_shown(found.other))
     sections = []
-    for effect in (REFUSED, STAYS_WIDE, STAYS_UNFITTED):
+    for effect in (REFUSED, STAYS_WIDE, STAYS_UNFITTED, UNCHECKED):
         rows = [
             f"| {_shown(one)} | {', '.join(names)} | {why} | {'' if advice == Conflict.advice else advice} |"
             for (own_effect, one, why, advice), names in others.items()

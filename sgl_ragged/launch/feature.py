@@ -17,14 +17,16 @@ from sgl_ragged.sglang_contract import Functions
 REFUSED = "the server does not start"
 STAYS_WIDE = "`auto` stays `wide`; a format that was asked for is refused"
 STAYS_UNFITTED = "served unfitted, and the log says why"
+UNCHECKED = "answers are not checked at the start, and the log says why"
 
 
 @dataclass(frozen=True)
 class Conflict:
     """Two things that a start cannot have together.
 
-    one, other: cases (`conflicts.cases`); the first may be `conflicts.CODES` or `conflicts.FITTED`.
-    why: one clause. advice: what to do instead. effect: one of REFUSED, STAYS_WIDE, STAYS_UNFITTED.
+    one, other: cases (`conflicts.cases`); the first may be `conflicts.CODES`, `conflicts.FITTED` or
+    `conflicts.CHECKED`. why: one clause. advice: what to do instead. effect: one of REFUSED, STAYS_WIDE,
+    STAYS_UNFITTED, UNCHECKED.
     """
 
     one: str

@@ -19,6 +19,9 @@ T = TypeVar("T")
 FITTED = "auto"
 """Value of --ragged-fit with which heads are fitted."""
 
+CHECKS = ("auto", "off", "strict")
+"""Values of --ragged-check."""
+
 CALIBRATED_SCORER = "gate"
 """The scorer of models that are calibrated at their first start (docs/evaluation.md)."""
 
@@ -94,6 +97,15 @@ class RaggedOptions:
         "equally much; split: the same, with some heads stored in parts on several ranks.",
         shown="permute, where that is possible",
         choices=("none", "permute", "split"),
+    )
+    check: str = flag(
+        CHECKS[0],
+        "Whether answers are compared with the profile's reference of the uncompressed model before the server is "
+        "healthy. auto: a warning beyond the limits of sgl-ragged verify; strict: the start ends there.",
+        choices=CHECKS,
+    )
+    check_seconds: float = flag(
+        20.0, "Longest time of --ragged-check; auto skips it where it would take longer.", type=float, metavar="S"
     )
     of_features: tuple[Any, ...] = ()
     from_command_line: bool = False

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -236,12 +237,30 @@ class Prefill:
     schedule: Any
 
 
+WARM_UP = "sgl_ragged_check"
+"""Name of the check of answers among SGLang's custom warm-ups."""
+
+
+@dataclass(frozen=True)
+class StartCheck:
+    """A check of answers before a server is healthy.
+
+    profile: file with the reference. strict: end the start beyond the limits, instead of a warning. seconds: longest
+    time that it may take; fewer texts are asked for, or none, where they would take longer.
+    """
+
+    profile: Path
+    strict: bool
+    seconds: float
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """Settings that the launcher hands to its workers, pickled with SGLang's ServerArgs.
 
     plan: None with SGLang's own pool. kv_bytes: bytes per rank, or None. from_command_line: False for `Engine`.
-    observer: a `serve.backend.Observer`, or None. scorer_weights: the flag's path.
+    observer: a `serve.backend.Observer`, or None. scorer_weights: the flag's path. check: of
+    answers at the start, or why there is none; None with SGLang's own pool.
     """
 
     plan: ServingPlan | None = field(compare=False)
@@ -249,6 +268,7 @@ class WorkerSettings:
     from_command_line: bool = False
     observer: Any = None
     scorer_weights: str | None = None
+    check: StartCheck | str | None = None
 
     @property
     def served_plan(self) -> ServingPlan:

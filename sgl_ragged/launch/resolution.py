@@ -29,8 +29,9 @@ from sgl_ragged.launch.models import expected_kv_dtype, model_geometry, refuse_k
 from sgl_ragged.launch.node_plan import Choices
 from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.placing import model_overrides, require_places
-from sgl_ragged.launch.plan import ATTRIBUTE, BACKEND, WorkerSettings
+from sgl_ragged.launch.plan import ATTRIBUTE, BACKEND, WARM_UP, StartCheck, WorkerSettings
 from sgl_ragged.launch.start import ModelStart, Start
+from sgl_ragged.launch.start_check import choose_check
 from sgl_ragged.mem_pool.kv_dtype import is_fp8
 
 WINDOWS_BACKEND = "triton"
@@ -108,7 +109,11 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     plan = decide(with_model, Choices(kernel, share, joining))
     if options.kv_bytes is not None:
         refuse_small(options.kv_bytes, plan, with_model)
-    setattr(server_args, ATTRIBUTE, replace(serving, plan=plan))
+    check = choose_check(with_model, plan)
+    if isinstance(check, StartCheck):
+        check_contract(sglang.START_CHECK)
+        declare_resolution(server_args, "sgl_ragged", warmups=",".join(filter(None, (view.warmups, WARM_UP))))
+    setattr(server_args, ATTRIBUTE, replace(serving, plan=plan, check=check))
     overrides = model_overrides(plan, view.json_model_override_args)
     if overrides is not None:
         declare_resolution(server_args, "sgl_ragged", json_model_override_args=overrides)

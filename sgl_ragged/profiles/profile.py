@@ -24,6 +24,7 @@ from sgl_ragged.profiles.budgets import UNIT, check_ratio, check_segment, covera
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.head_statistics import ROUNDING, range_faults, statistic_faults
 from sgl_ragged.profiles.head_statistics import VALUE_MEAN as VALUE_MEAN
+from sgl_ragged.profiles.reference import ReferenceText, from_tensors, reference_faults, to_tensors
 
 FORMAT = "sgl_ragged.profile"
 FORMAT_VERSION = 3
@@ -57,7 +58,7 @@ _TEXTS = ("model_id", "model_fingerprint", "scorer", "queries", "dataset_hash", 
 class Profile:
     """Calibrated statistics of one model's heads with one scorer; L layers, H heads, N samples, S tokens per segment.
 
-    Arrays are float32, but for statistics in float16.
+    Arrays are float32, but for statistics in float16 and tokens in int32.
 
     Args:
         mu, sigma: [L, H], share of a segment that each head needs, mean and standard deviation (TANGRAM Eq. 5).
@@ -72,6 +73,7 @@ class Profile:
         held_out: [L, 5], quality of a trained scorer on held-out samples, in the columns HELD_OUT.
         statistics: arrays [L, H, ...] by name, [L, 1, ...] where the heads of a layer share them: what the scorer needs
             at run time, and statistics that every profile has (`head_statistics`, `codebook`).
+        reference: predictions of the uncompressed model for held-out texts (`reference`); empty if none were recorded.
 
     Raises:
         RaggedConfigError: a number or array is outside of what calibration can measure. A digest shows only that a file
@@ -99,9 +101,17 @@ class Profile:
     shares: np.ndarray | None = None
     held_out: np.ndarray | None = None
     statistics: MappingProxyType[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
+    reference: tuple[ReferenceText, ...] = ()
 
     def __post_init__(self) -> None:
-        for check in (_metadata_faults, _share_faults, _coverage_faults, _sample_faults, _statistic_faults):
+        for check in (
+            _metadata_faults,
+            _share_faults,
+            _coverage_faults,
+            _sample_faults,
+            _statistic_faults,
+            _reference_faults,
+        ):
             # Later checks assume that earlier ones passed, so the first reason is raised.
             for reason in check(self):
                 raise RaggedConfigError(f"profile: {reason}")
@@ -124,9 +134,9 @@ class Profile:
 
     def _tensors(self) -> dict[str, np.ndarray]:
         arrays = {name: getattr(self, name) for name in ("mu", "sigma", "coverage", "shares", "held_out")}
-        arrays |= {STATISTIC + name: array for name, array in self.statistics.items()}
+        arrays |= {STATISTIC + name: array for name, array in self.statistics.items()} | to_tensors(self.reference)
         return {
-            name: np.ascontiguousarray(array, dtype=np.float16 if array.dtype == np.float16 else np.float32)
+            name: np.ascontiguousarray(array, dtype=array.dtype if array.dtype in _STORED else np.float32)
             for name, array in arrays.items()
             if array is not None
         }
@@ -156,7 +166,10 @@ class Profile:
             )
 
 
-_ARRAYS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics")
+_STORED = (np.dtype(np.float16), np.dtype(np.int32))
+"""Dtypes that a file keeps; all others are stored as float32."""
+
+_ARRAYS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics", "reference")
 _METADATA = {f.name: str(f.type) for f in fields(Profile) if f.name not in _ARRAYS}
 _READERS: dict[str, Any] = {"str": str, "int": int, "float": float, "tuple[str, ...]": lambda t: tuple(json.loads(t))}
 
@@ -200,6 +213,7 @@ def load_profile(path: str | Path) -> Profile:
             shares=tensors.get("shares"),
             held_out=tensors.get("held_out"),
             statistics=MappingProxyType(statistics),
+            reference=from_tensors(tensors),
             **{name: _READERS[kind](metadata[name]) for name, kind in _METADATA.items()},
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -306,3 +320,7 @@ def _sample_faults(profile: Profile) -> Iterator[str]:
 
 def _statistic_faults(profile: Profile) -> Iterator[str]:
     return statistic_faults(profile.statistics, (profile.num_layers, profile.num_heads), profile.head_dim)
+
+
+def _reference_faults(profile: Profile) -> Iterator[str]:
+    return reference_faults(profile.reference)

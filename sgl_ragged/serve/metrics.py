@@ -134,6 +134,8 @@ def settings(serving: WorkerSettings, pool: RaggedTokenToKVPool) -> dict[str, An
         "fairkv": plan.fairkv,
         "kernel": plan.kernel,
         "self_check": None if pool.self_check is None else asdict(pool.self_check),
+        # `serve.start_check` writes the result here, in the process with the HTTP server.
+        "quality": {"skipped": serving.check} if isinstance(serving.check, str) else None,
         "kept_min": min(int(layout.kept.min()) for layout in layouts),
         "kept_mean": share * plan.segment,
         "kept_median": float(np.median(plan.kept)),

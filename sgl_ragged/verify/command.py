@@ -8,19 +8,26 @@ import sys
 from pathlib import Path
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.verify.comparison import Comparison, PromptResult, compare
+from sgl_ragged.profiles.profile_choice import UNIFORM
+from sgl_ragged.verify.comparison import Comparison, PromptResult, Reference, compare
 from sgl_ragged.verify.distributions import Distance
-from sgl_ragged.verify.prompts import built_in_prompts, read_prompts
+from sgl_ragged.verify.limits import MAX_KL, MAX_OWN_KL, limits_exceeded
+from sgl_ragged.verify.profile_reference import ProfileReference
+from sgl_ragged.verify.prompts import TokenizedPrompt, built_in_prompts, read_prompts
 from sgl_ragged.verify.running_server import RunningServer
-
-MAX_KL = 0.05
-MAX_OWN_KL = 1e-3
 
 
 def add_verify_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", required=True, help="the server to verify")
+    parser.add_argument("--url", required=True, help="the server to verify, or a router")
     parser.add_argument(
-        "--against", metavar="URL", help="a server of the same model to compare with, SGLang's pool say"
+        "--against", metavar="URL", help="a server of the same model to compare with, such as one with SGLang's pool"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="a profile with a reference, to compare with what calibration recorded of the uncompressed model "
+        "[the server's, where this machine has the file]",
     )
     parser.add_argument(
         "--prompts",
@@ -30,7 +37,7 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
         "[four built-in texts]",
     )
     parser.add_argument(
-        "--max-kl", type=float, default=MAX_KL, help=f"exit 1 if the mean KL to --against is larger [{MAX_KL}]"
+        "--max-kl", type=float, default=MAX_KL, help=f"exit 1 if the mean KL to the reference is larger [{MAX_KL}]"
     )
     parser.add_argument(
         "--max-own-kl",
@@ -46,14 +53,14 @@ def verify(options: argparse.Namespace) -> None:
     for name in ("max_kl", "max_own_kl"):
         if not getattr(options, name) > 0:
             raise RaggedConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be positive")
-    prompts = built_in_prompts() if options.prompts is None else read_prompts(options.prompts)
-    against = None if options.against is None else RunningServer(options.against)
+    server = RunningServer(options.url)
+    reference, prompts = choose_reference(server, options)
 
     def report(line: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
-    found = compare(RunningServer(options.url), against, prompts, report)
+    found = compare(server, reference, prompts, report)
     report("")
     faults = limits_exceeded(found, options.max_kl, options.max_own_kl)
     print(json.dumps(found.as_json() | {"faults": faults}) if options.json else table(found))
@@ -63,18 +70,37 @@ def verify(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def limits_exceeded(found: Comparison, max_kl: float, max_own_kl: float) -> list[str]:
-    """Return a line for each mean that exceeds its limit; NaN does."""
-    limits = (
-        ("to_reference", "KL to --against", "--max-kl", max_kl),
-        ("hit_to_miss", "KL of cache hits to misses", "--max-own-kl", max_own_kl),
-        ("decode_to_prefill", "KL of decode to prefill", "--max-own-kl", max_own_kl),
-    )
-    return [
-        f"{name} is {mean.kl:.2g}, and {flag} allows {limit:g}"
-        for kind, name, flag, limit in limits
-        if (mean := found.mean(kind)) is not None and not mean.kl <= limit
-    ]
+def choose_reference(
+    server: RunningServer, options: argparse.Namespace
+) -> tuple[Reference | None, list[TokenizedPrompt]]:
+    """Return what to compare with, and the prompts.
+
+    Raises:
+        RaggedConfigError: flags exclude each other, a file cannot be read, or the server does not answer.
+    """
+    if options.profile is not None and (options.against is not None or options.prompts is not None):
+        other = "--against" if options.against is not None else "--prompts"
+        raise RaggedConfigError(f"--profile has its own texts and predictions, so {other} has no effect; remove one")
+    recorded = None
+    if options.profile is not None:
+        recorded = ProfileReference.from_file(options.profile)
+    elif options.against is None and options.prompts is None:
+        recorded = _reference_of(server)
+    if recorded is not None:
+        return recorded, recorded.prompts
+    named = built_in_prompts() if options.prompts is None else read_prompts(options.prompts)
+    against = None if options.against is None else RunningServer(options.against)
+    return against, [TokenizedPrompt(one.name, server.tokens(one.prompt)) for one in named]
+
+
+def _reference_of(server: RunningServer) -> ProfileReference | None:
+    """Return the reference in the server's profile, or None where this machine does not have one."""
+    profile = (server.info().get("ragged") or {}).get("profile", UNIFORM)
+    try:
+        return ProfileReference.from_file(Path(profile)) if Path(profile).is_absolute() else None
+    except RaggedConfigError as error:
+        print(f"sgl-ragged: no reference: {error}", file=sys.stderr)
+        return None
 
 
 def table(found: Comparison) -> str:
@@ -94,11 +120,17 @@ def table(found: Comparison) -> str:
     lines.append("")
     if found.against is None:
         lines.append(
-            "No reference: pass --against URL of a server with SGLang's pool to measure what compression costs."
+            "No reference: pass --against URL of a server with SGLang's pool, or --profile FILE, to measure what "
+            "compression costs."
         )
     else:
         lines.append(f"KL, delta NLL and same top-1 from {found.against}, after each prompt's first segment; nats.")
     lines.append("hit/miss: KL of predictions with the prefix from the cache to those without. decode: to prefill.")
+    if found.weight_updates:
+        lines.append(
+            f"Stale: weights were updated {found.weight_updates} times since the start; profile and reference are "
+            f"those of the first weights."
+        )
     for url, cache in ((found.url, found.cache), (found.against, found.against_cache)):
         if cache:
             lines.append(f"{url}: {_cache_line(cache)}")

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.verify.distributions import Distance, distance
-from sgl_ragged.verify.prompts import NamedPrompt
-from sgl_ragged.verify.running_server import RunningServer, new_namespace
+from sgl_ragged.verify.distributions import Distance, Distributions, distance
+from sgl_ragged.verify.prompts import TokenizedPrompt
+from sgl_ragged.verify.server import Server, new_namespace
 
 SEGMENT = 256
 """Tokens per segment of a server that does not say."""
 
 DECODED = 16
 """Tokens that are decoded after each prompt."""
+
+
+class Reference(Protocol):
+    """Predictions to compare with: another server, or what a profile recorded."""
+
+    url: str
+
+    def info(self) -> dict[str, Any]: ...
+
+    def read(self, ids: Sequence[int], start: int = 0) -> Distributions: ...
 
 
 @dataclass(frozen=True)
@@ -38,13 +48,18 @@ class PromptResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Results of all prompts, and what the servers say of their caches (`cache_facts`)."""
+    """Results of all prompts, and facts about the servers' caches (`cache_facts`).
+
+    against: name of the reference, or None. weight_updates: of the server since its start; the profile, and with it the
+    reference that it recorded, is that of the weights at start.
+    """
 
     url: str
     against: str | None
     prompts: tuple[PromptResult, ...]
     cache: dict[str, Any]
     against_cache: dict[str, Any]
+    weight_updates: int = 0
 
     def mean(self, kind: str) -> Distance | None:
         """Return the mean of one kind of distance, each position counted once; None if no prompt has it."""
@@ -66,55 +81,58 @@ KINDS = ("to_reference", "hit_to_miss", "decode_to_prefill")
 
 
 def compare(
-    server: RunningServer,
-    against: RunningServer | None,
-    prompts: Sequence[NamedPrompt],
+    server: Server,
+    reference: Reference | None,
+    prompts: Sequence[TokenizedPrompt],
     report: Callable[[str], None] = lambda line: None,
 ) -> Comparison:
     """Ask for all prompts, one after the other.
 
     Args:
-        against: the reference.
         report: called with a line before each prompt.
 
     Raises:
         RaggedConfigError: a server cannot be reached, refuses, or has another vocabulary.
     """
-    info, other_info = server.info(), {} if against is None else against.info()
+    info, other_info = server.info(), {} if reference is None else reference.info()
     segment = int((info.get("ragged") or {}).get("segment", SEGMENT))
     results = []
-    for number, named in enumerate(prompts, start=1):
-        report(f"{named.name} ({number} of {len(prompts)})")
-        results.append(_compare_prompt(server, against, named, segment))
+    for number, prompt in enumerate(prompts, start=1):
+        report(f"{prompt.name} ({number} of {len(prompts)})")
+        results.append(_compare_prompt(server, reference, prompt, segment))
     return Comparison(
         server.url,
-        None if against is None else against.url,
+        None if reference is None else reference.url,
         tuple(results),
         cache_facts(info),
         cache_facts(other_info),
+        _weight_updates(info),
     )
 
 
-def _compare_prompt(
-    server: RunningServer, against: RunningServer | None, named: NamedPrompt, segment: int
-) -> PromptResult:
-    ids = server.tokens(named.prompt)
+def _compare_prompt(server: Server, reference: Reference | None, prompt: TokenizedPrompt, segment: int) -> PromptResult:
+    ids = prompt.ids
     if len(ids) < 2:
-        raise RaggedConfigError(f"prompt {named.name!r} has fewer than two tokens")
+        raise RaggedConfigError(f"prompt {prompt.name!r} has fewer than two tokens")
     namespace = new_namespace()
     miss = server.read(ids, 0, namespace)
     to_reference = None
-    if against is not None and len(ids) > segment + 1:
+    if reference is not None and len(ids) > segment + 1:
         try:
-            to_reference = distance(against.read(ids, segment), miss)
+            to_reference = distance(reference.read(ids, segment), miss)
         except ValueError as error:
-            raise RaggedConfigError(f"{against.url} serves another model than {server.url}: {error}") from error
+            raise RaggedConfigError(f"{reference.url} is of another model than {server.url}: {error}") from error
     # The last segment border before the prompt's last tokens: a hit ends there at the latest.
     border = (len(ids) - 2) // segment * segment
     hit_to_miss = distance(miss, server.read(ids, border, namespace)) if border else None
     tokens, decoded = server.go_on(ids, DECODED, namespace)
     prefilled = server.read([*ids, *tokens], len(ids) - 1)
-    return PromptResult(named.name, len(ids), to_reference, hit_to_miss, distance(prefilled, decoded))
+    return PromptResult(prompt.name, len(ids), to_reference, hit_to_miss, distance(prefilled, decoded))
+
+
+def _weight_updates(info: dict[str, Any]) -> int:
+    states = info.get("internal_states") or []
+    return max((int((state.get("ragged") or {}).get("weight_updates", 0)) for state in states), default=0)
 
 
 def cache_facts(info: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from sgl_ragged.profiles.reference import ReferenceText
+
 SMALLEST = 1e-12
 """Least probability of an outcome, so that logarithms are finite."""
 
@@ -40,6 +42,14 @@ class Distributions:
         likeliest = tuple({int(token): float(logprob) for logprob, token, *_ in entries} for entries in top)
         tokens = np.array([int(token) for _, token, *_ in own], dtype=np.int64)
         return cls(first, tokens, np.array([float(logprob) for logprob, *_ in own]), likeliest)
+
+    @classmethod
+    def from_reference(cls, text: ReferenceText) -> Distributions:
+        """Read what calibration recorded for a text."""
+        pairs = zip(text.likeliest.tolist(), text.likeliest_logprobs.tolist(), strict=True)
+        likeliest = tuple(dict(zip(*entries, strict=True)) for entries in pairs)
+        tokens = text.tokens[text.first :].astype(np.int64)
+        return cls(text.first, tokens, text.logprobs.astype(np.float64), likeliest)
 
     def __len__(self) -> int:
         return len(self.tokens)

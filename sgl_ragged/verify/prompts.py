@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.verify.running_server import Prompt
+
+Prompt = str | list[dict[str, Any]] | list[int]
+"""Text, messages in OpenAI's format, or token ids."""
 
 BUILT_IN = ("prose", "code", "chat", "german")
 
@@ -21,10 +24,23 @@ class NamedPrompt:
     prompt: Prompt
 
 
-def built_in_prompts() -> list[NamedPrompt]:
-    """Return the texts in `texts/`, 1,655 to 2,787 tokens each with the tokenizer of SmolLM2."""
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """Token ids of a prompt, and its name in tables."""
+
+    name: str
+    ids: list[int]
+
+
+def built_in_texts() -> dict[str, str]:
+    """Return the texts in `texts/` by name, 1,655 to 2,787 tokens each with the tokenizer of SmolLM2."""
     folder = files("sgl_ragged.verify") / "texts"
-    return [NamedPrompt(name, (folder / f"{name}.txt").read_text(encoding="utf-8")) for name in BUILT_IN]
+    return {name: (folder / f"{name}.txt").read_text(encoding="utf-8") for name in BUILT_IN}
+
+
+def built_in_prompts() -> list[NamedPrompt]:
+    """Return the built-in texts as prompts."""
+    return [NamedPrompt(name, text) for name, text in built_in_texts().items()]
 
 
 def read_prompts(path: Path) -> list[NamedPrompt]:

@@ -136,7 +136,7 @@ def test_nothing_speaks_against_a_plain_start():
 
 
 def test_conflicts_name_cases_that_exist():
-    known = {*cases()[0], *cases()[1], CODES, FITTED}
+    known = {*cases()[0], *cases()[1], CODES, FITTED, CHECKED}
     assert {name for one in conflicts() for name in (one.one, one.other)} <= known
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.character_model import character_tokenizer
 from calib.codebook import PER_QUERY_HEAD
 from calib.output_error import error_curves, left_over, query_positions, weighed
 from sgl_ragged.features.retrieval.roles import head_roles
@@ -22,7 +23,9 @@ from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, QUERIES, ROPE
 from sgl_ragged.profiles.head_statistics import HEAD_STATISTICS
 from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile, profile_kept
+from sgl_ragged.profiles.reference import LIKELIEST
 from sgl_ragged.scorers import rank_positions
+from sgl_ragged.verify.prompts import BUILT_IN
 from tests.models import make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate
@@ -37,6 +40,7 @@ CONTEXT, LONGEST = 640, 632
 
 def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     model = make_qwen3(tmp_path / "qwen3", max_position_embeddings=CONTEXT)
+    character_tokenizer().save_pretrained(model)
     rng = np.random.default_rng(0)
     data = tmp_path / "samples.jsonl"
     # The last one is longer than the model's context.
@@ -60,6 +64,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     assert (np.diff(profile.coverage) >= 0).all()
     assert profile.tasks == ("a", "b", "a", "b")
     assert set(HEAD_STATISTICS) <= set(profile.statistics)
+    check_reference(model, profile)
     # 32 tokens of each sample, three query heads.
     assert profile.statistics[QUERIES].shape == (2, 2, 3 * PER_QUERY_HEAD, 128)
     assert np.isfinite(profile.statistics[MASSES]).all()
@@ -119,6 +124,21 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     kept = profile_kept(profile, RATIO, SEGMENT)
     want = Oracle(str(model), kept, SEGMENT, "keydiff").logprobs(prompt + answer.tokens)
     np.testing.assert_allclose(np.concatenate([answer.input_logprobs, answer.output_logprobs]), want, atol=1e-3)
+
+
+@torch.no_grad()
+def check_reference(model: Path, profile: Profile) -> None:
+    """What was recorded for the held-out texts is what transformers' model predicts."""
+    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert {text.name for text in profile.reference} == set(BUILT_IN)
+    for text in profile.reference:
+        assert (len(text.tokens), text.first) == (LONGEST, SEGMENT + 1)
+        logprobs = made(torch.from_numpy(text.tokens)[None]).logits[0, SEGMENT:-1].log_softmax(-1)
+        top = logprobs.topk(LIKELIEST).values
+        np.testing.assert_allclose(text.likeliest_logprobs, top, atol=1e-3)
+        np.testing.assert_allclose(logprobs.gather(1, torch.from_numpy(text.likeliest).long()), top, atol=1e-3)
+        own = logprobs.gather(1, torch.from_numpy(text.tokens[SEGMENT + 1 :, None]).long())[:, 0]
+        np.testing.assert_allclose(text.logprobs, own, atol=1e-3)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import pytest
 
 from sgl_ragged import cli
 from sgl_ragged.verify.comparison import compare
-from sgl_ragged.verify.prompts import NamedPrompt
+from sgl_ragged.verify.prompts import TokenizedPrompt
 from sgl_ragged.verify.running_server import RunningServer
 from tests.models import make_llama
 
@@ -40,9 +40,9 @@ def ragged_url(llama, servers, tmp_path_factory):
         yield server.url
 
 
-def prompts(*lengths: int) -> list[NamedPrompt]:
+def prompts(*lengths: int) -> list[TokenizedPrompt]:
     rng = np.random.default_rng(3)
-    return [NamedPrompt(str(length), rng.integers(4, 100, length).tolist()) for length in lengths]
+    return [TokenizedPrompt(str(length), rng.integers(4, 100, length).tolist()) for length in lengths]
 
 
 def test_a_server_equals_itself(token_url):
@@ -88,7 +88,7 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_limits_decide_the_exit_status(ragged_url, token_url, monkeypatch, capsys, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text("\n".join(json.dumps({"input_ids": one.prompt}) for one in prompts(200, 300)))
+    path.write_text("\n".join(json.dumps({"input_ids": one.ids}) for one in prompts(200, 300)))
     arguments = ("--url", ragged_url, "--against", token_url, "--prompts", str(path))
     status, out, err = run(monkeypatch, capsys, *arguments, "--max-kl", "10")
     assert (status, err) == (0, "")
@@ -98,12 +98,12 @@ def test_limits_decide_the_exit_status(ragged_url, token_url, monkeypatch, capsy
     found = json.loads(out)
     assert found["mean"]["to_reference"]["kl"] > 1e-9
     assert found["faults"] == [err.removeprefix("sgl-ragged: ").strip()]
-    assert "KL to --against" in err
+    assert "KL to the reference" in err
 
 
 def test_without_a_reference_a_server_is_compared_with_itself(ragged_url, monkeypatch, capsys, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"input_ids": prompts(200)[0].prompt}))
+    path.write_text(json.dumps({"input_ids": prompts(200)[0].ids}))
     status, out, _ = run(monkeypatch, capsys, "--url", ragged_url, "--prompts", str(path))
     assert status == 0
     assert "No reference: pass --against URL" in out

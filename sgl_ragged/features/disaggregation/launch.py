@@ -9,8 +9,8 @@ from sgl_ragged import sglang_contract as sglang
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.disaggregation.meter import sent_bytes
 from sgl_ragged.features.disaggregation.roles import DECODE, NAME, PREFILL, ServerRole
-from sgl_ragged.launch.conflicts import M_ROPE, NODES
-from sgl_ragged.launch.feature import Conflict, LaunchFeature
+from sgl_ragged.launch.conflicts import CHECKED, M_ROPE, NODES
+from sgl_ragged.launch.feature import UNCHECKED, Conflict, LaunchFeature
 from sgl_ragged.launch.flags import RefusedValues, refuse_values
 from sgl_ragged.launch.plan import Rank, ServingPlan
 from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
@@ -81,6 +81,7 @@ class Disaggregation(LaunchFeature):
         Conflict(CASE, "--speculative-algorithm", "drafts on a decode server have not been tested"),
         Conflict(CASE, NODES, "it has been tested on one node only"),
         Conflict(CASE, M_ROPE, "positions of pictures on two servers have not been tested", "drop it"),
+        Conflict(CHECKED, CASE, "no server answers alone", "ask the router: `sgl-ragged verify`", UNCHECKED),
     )
 
     def asked(self, start: Start) -> bool:

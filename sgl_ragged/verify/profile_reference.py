@@ -1,0 +1,47 @@
+"""A profile's reference in place of a server that keeps everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.reference import ReferenceText
+from sgl_ragged.verify.distributions import Distributions
+from sgl_ragged.verify.prompts import TokenizedPrompt
+
+NO_REFERENCE = "has no reference for sgl-ragged verify: calibrate again to record one"
+
+
+class ProfileReference:
+    """What calibration recorded of the uncompressed model.
+
+    Args:
+        name: for tables and messages.
+    """
+
+    def __init__(self, texts: Sequence[ReferenceText], name: str) -> None:
+        self.url, self._texts = name, texts
+
+    @classmethod
+    def from_file(cls, path: Path) -> ProfileReference:
+        """Read a profile. Raises RaggedConfigError if it cannot be read, or has no reference."""
+        texts = load_profile(path).reference
+        if not texts:
+            raise RaggedConfigError(f"profile {path} {NO_REFERENCE}")
+        return cls(texts, f"profile {path}")
+
+    @property
+    def prompts(self) -> list[TokenizedPrompt]:
+        """The texts for which predictions were recorded."""
+        return [TokenizedPrompt(text.name, text.tokens.tolist()) for text in self._texts]
+
+    def info(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, ids: Sequence[int], start: int = 0) -> Distributions:
+        """Return what was recorded after position `start` of one of `prompts`."""
+        text = next(text for text in self._texts if text.tokens.tolist() == list(ids))
+        return Distributions.from_reference(text).since(start + 1)
