@@ -18,6 +18,7 @@ from sgl_ragged.features.retrieval.launch import RetrievalFlags
 from sgl_ragged.features.windows.launch import ONE_POOL
 from sgl_ragged.launch import start as start_module
 from sgl_ragged.launch.conflicts import (
+    CHECKED,
     CODES,
     FITTED,
     FLASHINFER,
