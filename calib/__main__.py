@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 from safetensors import SafetensorError
 
-from calib import convert, inspect, run
+from calib import convert, inspect, quality, run
 from calib.engine import RESUME_ADVICE
 from sgl_ragged.errors import RaggedConfigError
 
-COMMANDS = (run, inspect, convert)
+COMMANDS = (run, quality, inspect, convert)
 """Modules of the commands. Each has `add_parser(commands)`, which sets the default `run`, a function of the options."""
 
 

@@ -18,8 +18,10 @@ from matplotlib.ticker import MaxNLocator
 from calib.grouping import Reclaimed
 from calib.role_report import RoleReport
 from sgl_ragged.errors import RaggedConfigError
+from sgl_ragged.mem_pool.slab_format import CODED_RATIO
 from sgl_ragged.profiles.head_statistics import ROLES
 from sgl_ragged.profiles.profile import Profile
+from sgl_ragged.profiles.quality import LEAST_KL, MeasuredQuality
 
 PANELS = 3
 """Number of layers in the retention plot: those whose budgets differ most."""
@@ -65,6 +67,30 @@ def write_plots(
     except OSError as error:
         raise RaggedConfigError(f"cannot write plots to {folder}: {error}") from None
     return paths
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as .png or .svg. Raises RaggedConfigError if the file cannot be written."""
+    try:
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        raise RaggedConfigError(f"cannot write the plot {path}: {error}") from None
+
+
+def plot_quality(rows: Sequence[MeasuredQuality]) -> Figure:
+    """Plot KL by kept share of the bytes, both in logarithms, with the default ratio marked."""
+    figure = Figure(figsize=(5.0, 3.6))
+    axes = figure.subplots()
+    axes.plot([row.ratio for row in rows], [max(row.kl, LEAST_KL) for row in rows], "o-")
+    for row in rows:
+        axes.annotate(
+            row.slab_dtype, (row.ratio, max(row.kl, LEAST_KL)), (4, 4), textcoords="offset points", fontsize=8
+        )
+    axes.axvline(CODED_RATIO, color="0.6", linestyle="--", label=f"default, {CODED_RATIO}")
+    axes.set(xscale="log", yscale="log", xlabel="kept / full KV bytes", ylabel="KL to the uncompressed model, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    return figure
 
 
 def plot_heatmap(budgets: np.ndarray) -> Figure:

@@ -36,6 +36,7 @@ from calib.measure import (
     value_mean,
 )
 from calib.progress import Bars, PlainLines, show_progress
+from calib.quality import ServedModel, measure_quality
 from calib.recordings_folder import Settings, claim
 from calib.reference import Texts, held_out_texts, record_reference
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
@@ -46,7 +47,7 @@ from sgl_ragged.launch.model_source import load_tokenizer, read_config
 from sgl_ragged.launch.models import model_geometry
 from sgl_ragged.launch.multimodal import refuse_positions
 from sgl_ragged.mem_pool.sizing import parse_bytes
-from sgl_ragged.profiles.budgets import check_budgets
+from sgl_ragged.profiles.budgets import check_budgets, check_ratio
 from sgl_ragged.profiles.built_in_samples import SAMPLES
 from sgl_ragged.profiles.profile import SCOPES, VALUE_MEAN, Profile, profile_kept
 from sgl_ragged.scorers import get_scorer, scorer_names
@@ -111,6 +112,14 @@ def add_parser(commands: Any) -> None:
         metavar="BYTES",
         help=f"scorer gate: maximum of hidden states on disk at a time [{MAX_HIDDEN_STATES_BYTES >> 30}GiB, and at "
         f"most half of the free space]",
+    )
+    add(
+        "--quality-ratios",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="R",
+        help="measure the profile's loss at these ratios, as python -m calib quality does",
     )
     add("--ends-with-input", action="store_true", help="end when standard input ends, for programs that start this one")
     add("--json", action="store_true", help="print the result as JSON")
@@ -218,6 +227,11 @@ def run(options: argparse.Namespace) -> None:
         )
         path = Path(options.output.replace("{scorer}", scorer))
         profile.save(path)
+        if options.quality_ratios and profile.reference:
+            model = ServedModel(options.model, options.dtype, options.tp, engine_args)
+            with show_progress() as progress:
+                advance = progress.start(f"quality of {scorer}, ratios", len(options.quality_ratios))
+                profile = measure_quality(path, profile, model, options.quality_ratios, advance)
         reports.append(_report(profile, path, options))
     if options.json:
         print(json.dumps(reports, indent=2))
@@ -306,6 +320,8 @@ def _choose_queries(options: argparse.Namespace, samples: Sequence[TokenizedSamp
 
 def _check(options: argparse.Namespace) -> None:
     check_budgets(options.ratio, options.segment)
+    for ratio in options.quality_ratios:
+        check_ratio(ratio)
     if options.samples < 2:
         raise RaggedConfigError(f"--samples {options.samples}: a standard deviation needs at least 2")
     if (options.error_samples or 0) < 0:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,8 @@ from sgl_ragged.launch.plan import Prefill, Rank, ServingPlan
 from sgl_ragged.launch.start import ModelStart
 from sgl_ragged.mem_pool.kv_dtype import beside_cache
 from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits, parse_bytes
+from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.quality import MeasuredQuality
 from sgl_ragged.rank_sizes import fit_all_ranks, summary
 from sgl_ragged.sglang_contract import SERVING
 from sgl_ragged.verify.command import add_verify_flags, verify
@@ -197,6 +199,8 @@ def show_layout(options: argparse.Namespace) -> None:
             requests, full = sizes.requests_of(tokens)
             gain = f"{requests / full:.2f}x" if full else "-"
             print(f"{tokens:>19}   {requests:>16}   {full:>7}   {gain:>5}")
+        for line in quality_lines(plan, start, options):
+            print(line)
         return
     names = ["slab_bytes", "num_slots", "max_total_tokens", "rows_bytes", "max_requests", "total_bytes", "full_tokens"]
     shown = {name: getattr(sizes, name) for name in names} | {"kept": plan.kept.tolist(), "slab_dtype": plan.form.name}
@@ -206,11 +210,33 @@ def show_layout(options: argparse.Namespace) -> None:
     shown |= {"kept_ratio": sizes.layout.mean_kept_share, "kept_bytes_ratio": sizes.layout.byte_share(sizes.itemsize)}
     shown |= {"scorer": plan.scorer, "profile": plan.profile, "profile_source": plan.source, "fairkv": plan.fairkv}
     shown |= {"summary": "; ".join(summary(plan, sizes))}
+    shown |= {"quality": [asdict(row) for row in measured_quality(plan)]}
     query_dtype = beside_cache(start.kv_dtype, start.model.dtype)
     rank = Rank(plan.stage(0), 0, start.kv_dtype.itemsize, query_dtype.itemsize)
     for feature in launch_features():
         shown |= feature.layout_info(plan.settings_of(feature.name), rank, sizes)
     print(json.dumps(shown))
+
+
+def measured_quality(plan: ServingPlan) -> tuple[MeasuredQuality, ...]:
+    """Return what was measured with a plan's profile, highest ratio first."""
+    path = Path(plan.profile)
+    return load_profile(path).quality if path.is_absolute() and path.is_file() else ()
+
+
+def quality_lines(plan: ServingPlan, start: ModelStart, options: argparse.Namespace) -> Iterator[str]:
+    """Yield a table of tokens and measured quality by ratio; nothing if nothing was measured."""
+    rows = measured_quality(plan)
+    if rows:
+        yield "\nmeasured ratio   slabs   tokens in the pool        KL   delta NLL   same top-1"
+    for row in rows:
+        own = replace(start, options=replace(start.options, ratio=row.ratio, quality=None))
+        choices = Choices("torch", choose_share(own), settle_features(own))
+        tokens = pool_sizes(decide_without_calibrating(own, choices), own, options).max_total_tokens
+        yield (
+            f"{row.ratio:>14g}   {row.slab_dtype:>5}   {tokens:>18}   {row.kl:>7.5f}   {row.nll:>+9.4f}   "
+            f"{row.same_top1:>10.3f}"
+        )
 
 
 def check_layout(options: argparse.Namespace, segment: int) -> None:

@@ -80,12 +80,13 @@ def is_missing(profile: ProfileChoice) -> bool:
 
 
 def calibrate_if_missing(
-    scorer: str, profile: ProfileChoice, options: RaggedOptions, view: Any, geometry: ModelGeometry
+    scorer: str, profile: ProfileChoice, options: RaggedOptions, view: Any, geometry: ModelGeometry, ratio: float
 ) -> ReadableProfile:
     """Calibrate the model where its profile is missing, which takes minutes. Returns a choice that can be read.
 
     Args:
         view: SGLang's resolved settings.
+        ratio: kept / full KV bytes of the server.
 
     Raises:
         RaggedConfigError: calibration fails, or the cache cannot be used; the message names ways to serve without it.
@@ -99,7 +100,7 @@ def calibrate_if_missing(
     with locked(path, lambda: say(f"another process is calibrating {view.model_path}; waiting for {path}")) as lock:
         if not is_cached(path):
             try:
-                calibrate(scorer, options, view, geometry, path, lock)
+                calibrate(scorer, options, view, geometry, path, lock, ratio)
             except OSError as error:
                 raise unwritable(path.parent, error) from None
     return profile.file

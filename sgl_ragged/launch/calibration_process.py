@@ -39,12 +39,15 @@ NEEDED = ("matplotlib", "rich", "scipy")
 WAYS_OUT = "give a profile with --ragged-profile FILE, or serve with --ragged-profile uniform"
 
 
-def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeometry, path: Path, lock: int) -> None:
+def calibrate(
+    scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeometry, path: Path, lock: int, ratio: float
+) -> None:
     """Make the profile at `path`, whole or not at all; what was recorded survives an interruption.
 
     Args:
         view: SGLang's resolved settings.
         lock: file descriptor of the profile's lock, which the caller holds.
+        ratio: kept / full KV bytes of the server, at which the profile's loss is measured.
 
     Raises:
         RaggedConfigError: calibration cannot start, or failed; the message names ways to serve without it.
@@ -81,6 +84,7 @@ def calibrate(scorer: str, options: RaggedOptions, view: Any, geometry: ModelGeo
         *("--engine-args", json.dumps(passed, default=str), "--work", str(work), "-o", str(made)),
         *(("--scorer-weights", options.scorer_weights) if options.scorer_weights else ()),
         *(("--resume-from", *map(str, abandoned)) if abandoned else ()),
+        *("--quality-ratios", str(ratio)),
         "--ends-with-input",
     ]
     began = time.monotonic()

@@ -17,6 +17,7 @@ SPLIT, FLASHINFER = "--ragged-fairkv split", "--ragged-kernel flashinfer"
 TREE, MIXED = "--radix-cache-backend", "--enable-mixed-chunk"
 SINKS, M_ROPE = "learned sinks", "three positions per token (M-RoPE)"
 NODES, STAGES = "--nnodes", "--pp-size"
+QUALITY = "--ragged-quality"
 MANY_RANKS, FP8 = "more ranks than heads", "an FP8 cache"
 
 OWN_CASES: dict[str, Callable[[Start], bool]] = {
@@ -26,6 +27,7 @@ OWN_CASES: dict[str, Callable[[Start], bool]] = {
     MIXED: lambda start: start.server_args.enable_mixed_chunk,
     NODES: lambda start: start.server_args.nnodes > 1,
     STAGES: lambda start: start.server_args.pp_size > 1,
+    QUALITY: lambda start: start.options.quality is not None,
 }
 """Cases seen in flags."""
 
@@ -39,6 +41,7 @@ OWN_MODEL_CASES: dict[str, Callable[[ModelStart], bool]] = {
 
 OWN_CONFLICTS = (
     Conflict(SPLIT, FLASHINFER, "flashinfer attends to whole heads", "use triton, or --ragged-fairkv permute"),
+    Conflict(QUALITY, NODES, "only the first node has the profile", "use --ragged-ratio"),
     Conflict(SPLIT, SINKS, "each part of a head would count the sink", "use permute"),
     Conflict(FLASHINFER, SINKS, "flashinfer cannot add them", "use --ragged-kernel triton"),
     Conflict(CODES, FLASHINFER, "FlashInfer cannot read codes", "use --ragged-kernel triton", STAYS_WIDE),

@@ -20,6 +20,7 @@ from sgl_ragged.launch.nodes import Nodes, NodesDiffer, meeting
 from sgl_ragged.launch.options import FITTED
 from sgl_ragged.launch.placing import place_heads, take_placement
 from sgl_ragged.launch.plan import BudgetChoice, ServingPlan, choose_budgets, kept_share, make_plan, refuse_ranks
+from sgl_ragged.launch.quality_choice import ratio_by_quality
 from sgl_ragged.launch.start import BudgetedStart, ModelStart
 from sgl_ragged.mem_pool.slab_format import Share, settle_share
 from sgl_ragged.profiles.profile_choice import CachedProfile, ProfileFile, ReadableProfile, Uniform
@@ -101,7 +102,7 @@ def _make_here(start: ModelStart, choices: Choices, nodes: Nodes | None = None) 
     _check(start, choices.kernel, scorer)
     if nodes is not None and is_missing(profile):
         nodes.tell({"waiting": f"{nodes.own.name} calibrates {view.model_path}, once; the other nodes wait for it"})
-    readable = calibrate_if_missing(scorer, profile, options, view, start.geometry)
+    readable = calibrate_if_missing(scorer, profile, options, view, start.geometry, choices.share.ratio)
     budgeted = _with_budgets(start, readable, scorer, tokens)
     plan, chosen = _make(budgeted, choices, scorer, str(profile), tokens), budgeted.chosen
     named = {
@@ -198,8 +199,9 @@ def _check(start: ModelStart, kernel: str, scorer: str) -> None:
 def choose_share(start: ModelStart) -> Share:
     """Return ratio and format of slabs. Raises RaggedConfigError for a format that cannot be served here."""
     options, reason = start.options, against(CODES, start)
+    ratio = options.ratio if options.quality is None else ratio_by_quality(start, options.quality)
     head_dim, itemsize = start.geometry.head_dim, start.kv_dtype.itemsize
-    share = settle_share(options.slab_dtype, options.ratio, head_dim, itemsize, options.segment, reason is None)
+    share = settle_share(options.slab_dtype, ratio, head_dim, itemsize, options.segment, reason is None)
     if share.form.quantised and reason is not None:
         raise RaggedConfigError(
             f"--ragged-slab-dtype {share.form.name} is not available here: {reason.why}; {reason.advice}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from sgl_ragged.attention.kernel_choice import KERNELS
+from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.flags import flag
 from sgl_ragged.mem_pool.sizing import parse_bytes
 from sgl_ragged.mem_pool.slab_format import ASKED, CODED_RATIO, WIDE_RATIO
@@ -27,6 +29,12 @@ CALIBRATED_SCORER = "gate"
 
 OTHER_SCORER = "keydiff"
 """The scorer where there is nothing but budgets: equal ones (`uniform`), and those of bundled profiles (`bundled`)."""
+
+
+def _check_kl(kl: float) -> None:
+    # The negation refuses NaN, too.
+    if not 0 < kl < math.inf:
+        raise RaggedConfigError(f"--ragged-quality {kl} must be a positive number of nats")
 
 
 def _check_scorer(name: str) -> None:
@@ -55,6 +63,14 @@ class RaggedOptions:
         type=float,
         check=check_ratio,
         metavar="R",
+    )
+    quality: float | None = flag(
+        None,
+        "Instead of --ragged-ratio: the largest KL to the uncompressed model, nats, as measured by python -m calib "
+        "quality; the least ratio below it serves.",
+        type=float,
+        check=_check_kl,
+        metavar="KL",
     )
     segment: int = flag(
         256,

@@ -24,6 +24,7 @@ from sgl_ragged.profiles.budgets import UNIT, check_ratio, check_segment, covera
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.head_statistics import ROUNDING, range_faults, statistic_faults
 from sgl_ragged.profiles.head_statistics import VALUE_MEAN as VALUE_MEAN
+from sgl_ragged.profiles.quality import MeasuredQuality, from_json, quality_faults, to_json
 from sgl_ragged.profiles.reference import ReferenceText, from_tensors, reference_faults, to_tensors
 
 FORMAT = "sgl_ragged.profile"
@@ -74,6 +75,7 @@ class Profile:
         statistics: arrays [L, H, ...] by name, [L, 1, ...] where the heads of a layer share them: what the scorer needs
             at run time, and statistics that every profile has (`head_statistics`, `codebook`).
         reference: predictions of the uncompressed model for held-out texts (`reference`); empty if none were recorded.
+        quality: distances of servers with this profile from the reference, by ratio (`quality`), highest ratio first.
 
     Raises:
         RaggedConfigError: a number or array is outside of what calibration can measure. A digest shows only that a file
@@ -102,6 +104,7 @@ class Profile:
     held_out: np.ndarray | None = None
     statistics: MappingProxyType[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
     reference: tuple[ReferenceText, ...] = ()
+    quality: tuple[MeasuredQuality, ...] = ()
 
     def __post_init__(self) -> None:
         for check in (
@@ -111,6 +114,7 @@ class Profile:
             _sample_faults,
             _statistic_faults,
             _reference_faults,
+            _quality_faults,
         ):
             # Later checks assume that earlier ones passed, so the first reason is raised.
             for reason in check(self):
@@ -144,7 +148,8 @@ class Profile:
     def _metadata(self) -> dict[str, str]:
         values = {name: getattr(self, name) for name in _METADATA}
         texts = {name: json.dumps(value) if name == "tasks" else str(value) for name, value in values.items()}
-        return {"format": FORMAT, "format_version": str(FORMAT_VERSION), "fit": FIT} | texts
+        measured = {"quality": to_json(self.quality)} if self.quality else {}
+        return {"format": FORMAT, "format_version": str(FORMAT_VERSION), "fit": FIT} | texts | measured
 
     def save(self, path: str | Path) -> None:
         """Write the profile to `path`, replacing a file that exists."""
@@ -169,7 +174,7 @@ class Profile:
 _STORED = (np.dtype(np.float16), np.dtype(np.int32))
 """Dtypes that a file keeps; all others are stored as float32."""
 
-_ARRAYS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics", "reference")
+_ARRAYS = ("mu", "sigma", "coverage", "shares", "held_out", "statistics", "reference", "quality")
 _METADATA = {f.name: str(f.type) for f in fields(Profile) if f.name not in _ARRAYS}
 _READERS: dict[str, Any] = {"str": str, "int": int, "float": float, "tuple[str, ...]": lambda t: tuple(json.loads(t))}
 
@@ -214,6 +219,7 @@ def load_profile(path: str | Path) -> Profile:
             held_out=tensors.get("held_out"),
             statistics=MappingProxyType(statistics),
             reference=from_tensors(tensors),
+            quality=from_json(metadata.get("quality", "[]")),
             **{name: _READERS[kind](metadata[name]) for name, kind in _METADATA.items()},
         )
     except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -324,3 +330,7 @@ def _statistic_faults(profile: Profile) -> Iterator[str]:
 
 def _reference_faults(profile: Profile) -> Iterator[str]:
     return reference_faults(profile.reference)
+
+
+def _quality_faults(profile: Profile) -> Iterator[str]:
+    return quality_faults(profile.quality)

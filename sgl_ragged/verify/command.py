@@ -155,5 +155,5 @@ def _cache_line(cache: dict[str, object]) -> str:
     tokens, kept, dtype = cache.get("tokens"), cache.get("kept_bytes_ratio"), cache.get("slab_dtype")
     line = f"{tokens} tokens in the cache" if tokens is not None else "size of the cache unknown"
     if isinstance(kept, float):
-        line += f", {kept:.3f} of the bytes of a 16-bit cache, slabs {dtype}"
+        line += f", {kept:.3f} of an uncompressed cache's bytes, slabs {dtype}"
     return line

@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.verify.distributions import Distance, Distributions, distance
+from sgl_ragged.verify.distributions import Distance, Distributions, distance, mean_distance
 from sgl_ragged.verify.prompts import TokenizedPrompt
 from sgl_ragged.verify.server import Server, new_namespace
 
@@ -64,12 +62,7 @@ class Comparison:
     def mean(self, kind: str) -> Distance | None:
         """Return the mean of one kind of distance, each position counted once; None if no prompt has it."""
         found = [one for prompt in self.prompts if (one := getattr(prompt, kind)) is not None]
-        if not found:
-            return None
-        weights = [one.positions for one in found]
-        table = [(one.kl, one.nll, one.same_top1) for one in found]
-        kl, nll, same = np.average(table, axis=0, weights=weights).tolist()
-        return Distance(kl, nll, same, sum(weights))
+        return mean_distance(found) if found else None
 
     def as_json(self) -> dict[str, Any]:
         """Return everything, and the means under `mean`."""

@@ -79,6 +79,14 @@ class Distance:
     positions: int
 
 
+def mean_distance(found: Sequence[Distance]) -> Distance:
+    """Return the mean of several distances, each position counted once."""
+    table = [(one.kl, one.nll, one.same_top1) for one in found]
+    weights = [one.positions for one in found]
+    kl, nll, same = np.average(table, axis=0, weights=weights).tolist()
+    return Distance(kl, nll, same, sum(weights))
+
+
 def distance(reference: Distributions, other: Distributions) -> Distance:
     """Compare the positions that both have. Raises ValueError if they are of different texts, or share none."""
     first = max(reference.first, other.first)
