@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,6 @@ class Engine:
         self.arguments: dict[str, Any] = dict(
             model_path=settings.model,
             dtype=settings.dtype,
-            skip_tokenizer_init=True,
-            log_level="error",
-            kv_pool="ragged",
             kv_bytes=str(kv_bytes),
             ragged_ratio=1.0,
             ragged_segment=settings.segment,
@@ -71,8 +69,6 @@ class Engine:
             ragged_scorer_weights=settings.scorer_weights if gated else None,
             ragged_fairkv="none",
             ragged_observer=recorder,
-            disable_radix_cache=True,
-            max_running_requests=1,
             # The engine idles while gates are trained.
             sleep_on_idle=True,
             tp_size=settings.tp,
@@ -89,20 +85,11 @@ class Engine:
         """End SGLang's processes, if they were started."""
         if self._engine is None:
             return
-        workers = psutil.Process().children(recursive=True)
-        self._engine.shutdown()
+        _end(self._engine)
         self._engine = None
-        # Without this they stay as zombies until this process ends.
-        psutil.wait_procs(workers, timeout=30)
 
     def _start(self) -> None:
-        # SGLang's workers inherit these: no warnings about optional packages, and idle threads leave the cores free.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore")
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-        import sglang
-
-        logging.getLogger("sglang").setLevel(logging.ERROR)
-        self._engine = sglang.Engine(**self.arguments)
+        self._engine = _begin(self.arguments)
 
     def record(
         self, sample: TokenizedSample, layers: range = range(0), *, alone: bool = False, codebook: int = 0
@@ -158,6 +145,34 @@ class Engine:
         )
         meta = answer["meta_info"]
         return meta["input_token_logprobs"][1:], meta["input_top_logprobs"][1:]
+
+
+@contextlib.contextmanager
+def running_engine(arguments: dict[str, Any]) -> Iterator[Any]:
+    """Yield SGLang's engine with the ragged pool, for one request of token ids at a time; it ends with the context."""
+    engine = _begin(arguments)
+    try:
+        yield engine
+    finally:
+        _end(engine)
+
+
+def _begin(arguments: dict[str, Any]) -> Any:
+    # SGLang's workers inherit these: no warnings about optional packages, and idle threads leave the cores free.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import sglang
+
+    logging.getLogger("sglang").setLevel(logging.ERROR)
+    fixed = dict(kv_pool="ragged", skip_tokenizer_init=True, disable_radix_cache=True, max_running_requests=1)
+    return sglang.Engine(log_level="error", **fixed, **arguments)
+
+
+def _end(engine: Any) -> None:
+    workers = psutil.Process().children(recursive=True)
+    engine.shutdown()
+    # Without this they stay as zombies until this process ends.
+    psutil.wait_procs(workers, timeout=30)
 
 
 def join_ranks(recordings: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-from calib.engine import recording_kv_bytes
+from calib.engine import recording_kv_bytes, running_engine
 from calib.plots import plot_quality, save_figure
 from calib.progress import show_progress
 from sgl_ragged.errors import RaggedConfigError
@@ -128,7 +125,19 @@ def measure_quality(
 
 def _measure(path: Path, profile: Profile, model: ServedModel, ratio: float) -> MeasuredQuality:
     reference = ProfileReference(profile.reference, str(path))
-    with _engine(path, profile, model, ratio) as engine:
+    longest = max(len(text.tokens) for text in profile.reference)
+    geometry = model_geometry(read_config(model.path, model.engine_args))
+    arguments: dict[str, Any] = dict(
+        model_path=model.path,
+        dtype=model.dtype,
+        tp_size=model.tp,
+        kv_bytes=str(recording_kv_bytes(geometry, profile.segment, longest)),
+        ragged_ratio=ratio,
+        ragged_segment=profile.segment,
+        ragged_profile=str(path.absolute()),
+        **model.engine_args,
+    )
+    with running_engine(arguments) as engine:
         server = EngineServer(engine)
         facts = server.info()["ragged"]
         found = {
@@ -147,42 +156,12 @@ def _measure(path: Path, profile: Profile, model: ServedModel, ratio: float) -> 
     )
 
 
-@contextlib.contextmanager
-def _engine(path: Path, profile: Profile, model: ServedModel, ratio: float) -> Iterator[Any]:
-    """Yield SGLang's engine at a ratio, formats as `auto` picks them."""
-    import sglang
-
-    longest = max(len(text.tokens) for text in profile.reference)
-    geometry = model_geometry(read_config(model.path, model.engine_args))
-    logging.getLogger("sglang").setLevel(logging.ERROR)
-    engine = sglang.Engine(
-        model_path=model.path,
-        dtype=model.dtype,
-        tp_size=model.tp,
-        skip_tokenizer_init=True,
-        log_level="error",
-        kv_pool="ragged",
-        kv_bytes=str(recording_kv_bytes(geometry, profile.segment, longest)),
-        ragged_ratio=ratio,
-        ragged_segment=profile.segment,
-        ragged_profile=str(path.absolute()),
-        disable_radix_cache=True,
-        max_running_requests=1,
-        **model.engine_args,
-    )
-    workers = psutil.Process().children(recursive=True)
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-        # Without this they stay as zombies until this process ends.
-        psutil.wait_procs(workers, timeout=30)
-
-
 def quality_table(rows: Sequence[MeasuredQuality]) -> Table:
     """Return the rows as a table for a terminal."""
     texts = list(rows[0].kl_by_text) if rows else []
-    table = Table("ratio", "slabs", "kept", "KL", "d NLL", "top-1", *texts)
+    table = Table(box=None, pad_edge=False)
+    for name in ("ratio", "slabs", "kept", "KL", "delta NLL", "top-1", *(f"KL {name}" for name in texts)):
+        table.add_column(name, justify="right")
     for row in rows:
         numbers = (f"{row.token_share:.2f}", f"{row.kl:.5f}", f"{row.nll:+.4f}", f"{row.same_top1:.3f}")
         by_text = (f"{row.kl_by_text.get(name, math.nan):.4f}" for name in texts)
