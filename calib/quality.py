@@ -124,7 +124,7 @@ def measure_quality(
 
 
 def _measure(path: Path, profile: Profile, model: ServedModel, ratio: float) -> MeasuredQuality:
-    reference = ProfileReference(profile.reference, str(path))
+    reference = ProfileReference(profile.reference, profile.segment, str(path))
     longest = max(len(text.tokens) for text in profile.reference)
     geometry = model_geometry(read_config(model.path, model.engine_args))
     arguments: dict[str, Any] = dict(
@@ -139,6 +139,7 @@ def _measure(path: Path, profile: Profile, model: ServedModel, ratio: float) -> 
     )
     with running_engine(arguments) as engine:
         server = EngineServer(engine)
+        server.likeliest = reference.likeliest
         facts = server.info()["ragged"]
         found = {
             prompt.name: distance(reference.read(prompt.ids, profile.segment), server.read(prompt.ids, profile.segment))

@@ -23,16 +23,17 @@ def held_out_texts(tokenizer: Any, segment: int, max_tokens: int) -> Texts:
 
 
 def record_reference(
-    engine: Engine, texts: Texts, segment: int, advance: Callable[[], None]
+    engine: Engine, texts: Texts, segment: int, vocabulary: int, advance: Callable[[], None]
 ) -> tuple[ReferenceText, ...]:
     """Record the predictions after each text's first segment, where compression begins to show.
 
     Args:
+        vocabulary: number of tokens that the model predicts.
         advance: called once per text.
     """
     found = []
     for name, ids in texts.items():
-        own, top = engine.predict(ids, segment, LIKELIEST)
+        own, top = engine.predict(ids, segment, min(LIKELIEST, vocabulary))
         likeliest = np.array([[(logprob, token) for logprob, token, *_ in entries] for entries in top])
         found.append(
             ReferenceText(
@@ -40,7 +41,7 @@ def record_reference(
                 np.array(ids, dtype=np.int32),
                 np.array([logprob for logprob, *_ in own], dtype=np.float32),
                 likeliest[..., 1].astype(np.int32),
-                likeliest[..., 0].astype(np.float32),
+                likeliest[..., 0].astype(np.float16),
             )
         )
         advance()

@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> None:
         advance = progress.start("samples through SGLang", len(samples) * num_passes(options.scorer))
         recordings = measure(engine, samples, range(need.layers_at_once), advance)
         advance = progress.start("reference texts", len(texts))
-        reference = record_reference(engine, texts, options.segment, advance)
+        reference = record_reference(engine, texts, options.segment, config.vocab_size, advance)
         if need.layers_at_once == need.num_layers and not error_samples:
             engine.close()
         statistics, held_out = calibrated_statistics(settings, work), None

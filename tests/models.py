@@ -120,7 +120,7 @@ def with_reference(profile: Profile, model: Path, path: Path, *, seed: int = 0) 
         own = every.gather(1, torch.from_numpy(ids[profile.segment + 1 :, None]))[:, 0]
         texts.append(
             ReferenceText(
-                name, ids.astype(np.int32), own.numpy(), top.indices.numpy().astype(np.int32), top.values.numpy()
+                name, ids.astype(np.int32), own.numpy(), top.indices.numpy().astype(np.int32), top.values.half().numpy()
             )
         )
     profile = replace(profile, reference=tuple(texts))

@@ -26,7 +26,7 @@ from benchmarks.quality.served import hidden_states
 from benchmarks.quality.sweep import answers, finish
 from benchmarks.quality.table import served as known_servers
 from benchmarks.quality.table import tables
-from benchmarks.quality.texts import SOURCES
+from benchmarks.quality.texts import SOURCES, VERIFIED
 from sgl_ragged.launch.options import FITTED
 from sgl_ragged.mem_pool import slab_format
 
@@ -62,7 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="whether what heads keep is fitted, where profiles have a codebook [auto]",
     )
     tasks.add_options(parser)
-    parser.add_argument("--texts", nargs="+", choices=tuple(SOURCES), default=list(SOURCES), help="sources [all]")
+    parser.add_argument(
+        "--texts", nargs="+", choices=(*SOURCES, *VERIFIED), default=list(SOURCES), help="sources [all but verify-*]"
+    )
     parser.add_argument("--context", type=int, default=800, help="tokens of real text in a context with facts [800]")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="interpreter with kvpress, .venv-peers/bin/python")
     names = (*METHODS, *SCHEMES)

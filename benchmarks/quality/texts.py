@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.errors import BenchmarkError
+from sgl_ragged.verify.prompts import BUILT_IN, built_in_texts
 
 SOURCES = {
     "prose": ("apache-tvm-ffi", "3rdparty/libbacktrace/Isaac.Newton-Opticks.txt", "Newton, Opticks"),
@@ -22,6 +23,10 @@ SOURCES = {
     "c++": ("torch", "torch/include/c10/util/intrusive_ptr.h", "C++ source"),
 }
 """Name: distribution, end of the file's path, what it is."""
+
+
+VERIFIED = {f"verify-{name}": name for name in BUILT_IN}
+"""The held-out texts of `sgl-ragged verify`, whose beginnings are read."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ def pieces(tokenizer: Any, length: int, count: int = 1, sources: Sequence[str] =
     """`count` pieces of `length` tokens of every one of the sources, evenly over it. Raises TextMissing."""
     found = []
     for source in sources:
+        if source in VERIFIED:
+            found.append(Text(source, tuple(tokenizer.encode(built_in_texts()[VERIFIED[source]])[:length])))
+            continue
         ids = tokenizer.encode(read(source), add_special_tokens=False)
         first = first_token(tokenizer)
         own = length - len(first)

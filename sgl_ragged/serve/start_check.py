@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sgl_ragged.launch.plan import WARM_UP, StartCheck
-from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.serve.metrics import PREFIX
 from sgl_ragged.verify.comparison import DECODED, Comparison, compare
 from sgl_ragged.verify.limits import limits_exceeded
@@ -111,12 +110,12 @@ def check_answers(server: Server, check: StartCheck, max_tokens: int) -> Outcome
     Args:
         max_tokens: longest prompt that the server takes.
     """
-    reference = ProfileReference(load_profile(check.profile).reference, f"profile {check.profile}")
+    reference = ProfileReference.from_file(check.profile)
+    server.likeliest = reference.likeliest
     prompts = [one for one in reference.prompts if len(one.ids) + DECODED < max_tokens][:MOST_TEXTS]
     if not prompts:
         return Outcome(None, skipped=f"texts are longer than {max_tokens} tokens, the longest prompt that it takes")
-    segment = int(server.info()["ragged"]["segment"])
-    per_token = _seconds_per_token(server, prompts[0].ids[:segment])
+    per_token = _seconds_per_token(server, prompts[0].ids[: reference.segment])
     fitting = _fitting(prompts, per_token, check.seconds)
     if not fitting:
         expected = TIMES_READ * per_token * len(prompts[0].ids)

@@ -87,6 +87,7 @@ def choose_reference(
     elif options.against is None and options.prompts is None:
         recorded = _reference_of(server)
     if recorded is not None:
+        server.likeliest = recorded.likeliest
         return recorded, recorded.prompts
     named = built_in_prompts() if options.prompts is None else read_prompts(options.prompts)
     against = None if options.against is None else RunningServer(options.against)

@@ -11,9 +11,6 @@ from sgl_ragged.verify.distributions import Distance, Distributions, distance, m
 from sgl_ragged.verify.prompts import TokenizedPrompt
 from sgl_ragged.verify.server import Server, new_namespace
 
-SEGMENT = 256
-"""Tokens per segment of a server that does not say."""
-
 DECODED = 16
 """Tokens that are decoded after each prompt."""
 
@@ -22,6 +19,7 @@ class Reference(Protocol):
     """Predictions to compare with: another server, or what a profile recorded."""
 
     url: str
+    segment: int
 
     def info(self) -> dict[str, Any]: ...
 
@@ -88,7 +86,7 @@ def compare(
         RaggedConfigError: a server cannot be reached, refuses, or has another vocabulary.
     """
     info, other_info = server.info(), {} if reference is None else reference.info()
-    segment = int((info.get("ragged") or {}).get("segment", SEGMENT))
+    segment = int((info.get("ragged") or {}).get("segment", (reference or server).segment))
     results = []
     for number, prompt in enumerate(prompts, start=1):
         report(f"{prompt.name} ({number} of {len(prompts)})")

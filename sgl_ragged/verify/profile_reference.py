@@ -19,19 +19,25 @@ class ProfileReference:
     """What calibration recorded of the uncompressed model.
 
     Args:
+        segment: tokens per segment of the profile.
         name: for tables and messages.
     """
 
-    def __init__(self, texts: Sequence[ReferenceText], name: str) -> None:
-        self.url, self._texts = name, texts
+    def __init__(self, texts: Sequence[ReferenceText], segment: int, name: str) -> None:
+        self.url, self.segment, self._texts = name, segment, texts
 
     @classmethod
     def from_file(cls, path: Path) -> ProfileReference:
         """Read a profile. Raises RaggedConfigError if it cannot be read, or has no reference."""
-        texts = load_profile(path).reference
-        if not texts:
+        profile = load_profile(path)
+        if not profile.reference:
             raise RaggedConfigError(f"profile {path} {NO_REFERENCE}")
-        return cls(texts, f"profile {path}")
+        return cls(profile.reference, profile.segment, f"profile {path}")
+
+    @property
+    def likeliest(self) -> int:
+        """Tokens per position whose log-probabilities were recorded."""
+        return self._texts[0].likeliest.shape[1]
 
     @property
     def prompts(self) -> list[TokenizedPrompt]:

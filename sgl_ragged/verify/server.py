@@ -20,6 +20,12 @@ class Server(ABC):
     url: str
     """Where it is, for tables and messages."""
 
+    segment = 256
+    """Tokens per segment where /server_info does not say, as with SGLang's pool."""
+
+    likeliest = LIKELIEST
+    """Tokens per position whose log-probabilities are asked for; at most as many as the model has."""
+
     @abstractmethod
     def info(self) -> dict[str, Any]:
         """Return /server_info; an empty dictionary if the server has none."""
@@ -51,7 +57,8 @@ class Server(ABC):
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": ignore_eos}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **more}
         return self.generate(
-            body | {"top_logprobs_num": LIKELIEST, "extra_key": new_namespace() if namespace is None else namespace}
+            body
+            | {"top_logprobs_num": self.likeliest, "extra_key": new_namespace() if namespace is None else namespace}
         )
 
 

@@ -18,7 +18,7 @@ def make_text(name: str = "prose", tokens: int = 20, predicted: int = 12) -> Ref
         rng.integers(0, 1000, tokens).astype(np.int32),
         logprobs[:, -1].copy(),
         rng.integers(0, 1000, (predicted, LIKELIEST)).astype(np.int32),
-        -np.sort(-logprobs[:, :-1], axis=1),
+        -np.sort(-logprobs[:, :-1], axis=1).astype(np.float16),
     )
 
 
@@ -55,8 +55,9 @@ def test_profiles_without_one_are_read(tmp_path):
         (dict(logprobs=np.zeros(11, np.float32)), "likeliest .* must be"),
         (dict(tokens=np.zeros(12, np.int32)), "12 predictions do not fit"),
         (dict(likeliest=np.full((12, LIKELIEST), -1, np.int32)), "likeliest must be token ids"),
-        (dict(likeliest_logprobs=np.full((12, LIKELIEST), np.nan, np.float32)), "must be log-probabilities"),
+        (dict(likeliest_logprobs=np.full((12, LIKELIEST), np.nan, np.float16)), "must be log-probabilities"),
         (dict(logprobs=np.ones(12, np.float32)), "logprobs must be log-probabilities"),
+        (dict(tokens=np.zeros(20, np.float32)), "tokens must be int32"),
     ],
 )
 def test_damaged_ones_are_refused(change, reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.harness.errors import ServerFailed
 from sgl_ragged import cli
 from tests.models import make_llama, make_profile, with_reference
 from tests.server.client import server_settings
+from tests.server.router import route
 
 pytestmark = pytest.mark.server
 
@@ -31,29 +33,40 @@ def profile(llama, tmp_path_factory):
     return path
 
 
+def verified(monkeypatch, capsys, *arguments: str) -> dict:
+    monkeypatch.setattr("sys.argv", ["sgl-ragged", "verify", *arguments, "--json"])
+    capsys.readouterr()
+    cli.main()
+    return json.loads(capsys.readouterr().out)
+
+
 def test_it_passes_where_nothing_is_dropped_and_verify_finds_the_same(
     llama, profile, servers, tmp_path, capsys, monkeypatch
 ):
+    """On two ranks, and through a router."""
+    pytest.importorskip("sglang_router", reason="the router is missing: pip install sglang-router")
     flags = ("--ragged-profile", str(profile), "--ragged-ratio", "1", "--ragged-check", "strict", "--enable-metrics")
-    with servers.serve(llama, *RAGGED, *flags, log=tmp_path / "log") as server:
+    cores = sorted(os.sched_getaffinity(0))
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}
+    with servers.serve(llama, *RAGGED, *flags, "--tp", "2", log=tmp_path / "log", env=env) as server:
         found = server_settings(server)["quality"]
-        assert found["texts"] == ["first", "second"]
-        assert found["faults"] == []
-        for kind in ("to_reference", "hit_to_miss", "decode_to_prefill"):
-            assert abs(found[kind]["kl"]) < 1e-5, kind
         assert "answers checked in " in server.log_text()
         metrics = httpx.get(f"{server.url}/metrics").text
-        gauges = [line for line in metrics.splitlines() if line.startswith("sglang:ragged_check_")]
-        assert len(gauges) == 3
-        # The check leaves nothing in the cache.
-        assert "sglang:ragged_slab_bytes_in_use" in metrics
-        monkeypatch.setattr("sys.argv", ["sgl-ragged", "verify", "--url", server.url, "--json"])
-        cli.main()
-        seen = json.loads(capsys.readouterr().out)
-    assert seen["against"] == f"profile {profile}"
-    assert [one["name"] for one in seen["prompts"]] == ["first", "second", "third"]
-    assert seen["prompts"][0]["to_reference"]["positions"] == 4 * SEGMENT
-    assert abs(seen["mean"]["to_reference"]["kl"]) < 1e-5
+        own = verified(monkeypatch, capsys, "--url", server.url)
+        with route("--worker-urls", server.url, servers=1, log=tmp_path / "router.log") as router:
+            routed = verified(monkeypatch, capsys, "--url", router.url, "--profile", str(profile))
+    assert found["texts"] == ["first", "second"]
+    assert found["faults"] == []
+    assert len([line for line in metrics.splitlines() if line.startswith("sglang:ragged_check_")]) == 3
+    # The check leaves nothing in the cache.
+    assert [line.split()[-1] for line in metrics.splitlines() if "ragged_slab_bytes_in_use{" in line] == ["0.0"]
+    assert own["against"] == routed["against"] == f"profile {profile}"
+    for seen in (own, routed):
+        assert [one["name"] for one in seen["prompts"]] == ["first", "second", "third"]
+        assert seen["prompts"][0]["to_reference"]["positions"] == 4 * SEGMENT
+    for means in (found, own["mean"], routed["mean"]):
+        for kind in ("to_reference", "hit_to_miss", "decode_to_prefill"):
+            assert abs(means[kind]["kl"]) < 1e-5, kind
 
 
 def test_beyond_the_limits_it_warns_or_ends_the_start(llama, profile, servers, tmp_path):

@@ -32,7 +32,7 @@ def options(**given: object) -> argparse.Namespace:
 
 def test_recorded_predictions_are_those_of_the_text():
     text = make_text()
-    reference = ProfileReference((make_text("code", 30, 3), text), "p")
+    reference = ProfileReference((make_text("code", 30, 3), text), 8, "p")
     read = reference.read(text.tokens.tolist(), 10)
     assert (read.first, len(read)) == (11, 9)
     np.testing.assert_array_equal(read.tokens, text.tokens[11:])
@@ -68,6 +68,6 @@ def test_a_profile_excludes_other_texts_and_servers(tmp_path, given):
 def test_predictions_of_another_vocabulary_are_refused():
     text = make_text()
     other = replace(text, tokens=(text.tokens + 1).astype(np.int32))
-    one, two = (ProfileReference((each,), "p").read(each.tokens.tolist()) for each in (text, other))
+    one, two = (ProfileReference((each,), 8, "p").read(each.tokens.tolist()) for each in (text, other))
     with pytest.raises(ValueError, match="different tokens"):
         distance(one, two)
