@@ -1,11 +1,10 @@
 """How evenly each placement of heads loads tensor-parallel ranks, on measured profiles: arithmetic, no GPU.
 
-    python -m benchmarks fairkv [--json] [--profiles FILE.npz | BUNDLED_FOLDER] [--ratio 0.3] [--segment 256]
+    python -m benchmarks fairkv [--json] [--ratio 0.3] [--segment 256]
 
-Profiles are those of tests/data, evictable share (four scorers, three models, two scopes), or those of a folder
-SCORER/MODEL/profile*.npz of measured files. Kept counts are fitted to the ratio in the profile's own scope. Weights are
-those of the three models; gemma-3's layers with a sliding window count as weights alone. Prints figures over profiles
-by mode and number of ranks, and those of one profile by batch and context.
+Profiles are those of tests/data, evictable share: four scorers, three models, two scopes. Kept counts are fitted to the
+ratio in the profile's own scope. Weights are those of the three models; gemma-3's layers with a sliding window count as
+weights alone. Prints figures over profiles by mode and number of ranks, and those of one profile by batch and context.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.fairkv.copying import MODES, place_any
 from benchmarks.fairkv.evenness import busy_limit, compare_modes, evenness
 from benchmarks.harness.command import command
 from benchmarks.harness.options import new_parser
 from benchmarks.harness.table import Table
-from calib.measured import load_measured
 from sgl_ragged.fairkv.cost import CostModel
+from sgl_ragged.fairkv.planner import MODES, plan_placement
 from sgl_ragged.profiles.budgets import fit_kept
 from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER
 
@@ -50,15 +48,9 @@ GEMMA = CostModel(
 )
 
 
-def load_profiles(path: Path) -> dict[str, np.ndarray]:
-    """Mean evictable share [layers, heads] by SCORER/MODEL/SCOPE."""
-    if path.is_dir():
-        measured = {file: load_measured(file) for file in sorted(path.glob("*/*/profile*.npz"))}
-        return {
-            f"{found.scorer}/{file.parent.name}/{found.scope}": found.evictable.mean(axis=0)
-            for file, found in measured.items()
-        }
-    with np.load(path) as archive:
+def load_profiles() -> dict[str, np.ndarray]:
+    """Load the mean evictable share [layers, heads] by SCORER/MODEL/SCOPE."""
+    with np.load(PROFILES) as archive:
         return {name.removesuffix("/evictable"): archive[name] for name in archive.files if name.endswith("/evictable")}
 
 
@@ -80,7 +72,7 @@ def measure(shares: np.ndarray, name: str, ratio: float, segment: int) -> dict[s
     kept, fine = (fit_kept(shares, ratio, length, scope) for length in (segment, FINE_SEGMENT))
     found = {}
     for ranks in RANKS:
-        rounded, exact = ({mode: place_any(counts, ranks, mode) for mode in MODES} for counts in (kept, fine))
+        rounded, exact = ({mode: plan_placement(counts, ranks, mode) for mode in MODES} for counts in (kept, fine))
         for mode, entry in compare_modes(kept, ranks, cost).items():
             found[f"{ranks} ranks, {mode}"] = {
                 "unrounded": evenness(exact[mode], exact["none"], cost).busy,
@@ -96,11 +88,11 @@ def by_load(shares: np.ndarray, name: str, ratio: float, segment: int) -> list[d
     kept = fit_kept(shares, ratio, segment, name.split("/")[2])
     rows = []
     for ranks in RANKS:
-        none = place_any(kept, ranks, "none")
+        none = plan_placement(kept, ranks, "none")
         for batch in BATCHES:
             for context in CONTEXTS:
                 cost = replace(cost_of(name, segment), batch=batch, context=context)
-                split = evenness(place_any(kept, ranks, "split", cost=cost), none, cost)
+                split = evenness(plan_placement(kept, ranks, "split", cost=cost), none, cost)
                 rows.append({"ranks": ranks, "batch": batch, "context": context, **asdict(split)})
     return rows
 
@@ -115,18 +107,15 @@ def tables(found: dict[str, dict[str, dict[str, float]]], loads: list[dict[str, 
     heads = [name.replace("_", " ") for name in ("ranks, mode", *names)]
     made = [Table(f"{len(found)} profiles: min, median, max; bytes, not times", heads, rows)]
     columns = ("places", "busy", "busy_net", "speedup")
-    if loads:
-        rows = [
-            [f"{one['ranks']} ranks, {one['batch']} x {one['context']}", *(f"{one[name]:.4g}" for name in columns)]
-            for one in loads
-        ]
-        made.append(Table(f"{BY_LOAD}, split", ("ranks, batch x context", *columns), rows))
-    return made
+    rows = [
+        [f"{one['ranks']} ranks, {one['batch']} x {one['context']}", *(f"{one[name]:.4g}" for name in columns)]
+        for one in loads
+    ]
+    return [*made, Table(f"{BY_LOAD}, split", ("ranks, batch x context", *columns), rows)]
 
 
 def main() -> None:
     parser = new_parser("fairkv", __doc__)
-    parser.add_argument("--profiles", type=Path, default=PROFILES)
     parser.add_argument("--ratio", type=float, default=0.3)
     parser.add_argument("--segment", type=int, default=256)
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
@@ -137,10 +126,9 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Compute and print. Raises RaggedConfigError."""
-    profiles = load_profiles(options.profiles)
+    profiles = load_profiles()
     found = {name: measure(shares, name, options.ratio, options.segment) for name, shares in profiles.items()}
-    shown = profiles.get(BY_LOAD)
-    loads = [] if shown is None else by_load(shown, BY_LOAD, options.ratio, options.segment)
+    loads = by_load(profiles[BY_LOAD], BY_LOAD, options.ratio, options.segment)
     if options.json:
         print(json.dumps({"profiles": found, "loads": loads}))
         return

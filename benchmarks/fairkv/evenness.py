@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.fairkv.copying import MODES, place_any
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.fairkv.planner import MODES, plan_placement
 from sgl_ragged.profiles.budgets import UNIT
 
 
@@ -58,7 +58,7 @@ def evenness(placement: Placement, none: Placement, cost: CostModel) -> Evenness
 
 def compare_modes(kept: np.ndarray, ranks: int, cost: CostModel) -> dict[str, Evenness]:
     """Every mode on the kept counts int [num_layers, num_heads], by name."""
-    placements = {mode: place_any(kept, ranks, mode, cost=cost) for mode in MODES}
+    placements = {mode: plan_placement(kept, ranks, mode, cost=cost) for mode in MODES}
     return {mode: evenness(placement, placements["none"], cost) for mode, placement in placements.items()}
 
 

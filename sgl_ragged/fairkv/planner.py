@@ -8,7 +8,6 @@ their totals are even.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -45,28 +44,18 @@ def plan_placement(
     """
     if mode not in MODES:
         raise RaggedConfigError(f"unknown placement {mode!r}; known: {', '.join(MODES)}")
-    kept = check_kept(kept, ranks, extra_places)
+    kept = _check_kept(kept, ranks, extra_places)
     if mode == "none" or ranks == 1:
         contiguous = np.arange(kept.shape[1]).reshape(ranks, -1)
         return _whole_heads(kept, np.broadcast_to(contiguous, (len(kept), *contiguous.shape)), mode)
-    candidates = [permuted(kept, ranks, mode)]
+    candidates = [_whole_heads(kept, np.stack([permute_layer(row, ranks) for row in kept]), mode)]
     if mode == "split" and extra_places > 0:
         # More than one extra place would not lower any load: `split_layer` reaches the mean with one.
         candidates.append(_split_heads(kept, ranks, mode))
-    return best_placement(candidates, cost)
-
-
-def permuted(kept: np.ndarray, ranks: int, mode: str) -> Placement:
-    """Place equally many whole heads on each rank, in each layer with a small load on the fullest rank."""
-    return _whole_heads(kept, np.stack([permute_layer(row, ranks) for row in kept]), mode)
-
-
-def best_placement(candidates: Sequence[Placement], cost: CostModel | None) -> Placement:
-    """Return the placement whose step reads least, on ties the first, with the ranks of its layers numbered evenly."""
     return _even_out(min(candidates, key=lambda placement: _step_bytes(placement, cost)))
 
 
-def check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
+def _check_kept(kept: np.ndarray, ranks: int, extra_places: int) -> np.ndarray:
     """Convert kept counts to int64.
 
     Raises:

@@ -1,14 +1,12 @@
-"""The FairKV planner against brute force, closed forms, the paper's algorithms and measured profiles."""
+"""The FairKV planner against brute force, closed forms and measured profiles."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +14,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.fairkv import paper
-from benchmarks.fairkv.copying import MODES, FairCopies, copy_layer, place_any
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.cost import CostModel
 from sgl_ragged.fairkv.permute import least_possible, permute_layer
 from sgl_ragged.fairkv.placement import Placement
+from sgl_ragged.fairkv.planner import MODES, plan_placement
 from sgl_ragged.fairkv.splitting import split_layer
 from sgl_ragged.profiles.budgets import fit_kept
 from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER
@@ -80,37 +77,34 @@ def test_it_imports_numpy_alone():
 @given(layers_and_ranks(), st.sampled_from(MODES), st.integers(0, 2))
 def test_every_head_is_covered_exactly_once(case, mode, extra):
     kept, ranks = case
-    placement = place_any(kept, ranks, mode, extra_places=extra)
+    placement = plan_placement(kept, ranks, mode, extra_places=extra)
     assert placement.mode == mode
     assert placement.heads.shape == placement.kept.shape == (len(kept), ranks, placement.places)
     assert kept.shape[1] // ranks <= placement.places <= kept.shape[1] // ranks + extra
     assert ((placement.kept % 16 == 0) & (placement.kept >= 0)).all()
-    copies = placement.copies if isinstance(placement, FairCopies) else np.ones_like(placement.heads)
     for layer, row in enumerate(kept.tolist()):
         for held in placement.heads[layer].tolist():
             assert held == sorted(set(held)), "a rank holds a head once, lower heads first"
         for head, kept_count in enumerate(row):
-            at = placement.heads[layer] == head
-            parts = zip(placement.kept[layer][at].tolist(), copies[layer][at].tolist(), strict=True)
-            covered = sum(Fraction(tokens, max(shared_by, 1)) for tokens, shared_by in parts)
-            assert covered == kept_count
+            assert placement.kept[layer][placement.heads[layer] == head].sum() == kept_count
 
 
 @given(layers_and_ranks(), st.sampled_from(MODES), st.integers(0, 2), st.booleans())
 def test_no_plan_is_worse_than_none(case, mode, extra, with_cost):
     kept, ranks = case
     cost = CostModel(hidden=256, head_dim=64, q_per_kv=2, segment=256, batch=1, context=2048) if with_cost else None
-    placement, none = place_any(kept, ranks, mode, extra_places=extra, cost=cost), place_any(kept, ranks, "none")
+    placement = plan_placement(kept, ranks, mode, extra_places=extra, cost=cost)
+    none = plan_placement(kept, ranks, "none")
     assert (placement.load.max(axis=1) <= none.load.max(axis=1)).all()
     if cost is not None:
         assert cost.step_bytes(placement.load, placement.places) <= cost.step_bytes(none.load, none.places)
 
 
-@given(layers_and_ranks(), st.sampled_from(["permute", "copy", "split"]))
+@given(layers_and_ranks(), st.sampled_from(["permute", "split"]))
 def test_totals_over_layers_come_out_even(case, mode):
     """No two ranks differ by more than the widest spread of a layer."""
     kept, ranks = case
-    load = place_any(kept, ranks, mode).load
+    load = plan_placement(kept, ranks, mode).load
     assert np.ptp(load.sum(axis=0)) <= np.ptp(load, axis=1).max() + 1e-9
 
 
@@ -118,7 +112,7 @@ def test_equal_heads_stay_where_they_are():
     kept = np.full((3, 8), 80)
     for mode in MODES:
         for ranks in (1, 2, 4, 8):
-            placement = place_any(kept, ranks, mode)
+            placement = plan_placement(kept, ranks, mode)
             assert (
                 placement.heads.tolist()
                 == np.broadcast_to(np.arange(8).reshape(ranks, -1), placement.heads.shape).tolist()
@@ -131,20 +125,20 @@ def test_a_plan_by_hand():
     Rank 0 has more of it, so the first set of layer 0 goes to rank 1.
     """
     kept = np.array([[256, 128, 144, 16], [96, 32, 32, 16]])
-    placement = place_any(kept, 2, "permute")
+    placement = plan_placement(kept, 2, "permute")
     assert placement.heads.tolist() == [[[1, 2], [0, 3]], [[0, 3], [1, 2]]]
     # Layer 1 split: 176 tokens are 5.5 units a rank. Runs of two neighbours: 16 + 32 and 3 of the 6 units of head 0.
-    placement = place_any(kept, 2, "split")
+    placement = plan_placement(kept, 2, "split")
     assert placement.places == 3
     assert placement.load.max(axis=1).tolist() == [272, 96]
 
 
 def test_places_that_hold_nothing():
     """Nine units on sixteen places: seven hold nothing, and their heads are no other's of the rank."""
-    placement = place_any(np.array([[16] * 7 + [32]]), 8, "split")
+    placement = plan_placement(np.array([[16] * 7 + [32]]), 8, "split")
     assert placement.places == 1, "a second place would not help: some rank has two units in any case"
     kept = np.array([[16] * 7 + [32], [16] * 7 + [256]])
-    placement = place_any(kept, 8, "split")
+    placement = plan_placement(kept, 8, "split")
     assert placement.places == 2
     assert (placement.kept[0] == 0).sum() == 7
     assert (placement.kept[1] == 0).sum() == 1
@@ -216,7 +210,7 @@ def test_split_reaches_the_mean_with_one_place(case):
         shares = split_layer(row, ranks)
         assert max(sum(held.values()) for held in shares) == -(-row.sum() // ranks)
         assert {len(held) for held in shares} == {len(row) // ranks + 1}
-    load = place_any(kept, ranks, "split").load
+    load = plan_placement(kept, ranks, "split").load
     assert load.max(axis=1).tolist() == [16 * -(-total // (16 * ranks)) for total in kept.sum(axis=1).tolist()]
 
 
@@ -226,7 +220,7 @@ def test_split_is_within_five_percent_of_the_mean(case, seed):
     kept, ranks = case
     assume(ranks > 1)
     fine = kept * np.random.default_rng(seed).integers(20, 60, kept.shape)
-    load = place_any(fine, ranks, "split").load
+    load = plan_placement(fine, ranks, "split").load
     assert (load.max(axis=1) <= 1.05 * load.mean(axis=1)).all()
 
 
@@ -239,66 +233,6 @@ def test_split_by_hand():
     assert split_layer(np.array([1, 1, 1, 5]), 2) == [{1: 1, 2: 1, 3: 2}, {0: 1, 3: 3, 1: 0}]
     # No head needs splitting; the places left over are filled by exchanging a unit.
     assert split_layer(np.array([4, 4]), 2) == [{0: 1, 1: 3}, {0: 3, 1: 1}]
-
-
-# Copy, and the paper's algorithms
-
-
-def test_algorithm_1_by_hand():
-    """Two heads, at most one copied: as they are, or either of them twice."""
-    assert paper.algorithm1([0, 1], 1) == [(0, 1), (0, 1, 1), (0, 0, 1)]
-    # At most m = 3 additional entries over 3 heads: C(3 + 3, 3) ways.
-    assert len(set(paper.algorithm1([0, 1, 2], 3))) == len(paper.algorithm1([0, 1, 2], 3)) == 20
-
-
-def test_algorithm_2_by_hand():
-    """Weights 6, 2, 2: 6 | 4 without copies; with head 0 on both ranks 3 + 2 each."""
-    assert paper.algorithm2(paper.algorithm1([0, 1, 2], 0), [6, 2, 2], 2, 3) == ((0,), (1, 2))
-    scheme = paper.algorithm2(paper.algorithm1([0, 1, 2], 1), [6, 2, 2], 2, 3)
-    assert scheme == ((0, 1), (0, 2))
-    assert paper.scheme_loads(scheme, [6, 2, 2]) == [5, 5]
-
-
-@examples(60)
-@given(st.data(), st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 3), (4, 4)]))
-def test_ours_match_or_beat_the_papers(data, shape):
-    heads, ranks = shape
-    weights = data.draw(st.lists(st.integers(1, 16), min_size=heads, max_size=heads))
-    places = heads // ranks + 1
-    scheme = paper.algorithm2(paper.algorithm1(range(heads), min(ranks * places - heads, 3)), weights, ranks, places)
-    theirs = max(paper.scheme_loads(scheme, weights))
-    copied = tuple(tuple(sorted(held)) for held in copy_layer(np.array(weights), ranks, places))
-    assert max(paper.scheme_loads(copied, weights)) <= theirs
-    split = max(sum(held.values()) for held in split_layer(np.array(weights), ranks))
-    # Ours stores whole units of 16 tokens; requests can be divided finer, on average.
-    assert split <= math.ceil(theirs)
-
-
-@examples(60)
-@given(st.data(), st.sampled_from([(2, 2), (4, 2), (6, 2), (3, 3)]), st.integers(1, 2))
-def test_copy_equals_brute_force(data, shape, extra):
-    """All sets of ranks for each head, as many heads a rank as it has places."""
-    heads, ranks = shape
-    loads = data.draw(st.lists(st.integers(1, 16), min_size=heads, max_size=heads))
-    places = min(heads // ranks + extra, heads)
-    sets = [c for size in range(1, ranks + 1) for c in itertools.combinations(range(ranks), size)]
-    best = math.inf
-    for chosen in itertools.product(sets, repeat=heads):
-        held = tuple(tuple(head for head in range(heads) if rank in chosen[head]) for rank in range(ranks))
-        if max(map(len, held)) <= places:
-            best = min(best, max(paper.scheme_loads(held, loads)))
-    copied = copy_layer(np.array(loads), ranks, places)
-    assert max(paper.scheme_loads(tuple(tuple(sorted(held)) for held in copied), loads)) == best
-
-
-@given(layers_and_ranks(8))
-def test_copies_are_on_different_ranks_and_load_is_their_mean(case):
-    kept, ranks = case
-    placement = place_any(kept, ranks, "copy")
-    assert placement.load.sum() == pytest.approx(kept.sum())
-    if isinstance(placement, FairCopies):
-        assert placement.copies.max() <= ranks
-        assert ((placement.copies == 0) == (placement.kept == 0)).all()
 
 
 # Cost
@@ -324,17 +258,17 @@ def test_step_bytes_by_hand():
     assert replace(cost, header_bytes=5).step_bytes(load, 3) == cost.step_bytes(load, 3) + 2 * 3 * 10 * 4 * 5
 
 
-def test_copies_that_do_not_pay_are_declined():
-    """Heads of 256 and 16 tokens: permuted 256, split 144, copied 136. A place may cost no more than is saved."""
+def test_places_that_do_not_pay_are_declined():
+    """Heads of 256 and 16 tokens: permuted 256, split 144. A place may cost no more than is saved."""
     kept = np.array([[256, 16]])
     cost = CostModel(hidden=8, head_dim=1, q_per_kv=1, segment=256, batch=1, context=256)
-    for mode, saved in (("split", 112), ("copy", 120)):
-        for batch, places in ((10, 2), (1, 1)):
-            priced = replace(cost, batch=batch, hidden=saved // 2)
-            assert priced.place_bytes == saved * 4
-            assert place_any(kept, 2, mode, cost=priced).places == places
-        assert place_any(kept, 2, mode, cost=replace(cost, hidden=saved // 2 - 1)).places == 2
-    assert place_any(kept, 2, "split", extra_places=0).places == 1
+    saved = 112
+    for batch, places in ((10, 2), (1, 1)):
+        priced = replace(cost, batch=batch, hidden=saved // 2)
+        assert priced.place_bytes == saved * 4
+        assert plan_placement(kept, 2, "split", cost=priced).places == places
+    assert plan_placement(kept, 2, "split", cost=replace(cost, hidden=saved // 2 - 1)).places == 2
+    assert plan_placement(kept, 2, "split", extra_places=0).places == 1
 
 
 @pytest.mark.parametrize("name", ["hidden", "head_dim", "q_per_kv", "segment", "batch", "context", "kv_itemsize"])
@@ -360,12 +294,12 @@ def test_the_cost_model_refuses_what_is_not_positive(name):
 )
 def test_bad_input_is_refused(kept, ranks, mode, words):
     with pytest.raises(RaggedConfigError, match=words):
-        place_any(np.array(kept), ranks, mode)
+        plan_placement(np.array(kept), ranks, mode)
 
 
 def test_fewer_places_than_heads_need_are_refused():
     with pytest.raises(RaggedConfigError, match="at least 0, not -1"):
-        place_any(np.array([[16, 16]]), 2, "split", extra_places=-1)
+        plan_placement(np.array([[16, 16]]), 2, "split", extra_places=-1)
 
 
 # Measured profiles
@@ -377,14 +311,14 @@ def test_busy_rates_of_measured_profiles(name, ranks):
     """Split reaches what units of 16 tokens allow at segments of 256; with finer units, the mean itself."""
     scope = name.split("/")[2]
     kept = fit_kept(MEASURED[name], 0.3, 256, scope)
-    none, permute, split = (place_any(kept, ranks, mode) for mode in ("none", "permute", "split"))
+    none, permute, split = (plan_placement(kept, ranks, mode) for mode in ("none", "permute", "split"))
     assert busy(none) <= busy(permute) <= busy(split)
     limit = kept.sum() / ranks / (16 * -(-kept.sum(axis=1) // (16 * ranks))).sum()
     assert busy(split) == pytest.approx(limit)
     if scope == "layer":
         # Layers of an odd number of units leave one over.
         assert busy(split) >= {2: 0.989, 4: 0.95, 8: 0.95}[ranks] - 1e-9
-    fine = place_any(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
+    fine = plan_placement(fit_kept(MEASURED[name], 0.3, 16 * 1024, scope), ranks, "split")
     assert busy(fine) >= 0.995
 
 
@@ -392,7 +326,6 @@ def test_busy_rates_of_measured_profiles(name, ranks):
 @pytest.mark.parametrize("mode", MODES)
 def test_models_of_eighty_layers_are_planned(heads, ranks, mode):
     kept = fit_kept(np.random.default_rng(0).random((80, heads)) ** 3, 0.3, 256)
-    placement = place_any(kept, ranks, mode)
+    placement = plan_placement(kept, ranks, mode)
     assert {head for rank in placement.heads[0] for head in rank} >= set(range(heads))
-    # Copies share requests in equal parts, which need not be whole tokens.
-    np.testing.assert_allclose(placement.load.sum(axis=1), kept.sum(axis=1))
+    np.testing.assert_array_equal(placement.load.sum(axis=1), kept.sum(axis=1))
