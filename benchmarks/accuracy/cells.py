@@ -38,9 +38,9 @@ class Cell:
 
     Attributes:
         score: share of right answers; `low` and `high`: its 95 % interval (Wilson).
-        cached: mean share of the prompt that came from the cache, over prompts that could hit; None: no prompt could.
+        cached: mean share of the prompt that came from the cache; None: not recorded.
         mean_share: kept / full KV of a segment, from /server_info; None for the token pool.
-        profile: digest of the profile that the budgets come from; None: no profile, or not recorded.
+        profile: the server's line on where its budgets come from; None for the token pool, or not recorded.
         wall_s: seconds from starting the server to its end.
     """
 
@@ -66,27 +66,23 @@ def cell_of(
     key: Key,
     answered: Sequence[Answered],
     *,
-    segment: int,
     mean_share: float | None,
     profile: str | None,
     wall_s: float,
 ) -> Cell:
-    """Summarise the answers. A prompt could hit if more of it was sent before than one segment.
-
-    The same prompts count for the token pool, which could share fewer tokens.
-    """
+    """Summarise the answers."""
     from scipy.stats import binomtest
 
     right = sum(one.right for one in answered)
     interval = binomtest(right, len(answered)).proportion_ci(method="wilson")
-    shares = [one.cached / one.prompt for one in answered if one.sent_before > segment]
+    cached = statistics.fmean(one.cached / one.prompt for one in answered)
     return Cell(
         *(key.pool, key.scorer, key.budgets, key.ratio),
         score=round(right / len(answered), 6),
         asked=len(answered),
         low=round(float(interval.low), 4),
         high=round(float(interval.high), 4),
-        cached=round(statistics.fmean(shares), 4) if shares else None,
+        cached=round(cached, 4),
         mean_share=mean_share,
         profile=profile,
         wall_s=wall_s,
@@ -99,15 +95,15 @@ def tables(settings: Mapping[str, Any], cells: Sequence[Cell]) -> list[Table]:
     title = f"facts, {settings['model']}, segments of {settings['segment']}: {asked} questions (95 % interval)"
     made = [_by_ratio(title, cells, _score)]
     if any(cell.cached is not None for cell in cells):
-        title = "cached / prompt tokens, of the prompts that could hit"
+        title = "cached / prompt tokens"
         made.append(_by_ratio(title, cells, lambda cell: "" if cell.cached is None else f"{cell.cached:.0%}"))
     return made
 
 
 def notes(cells: Sequence[Cell]) -> list[str]:
-    """Name servers that found nothing in their caches although prompts could hit, a line each."""
+    """Name servers that found nothing in their caches, a line each."""
     return [
-        f"{NO_HITS} {cell.key}: no prompt found anything in the cache, although every one could: nothing that was "
+        f"{NO_HITS} {cell.key}: no prompt found anything in the cache: nothing that was "
         "cached, compressed or not, was read again, so this is no measurement of a cache. More --kv-bytes, fewer "
         "--max-running-requests?"
         for cell in cells

@@ -10,19 +10,19 @@ import pytest
 
 from benchmarks.accuracy import __main__ as accuracy
 from benchmarks.accuracy.cells import TOKEN, Cell, Key, cell_of, notes, tables
-from benchmarks.accuracy.conversations import REQUESTS, TURNS, Answered, ask, conversations_at_once, prompts
+from benchmarks.accuracy.conversations import Answered, ask, conversations_at_once, longest_prompt
+from benchmarks.harness import machine
 from benchmarks.harness.results import Results
-from benchmarks.recall import MODEL, task
+from benchmarks.recall import MODEL
 from benchmarks.recall.questions import interviews
 from benchmarks.recall.task import TOKEN_ID
 
-PROFILE = MODEL.parent / "keydiff-coverage.safetensors"
 RAGGED = Key("ragged", "keydiff", "uniform", 0.5)
 SETTINGS = {"model": "m", "segment": 256}
 
 
-def answered(right: bool, *, before: int = 0, cached: int = 0) -> Answered:
-    return Answered(1, 1, right, prompt=1000, sent_before=before, cached=cached)
+def answered(right: bool, *, cached: int = 0) -> Answered:
+    return Answered(right, prompt=1000, cached=cached)
 
 
 def cell(key: Key = TOKEN, score: float = 0.5, cached: float | None = 0.9) -> Cell:
@@ -41,18 +41,14 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 @pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (3, 10), (191, 200)])
 def test_scores_have_wilsons_interval(right, count):
     every = [answered(number < right) for number in range(count)]
-    found = cell_of(RAGGED, every, segment=256, mean_share=0.5, profile="d", wall_s=2.5)
+    found = cell_of(RAGGED, every, mean_share=0.5, profile="d", wall_s=2.5)
     assert (found.score, found.asked) == (pytest.approx(right / count), count)
     assert (found.low, found.high) == pytest.approx(wilson(right, count), abs=1e-4)
 
 
-def test_cached_shares_are_of_prompts_that_could_hit():
-    every = [answered(True), answered(True, before=500, cached=256), answered(True, before=900, cached=768)]
-    # Sent before, but less than a segment.
-    every.append(answered(True, before=256))
-    found = cell_of(RAGGED, every, segment=256, mean_share=None, profile=None, wall_s=1)
-    assert found.cached == 0.512
-    assert cell_of(TOKEN, every[:1], segment=256, mean_share=None, profile=None, wall_s=1).cached is None
+def test_cached_shares_are_means_over_prompts():
+    every = [answered(True), answered(True, cached=256), answered(True, cached=768)]
+    assert cell_of(RAGGED, every, mean_share=None, profile=None, wall_s=1).cached == 0.3413
 
 
 def test_a_server_without_a_hit_is_marked():
@@ -63,17 +59,6 @@ def test_a_server_without_a_hit_is_marked():
     assert list(scores.columns) == ["scorer, budgets", "ratio 0.5", "ratio 0.3"]
     assert scores.rows[0] == ["token pool", "0.500 (0.40-0.60)", "0.500 (0.40-0.60)"]
     assert scores.rows[1] == ["keydiff, uniform", "0.250 (0.15-0.35)*", ""]
-
-
-def test_turns_are_a_conversation_and_requests_stand_alone():
-    (talk,) = interviews(1, 3, seed=2**34)
-    assert prompts(talk, REQUESTS) == [talk.prompt(fact) for fact in talk.facts]
-    words: list[str] = []
-    for fact in talk.facts:
-        words += [task.USER, task.QUESTION, fact.key, task.ASSISTANT]
-        expected = [*talk.history, *(TOKEN_ID[word] for word in words)]
-        assert prompts(talk, TURNS)[talk.facts.index(fact)] == expected
-        words += [fact.value, task.EOS]
 
 
 class Answering:
@@ -92,22 +77,21 @@ class Answering:
 
 def test_answers_are_right_if_their_token_is_the_facts():
     talks = interviews(1, 4, seed=7)
-    found = ask(Answering(talks), talks, REQUESTS, at_once=1)
+    server = Answering(talks)
+    found = ask(server, talks, at_once=1)
     # The conversation goes first.
     assert [one.right for one in found] == [False, True, False, True]
-    assert all(one.sent_before >= len(talks[0].history) for one in found)
-    assert [one.turn for one in found] == [1, 2, 3, 4]
+    assert server.sent == [list(talks[0].history), *(talks[0].prompt(fact) for fact in talks[0].facts)]
 
 
 def test_no_more_conversations_at_once_than_the_pool_holds():
     talks = interviews(3, 2, seed=1)
-    longest = max(len(prompts(talk, REQUESTS)[-1]) for talk in talks) + 1
-    each = (-(-longest // 256) + 1) * 256
-    assert conversations_at_once(talks, REQUESTS, 2 * each, 8, 256) == 2
-    assert conversations_at_once(talks, REQUESTS, 2 * each - 1, 8, 256) == 1
-    assert conversations_at_once(talks, REQUESTS, 10, 8, 256) == 1
-    assert conversations_at_once(talks, REQUESTS, 10**6, 2, 256) == 2
-    assert conversations_at_once(talks, REQUESTS, 10**6, 8, 256) == 3
+    each = (-(-(longest_prompt(talks) + 1) // 256) + 1) * 256
+    assert conversations_at_once(talks, 2 * each, 8, 256) == 2
+    assert conversations_at_once(talks, 2 * each - 1, 8, 256) == 1
+    assert conversations_at_once(talks, 10, 8, 256) == 1
+    assert conversations_at_once(talks, 10**6, 2, 256) == 2
+    assert conversations_at_once(talks, 10**6, 8, 256) == 3
 
 
 @pytest.mark.parametrize(
@@ -118,9 +102,6 @@ def test_no_more_conversations_at_once_than_the_pool_holds():
         (["--ratio", "0.5", "0.5"], "--ratio: each value once"),
         (["--scorer", "keydif"], "unknown scorer 'keydif'"),
         (["--budgets", "covrage"], "--budgets covrage: covrage is no file, and no kind"),
-        (["--ragged-args", "--ragged-ratio 0.2"], "--ragged-args: --ragged-ratio is set by --ratio"),
-        (["--scorer", "h2o", "--budgets", str(PROFILE)], "calibrated with scorer 'keydiff', --ragged-scorer is 'h2o'"),
-        (["--scorer", "fastkvzip", "--budgets", "uniform"], "needs trained gates"),
     ],
 )
 def test_what_cannot_be_served_is_one_line_before_a_server_starts(monkeypatch, tmp_path, arguments, said):
@@ -136,11 +117,15 @@ def test_what_cannot_be_served_is_one_line_before_a_server_starts(monkeypatch, t
 
 def test_finished_cells_are_not_run_again(monkeypatch, capsys, tmp_path):
     path = tmp_path / "a.json"
-    command = ["accuracy", "--pool", "token", "--output", str(path), "--conversations", "1", "--json"]
+    command = ["accuracy", "--output", str(path), "--conversations", "1", "--json"]
+    command += ["--scorer", "keydiff", "--budgets", "uniform", "--ratio", "0.5"]
     monkeypatch.setattr(sys, "argv", command)
     options = accuracy.parser().parse_args(command[1:])
-    settings = accuracy.settings_of(options, interviews(1, 10, seed=options.seed))
-    Results.open(path, "accuracy", settings).add(str(TOKEN), cell(score=1.0))
+    settings = {name: getattr(options, name) for name in accuracy.SETTINGS}
+    settings |= machine.model_settings(str(MODEL)) | {"machine": machine.describe()}
+    results = Results.open(path, "accuracy", settings)
+    for key in (TOKEN, RAGGED):
+        results.add(str(key), cell(key, score=1.0))
     monkeypatch.setattr(accuracy, "Started", lambda *_: pytest.fail("a server was about to be started"))
     accuracy.main()
     assert json.loads(capsys.readouterr().out)["entries"]["token pool"]["score"] == 1.0

@@ -21,7 +21,7 @@ from benchmarks.harness.results import Results
 pytestmark = pytest.mark.server
 
 CONVERSATIONS, QUESTIONS = 2, 4
-COMMAND = ["--conversations", str(CONVERSATIONS), "--questions", str(QUESTIONS), "--mode", "turns", "--segment", "128"]
+COMMAND = ["--conversations", str(CONVERSATIONS), "--questions", str(QUESTIONS), "--segment", "128"]
 COMMAND += ["--scorer", "keydiff", "--budgets", "uniform", "--ratio", "0.3", "--kv-bytes", "64MiB"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.accuracy.conversations import REQUESTS, ask
+from benchmarks.accuracy.conversations import ask
 from benchmarks.harness.client import ServerClient
 from benchmarks.recall import MODEL, task
 from benchmarks.recall.questions import interviews
@@ -115,7 +115,7 @@ def test_calibrated_budgets_keep_recall_where_uniform_ones_lose_it(servers, tmp_
     flags = ["--dtype", "float32", "--kv-bytes", "160MiB", "--max-running-requests", "10"]
     flags += ["--kv-pool", "ragged", "--ragged-ratio", "0.08", "--ragged-profile", str(PROFILE)]
     with servers.serve(MODEL, *flags, log=tmp_path / "server.log") as server:
-        asked = ask(ServerClient(server.url), interviews(4, 10, seed=2**35), REQUESTS, at_once=4)
+        asked = ask(ServerClient(server.url), interviews(4, 10, seed=2**35), at_once=4)
     assert len(asked) == 40
     assert sum(one.right for one in asked) >= 38
     assert all(one.cached >= 2048 for one in asked)
