@@ -25,16 +25,23 @@ from pathlib import Path
 import psutil
 
 from benchmarks.harness.launch import LAUNCH_SERVER, WAITING_THREADS, Server, free_port, stop, wait_until_healthy
+from sgl_ragged.features import ROOMS
 
 IMPORTED = (
+    "sglang.srt.dllm.algorithm.base",
     "sglang.srt.entrypoints.http_server",
+    "sglang.srt.entrypoints.openai.serving_responses",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.registry",
     "sglang.srt.plugins",
     "sglang.srt.server_args",
+    "sgl_ragged.launch.resolution",
+    "sgl_ragged.serve.hooks",
+    *(f"sgl_ragged.features.{room}.{half}" for room in ROOMS for half in ("launch", "serve")),
 )
+"""Modules that servers import."""
 
 
 class ServerPool:
