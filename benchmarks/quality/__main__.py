@@ -6,7 +6,7 @@
     python -m benchmarks quality --axis retrieval --model models/smollm2-135m --profile gate.safetensors
 
 Axes: how much is kept (compression), how far back requests see (history), what is fetched back (retrieval). All
-servers read the same texts; what the output file holds already is not measured again. Writes JSON and a plot, prints
+servers read the same texts; what the output file holds already is not measured again. Writes JSON, prints
 tables. Each axis has options of its own: --axis history --help.
 """
 
@@ -34,7 +34,7 @@ def parser(axis: str = DEFAULT) -> argparse.ArgumentParser:
     made.add_argument("--model", required=True, help="folder of a Hugging Face model")
     made.add_argument("--segment", type=int, help="tokens [%(default)s]")
     made.add_argument("--kv-bytes", help="KV budget of every server [%(default)s]")
-    made.add_argument("--output", type=Path, metavar="FILE.json", help="the plot is beside it [%(default)s]")
+    made.add_argument("--output", type=Path, metavar="FILE.json", help="[%(default)s]")
     made.add_argument("--json", action="store_true", help="print the results as JSON instead of the tables")
     own.add_options(made.add_argument_group(f"--axis {axis}", own.__doc__))
     made.set_defaults(**own.DEFAULTS)

@@ -20,7 +20,6 @@ from benchmarks.quality.configuration import UNFITTED, WIDE, Configuration, conf
 from benchmarks.quality.head import head_dim, load_head
 from benchmarks.quality.measured import figures
 from benchmarks.quality.peering import METHODS, Exact, ask_peers, missing_peers
-from benchmarks.quality.plot import draw
 from benchmarks.quality.quantisers import SCHEMES
 from benchmarks.quality.served import hidden_states
 from benchmarks.quality.sweep import answers, finish
@@ -72,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what the output file lacks, draw and print. Raises BenchmarkError."""
+    """Measure what the output file lacks, and print. Raises BenchmarkError."""
     from transformers import AutoTokenizer
 
     model = Path(options.model)
@@ -104,7 +103,6 @@ def run(options: argparse.Namespace) -> None:
     if peers:
         with bars(Console(stderr=options.json)) as progress:
             ask_peers(options.peers, options.model, asked, tokenizer, peers, exact, results, progress)
-    draw(results, options.output.with_suffix(".png"))
     finish(options, results, tables(results))
 
 

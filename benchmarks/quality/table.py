@@ -36,12 +36,6 @@ def mean_and_error(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     return float(np.mean(values)), float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else np.nan
 
 
-def recall(result: dict[str, Any], kind: str) -> float:
-    """Share of right answers (nan if nothing was asked)."""
-    answers = [one for interview in result["right"][kind] for one in interview]
-    return float(np.mean(answers)) if answers else np.nan
-
-
 def continuation(results: Results, result: dict[str, Any]) -> tuple[float, float] | None:
     """Difference of the continuation's NLL to the token pool's: mean over texts and standard error; None without."""
     reference = served(results).get(Configuration.token())

@@ -18,7 +18,7 @@ from benchmarks.harness.errors import PointFailed, SettingsError
 from benchmarks.harness.forced import Forced
 from benchmarks.harness.results import Results
 from benchmarks.quality import __main__ as door
-from benchmarks.quality import facts, head, history, peering, plot, reference, table, texts
+from benchmarks.quality import facts, head, history, peering, reference, table, texts
 from benchmarks.quality.configuration import Configuration, configurations
 from benchmarks.quality.history import PARTS, text_nll
 from benchmarks.quality.measured import figures
@@ -156,8 +156,6 @@ def test_results_of_this_repository_have_tables_and_are_continued(tmp_path):
     assert rows["default, auto, ratio 0.3"][1].startswith("0.0194")
     assert rows["default, auto, ratio 0.3"][-2:] == ("48 of 48", "44 of 48")
     assert ("kvpress KVzip", "0.3", "0.0090 ± 0.0059", "45 of 48", "45 of 48") in peers.rows
-    plot.draw(results, tmp_path / "q.png")
-    assert (tmp_path / "q.png").stat().st_size > 10000
     one = Configuration("gate", "auto", 0.15)
     results.add(str(one), {"configuration": one, **result(1.0, False)})
     assert one in table.served(Results.load(path, "quality"))

@@ -11,12 +11,14 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from benchmarks.frontend import PROGRAMS, run_programs, server_args
 from examples import constrained
+from tests.server.frontend_programs import PROGRAMS, run_programs
 
 pytestmark = pytest.mark.server
 
-SEGMENT = 64
+FLAGS = ("--dtype", "float32", "--kv-bytes", "16MiB", "--max-running-requests", "4")
+FLAGS += ("--constrained-json-disable-any-whitespace",)
+"""A random model would fill its answer with spaces that JSON allows."""
 SCRIPTS = sorted(
     path for path in (Path(__file__).parents[2] / "examples").glob("[!_]*.py") if path.stem != "connecting"
 )
@@ -24,8 +26,8 @@ SCRIPTS = sorted(
 
 @pytest.fixture(scope="module")
 def server(character_model, servers, tmp_path_factory):
-    args = server_args("ragged", "16MiB", 1.0, SEGMENT)
-    with servers.serve(character_model, *args, log=tmp_path_factory.mktemp("log") / "ragged.log") as server:
+    flags = [*FLAGS, "--kv-pool", "ragged", "--ragged-ratio", "1", "--ragged-segment", "64"]
+    with servers.serve(character_model, *flags, log=tmp_path_factory.mktemp("log") / "ragged.log") as server:
         yield server
 
 
@@ -35,8 +37,7 @@ def outcomes(server):
 
 
 def test_outputs_equal_the_token_pool(character_model, servers, outcomes, tmp_path):
-    args = server_args("token", "16MiB", 1.0, SEGMENT)
-    with servers.serve(character_model, *args, log=tmp_path / "token.log") as server:
+    with servers.serve(character_model, *FLAGS, "--kv-pool", "token", log=tmp_path / "token.log") as server:
         expected = run_programs(server.url)
     assert list(outcomes) == [want.program for want in expected] == list(PROGRAMS)
     for want in expected:

@@ -55,8 +55,3 @@ class Returns:
     def strays(self) -> list[Visit]:
         """Visits that do not count."""
         return [one for one in self.visits if not one.in_place]
-
-    def hit_rate(self, variant: str, cell: str) -> float:
-        """Cached / held tokens."""
-        found = self.counted(variant, cell)
-        return sum(one.cached for one in found) / sum(one.held for one in found)

@@ -26,7 +26,7 @@ from benchmarks.harness.sweep import bars
 from benchmarks.multi_turn.returning import tables
 from benchmarks.multi_turn.returning.results import Returns
 from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, needed_to_evict
-from benchmarks.multi_turn.returning.stages import TIERS_STAGE, TIGHT_STAGE, Stages, Traffic
+from benchmarks.multi_turn.returning.stages import TIERS_STAGE, Stages, Traffic
 from benchmarks.multi_turn.returning.variants import COMMON, Variant
 from sgl_ragged.features.host_tier.restore_schedule import AUTO
 from sgl_ragged.mem_pool.sizing import parse_bytes
@@ -50,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--returns", type=int, default=5, help="of each cell; from disk once a conversation at most [5]")
     made.add_argument("--segment", type=int, default=256, help="and pages of the token pool [256]")
     made.add_argument("--host-bytes", default="320MiB", help="of a host for all conversations [320MiB]")
-    made.add_argument(
-        "--tight-host-bytes", default="160MiB", help="of a host that is too small for the first pool [160MiB]"
-    )
     made.add_argument("--no-disk", action="store_true", help="leave out storage and restarts")
-    made.add_argument("--no-tight", action="store_true", help="leave that one out")
 
 
 def check(options: argparse.Namespace, variants: Sequence[Variant], heads: Heads, traffic: Traffic) -> None:
@@ -86,7 +82,7 @@ def check(options: argparse.Namespace, variants: Sequence[Variant], heads: Heads
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the stages that the file lacks, and print. Raises BenchmarkError."""
+    """Measure what the file lacks, and print. Raises BenchmarkError."""
     import torch
 
     on_cpu = not torch.accelerator.is_available()
@@ -97,8 +93,7 @@ def run(options: argparse.Namespace) -> None:
     check(options, variants, heads, traffic)
     console = Console(stderr=options.json)
     results = Results.open(options.output, "multi_turn.returning", recorded(options))
-    wanted = [TIERS_STAGE] + ([] if options.no_tight else [TIGHT_STAGE])
-    if missing := [stage for stage in wanted if stage not in results.entries]:
+    if TIERS_STAGE not in results.entries:
         with (
             tempfile.TemporaryDirectory() as folder,
             Started(options.model, options.kv_bytes, COMMON, ()) as started,
@@ -120,14 +115,9 @@ def run(options: argparse.Namespace) -> None:
                 disk=not options.no_disk,
                 on_cpu=on_cpu,
             )
-            steps = stages.steps(parse_bytes(options.tight_host_bytes))
-            progress.update(bar, total=sum(steps[stage] for stage in missing))
-            for stage in missing:
-                if stage == TIERS_STAGE:
-                    servers, visits = stages.tiers(parse_bytes(options.host_bytes))
-                else:
-                    servers, visits = stages.tight(parse_bytes(options.tight_host_bytes))
-                results.add(stage, {"servers": servers, "visits": visits})
+            progress.update(bar, total=stages.steps())
+            servers, visits = stages.tiers(parse_bytes(options.host_bytes))
+            results.add(TIERS_STAGE, {"servers": servers, "visits": visits})
     returns = Returns.of(results)
     results.show(tables.all_of(returns), console, as_json=options.json)
     for line in tables.strays(returns):

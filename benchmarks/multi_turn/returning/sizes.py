@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,24 +84,3 @@ def needed_to_evict(device_pages: int, pages_each: int) -> int:
     pages; once these are as many as the device has, nothing else is left there.
     """
     return -(-device_pages // pages_each) + 1
-
-
-def hits(capacity: int, pages_each: int, visits: Sequence[int]) -> list[int]:
-    """Pages of each visited conversation that a tier of `capacity` pages still holds when it is visited.
-
-    A conversation's pages are dropped from its end on, and conversations in the order of their last visits.
-    """
-    kept: OrderedDict[int, int] = OrderedDict()
-    found = []
-    for visited in visits:
-        found.append(kept.pop(visited, 0))
-        kept[visited] = min(pages_each, capacity)
-        excess = sum(kept.values()) - capacity
-        while excess > 0:
-            oldest = next(iter(kept))
-            dropped = min(excess, kept[oldest])
-            kept[oldest] -= dropped
-            excess -= dropped
-            if not kept[oldest]:
-                del kept[oldest]
-    return found

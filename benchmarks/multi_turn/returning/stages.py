@@ -1,4 +1,4 @@
-"""What is measured: returns by tier, and a host that holds all conversations of one pool and not of another."""
+"""What is measured: returns of conversations, by the tier that they are on."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from benchmarks.multi_turn.returning.servers import (
 )
 from benchmarks.multi_turn.returning.sizes import Heads, PoolPages, held
 from benchmarks.multi_turn.returning.variants import Variant
-from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, TIGHT, Visit, visit
+from benchmarks.multi_turn.returning.visit import DEVICE, DISK, HOST, RECOMPUTED, Visit, visit
 from sgl_ragged.features.host_tier.restore_schedule import AUTO
 
 TOKENS = (10, 300)
 """Prompts are drawn from these token ids, which every model has."""
 
-TIERS_STAGE, TIGHT_STAGE = "tiers", "tight host"
+TIERS_STAGE = "tiers"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Traffic:
 
 
 class Stages:
-    """Runs stages.
+    """Runs the servers and the returns.
 
     Args:
         advance: called before every request, with what is measured.
@@ -138,35 +138,12 @@ class Stages:
             servers = [take_stock(clients[one.name], DISK, one) for one in places]
         return servers, visits
 
-    def tight(self, host_bytes: int) -> tuple[list[Held], list[Visit]]:
-        """One return of every conversation, with a host of so many bytes; where they are found is the result."""
-        places = [Place(str(v), v, self.pages(v), host_bytes) for v in self.compared(host_bytes)]
-        visits = []
-        with running(self._started, places, self._folder, on_cpu=self.on_cpu) as clients:
-            histories = self._first_turns(places, clients)
-            for number in range(self.traffic.conversations):
-                for place in places:
-                    history = histories[place.name, number]
-                    visits.append(self._visit(clients[place.name], place.variant, TIGHT, number, history))
-            servers = [take_stock(clients[one.name], TIGHT_STAGE, one) for one in places]
-        check_bytes(servers)
-        return servers, visits
-
-    def compared(self, host_bytes: int) -> list[Variant]:
-        """The first variant, and those of which a host of so many bytes holds all conversations."""
-        first, t = self.variants[0], self.traffic
-        others = [one for one in self.variants[1:] if one.restore == AUTO]
-        fits = [v for v in others if self.pages(v).host(host_bytes) >= t.conversations * t.pages_each(v.page)]
-        return [first, *fits]
-
-    def steps(self, tight_host_bytes: int) -> dict[str, int]:
-        """Requests of each stage."""
+    def steps(self) -> int:
+        """Count the requests of `tiers`."""
         t, all_of_them = self.traffic, len(self.variants)
         autos = sum(one.restore == AUTO for one in self.variants)
-        tiers = t.conversations * all_of_them + t.returns * (autos + 2 * all_of_them)
-        if self.disk:
-            tiers += (1 + min(t.returns, t.conversations)) * all_of_them
-        return {TIERS_STAGE: tiers, TIGHT_STAGE: 2 * t.conversations * len(self.compared(tight_host_bytes))}
+        disk = (1 + min(t.returns, t.conversations)) * all_of_them if self.disk else 0
+        return t.conversations * all_of_them + t.returns * (autos + 2 * all_of_them) + disk
 
     def _first_turns(
         self, places: Sequence[Place], clients: dict[str, ServerClient]

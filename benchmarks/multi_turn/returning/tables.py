@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from benchmarks.harness.table import Table
 from benchmarks.multi_turn.returning.results import Returns
-from benchmarks.multi_turn.returning.visit import DEVICE, HOST, RECOMPUTED, TIERS, TIGHT
+from benchmarks.multi_turn.returning.visit import DEVICE, HOST, RECOMPUTED, TIERS
 from benchmarks.multi_turn.summary import MedianRange
 
 
 def all_of(results: Returns) -> list[Table]:
     """All tables for which there are results."""
-    made = [by_tier(results), restored_above_device(results)]
-    return made + ([tight(results)] if any(one.cell == TIGHT for one in results.visits) else [])
+    return [by_tier(results), restored_above_device(results)]
 
 
 def by_tier(results: Returns) -> Table:
@@ -32,20 +31,6 @@ def by_tier(results: Returns) -> Table:
                 ratios = (_ratio(own, recomputed), _ratio(own, results.ttft_s(base, tier)))
                 rows.append((variant, tier, str(len(own)), *_ms(own), *ratios))
     return Table("TTFT of a return, by the tier that the conversation is on", columns, rows)
-
-
-def tight(results: Returns) -> Table:
-    """Hit rate and TTFT where the host is too small for some of the pools."""
-    variants = [one for one in results.variants() if results.counted(one, TIGHT)]
-    columns = ("pool", "host tokens", "returns", "hit rate", "TTFT ms", "least", "greatest", f"/ {variants[0]}")
-    tokens = {one.variant: one.host_tokens for one in results.servers if one.stage == "tight host"}
-    rows = []
-    for variant in variants:
-        own = results.ttft_s(variant, TIGHT)
-        hits = f"{results.hit_rate(variant, TIGHT):.0%}"
-        values = (*_ms(own), _ratio(own, results.ttft_s(variants[0], TIGHT)))
-        rows.append((variant, f"{tokens[variant]:,}", str(len(own)), hits, *values))
-    return Table("A smaller host, every conversation once more", columns, rows)
 
 
 def restored_above_device(results: Returns) -> Table:

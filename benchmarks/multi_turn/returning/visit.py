@@ -13,9 +13,6 @@ DEVICE, HOST, DISK, RECOMPUTED = "device", "host", "disk", "recomputed"
 TIERS = (DEVICE, HOST, DISK, RECOMPUTED)
 """Where a conversation is when it comes back, the nearest first."""
 
-TIGHT = "tight"
-"""The cell of a host that holds all conversations of some pools only: where they are found is its result."""
-
 
 @dataclass(frozen=True)
 class Visit:
