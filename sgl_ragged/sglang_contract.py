@@ -121,7 +121,6 @@ SERVING: Functions = {
     f"{_ALLOCATOR}.create_prefill_budget": ("self", "tree_cache", "num_mixed_decode_tokens"),
     **_budget("PrefillBudget"),
     f"{ADDER}.add_chunked_req": ("self", "req"),
-    f"{ADDER}.add_one_req_ignore_eos": ("self", "req"),
     LOAD_WEIGHTS: ("model", "weights", "target_device"),
     CPU_HEADS: ("model_config", "load_config", "tp_size"),
     FUSED_KV_WRITE: ("forward_batch",),

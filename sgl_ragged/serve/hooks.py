@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sgl_ragged import sglang_contract as sglang
 from sgl_ragged.contract_checks import check_contract, wrap
 from sgl_ragged.launch.plan import BACKEND, WorkerSettings
-from sgl_ragged.serve import allocation_hooks, metrics, prefill_budget, radix_cache, weight_updates, worker
+from sgl_ragged.serve import allocation_hooks, metrics, radix_cache, weight_updates, worker
 from sgl_ragged.serve.feature import Hook, joined_features
 from sgl_ragged.serve.refusal import ending_worker
 
@@ -30,7 +30,6 @@ HOOKS = (
     Hook(sglang.FLUSH_AFTER_UPDATE, weight_updates.weights_changed),
     Hook(sglang.END_UPDATE, weight_updates.update_session_ended),
     Hook(f"{sglang.SCHEDULER}.get_internal_state", weight_updates.internal_state),
-    Hook(f"{sglang.ADDER}.add_one_req_ignore_eos", prefill_budget.cut_one_request),
 )
 """Hooks of every worker with --kv-pool ragged."""
 

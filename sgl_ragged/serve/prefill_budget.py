@@ -7,28 +7,32 @@ answer is lost. The budgets of this module therefore
 - count the pages that the next chunk takes, not an estimate of what running requests may come to need: these pages were
   reserved when the prompt was admitted, and SGLang's own pool reserves nothing there;
 - admit no request while a cut prompt finds no room. The batch then has no prefill, SGLang counts no chunk, and the
-  decode step that follows ends requests or retracts them.
+  decode step that follows ends requests or retracts them;
+- admit no request after one that was cut, where SGLang counts in tokens: with --disable-radix-cache, requests that
+  ignore EOS. Decode within prefill leaves less than a page of the batch, and the next prompt is cut to that. The
+  scheduler goes on with the request that was cut last; the one before would be decoded as if its first chunk were its
+  whole prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget, SWAPrefillBudget
 
 from sgl_ragged.serve.pool import slab_allocator
 
 
 class _CutPromptFirst(PrefillBudget):
-    """The two rules of this module, for any budget of SGLang."""
+    """The rules of this module, for any budget of SGLang."""
 
     def __init__(self, allocator: Any, tree_cache: Any, **more: Any) -> None:
         super().__init__(allocator, tree_cache, **more)
         self.slabs = slab_allocator(allocator)
         self.left_out = False
         """True if the cut prompt found no room in this pass."""
+        self.cut = False
+        """True if a prompt was cut in this pass."""
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         found = super().available_chunk_tokens(chunk_limit)
@@ -50,7 +54,7 @@ class _CutPromptFirst(PrefillBudget):
         return (False, None) if self.left_out else super().check_prefill(**more)
 
     def can_allocate_prefill(self, **more: Any) -> bool:
-        return not self.left_out and super().can_allocate_prefill(**more)
+        return not self.left_out and not self.cut and super().can_allocate_prefill(**more)
 
     def reserve(
         self,
@@ -61,6 +65,8 @@ class _CutPromptFirst(PrefillBudget):
         chunk_limit: int | None = None,
         is_chunked_continuation: bool = False,
     ) -> None:
+        # SGLang reserves no new tokens for a prompt that it cuts.
+        self.cut = max_new_tokens == 0
         if is_chunked_continuation:
             # SGLang adds what `request_slot_reserve` asks for, which is 0 for a request with a row.
             extra_tokens += self.slabs.open_reserve()
@@ -79,13 +85,3 @@ class SlabBudget(_CutPromptFirst, PrefillBudget):
 
 class HybridBudget(_CutPromptFirst, SWAPrefillBudget):
     """Budget of a pool of slabs and of pages of sliding-window layers."""
-
-
-def cut_one_request(original: Callable, adder: Any, req: Any) -> Any:
-    """Admit no request after one that was cut, as SGLang does where it counts in pages.
-
-    With --disable-radix-cache it admits requests that ignore EOS in another way, which counts in tokens. Decode within
-    prefill leaves less than a page of the batch, and the next prompt is cut to that. The scheduler goes on with the
-    request that was cut last; the one before would be decoded as if its first chunk were its whole prompt.
-    """
-    return AddReqResult.OTHER if adder.new_chunked_req is not None else original(adder, req)

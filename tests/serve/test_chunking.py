@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_ragged.serve.prefill_budget import cut_one_request
+from sgl_ragged.serve.prefill_budget import SlabBudget
 
 SEGMENT, CHUNK, TOKENS, PROMPT = 32, 96, 4096, 300
 
@@ -31,22 +31,17 @@ def flags(monkeypatch):
     monkeypatch.setattr(schedule_policy, "get_exec", lambda: SimpleNamespace(features=features, mamba=mamba))
 
 
-@pytest.fixture
-def hooked(monkeypatch):
-    original = PrefillAdder.add_one_req_ignore_eos
-    monkeypatch.setattr(
-        PrefillAdder,
-        "add_one_req_ignore_eos",
-        lambda adder, req: cut_one_request(original, adder, req),
-    )
+class WithOurBudget(PagedTokenToKVPoolAllocator):
+    def create_prefill_budget(self, tree_cache, **more):
+        return SlabBudget(self, tree_cache, **more)
 
 
-def cut(ignore_eos: list[bool], *, decoding: int) -> list[int]:
+def cut(allocator_class: type, ignore_eos: list[bool], *, decoding: int) -> list[int]:
     """Lengths of first chunks of waiting requests, in their order, for those in the next batch that it cuts.
 
     ignore_eos: of each of them. decoding: requests that decode within the batch.
     """
-    allocator = PagedTokenToKVPoolAllocator(TOKENS, SEGMENT, torch.float32, "cpu", None, need_sort=False)
+    allocator = allocator_class(TOKENS, SEGMENT, torch.float32, "cpu", None, need_sort=False)
     cache = UnifiedRadixCache(
         CacheInitParams(
             disable=True,
@@ -68,14 +63,14 @@ def cut(ignore_eos: list[bool], *, decoding: int) -> list[int]:
 
 
 def test_sglang_alone_cuts_two_and_goes_on_with_one():
-    """Where it does not any more, the seam can go."""
-    assert cut([False, True], decoding=4) == [64, 28]
+    """Where it does not any more, the rule can go."""
+    assert cut(PagedTokenToKVPoolAllocator, [False, True], decoding=4) == [64, 28]
 
 
 @pytest.mark.parametrize("decoding", [0, 1, 4, 31, 33])
 @pytest.mark.parametrize(
     "ignore_eos", [[False, True], [True, False], [True, True], [False, False], [False, True, True]]
 )
-def test_a_batch_cuts_one_request(hooked, ignore_eos, decoding):
+def test_a_batch_cuts_one_request(ignore_eos, decoding):
     room = CHUNK - decoding
-    assert cut(ignore_eos, decoding=decoding) == [room if ignore_eos[0] else room // SEGMENT * SEGMENT]
+    assert cut(WithOurBudget, ignore_eos, decoding=decoding) == [room if ignore_eos[0] else room // SEGMENT * SEGMENT]

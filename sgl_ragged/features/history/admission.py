@@ -56,6 +56,7 @@ def reserve_admitted(
     beyond = max(growth(adder.tree_cache, req, extend_input_len + rest) - extend_input_len, 0)
     # SGLang reserves nothing beyond the chunk for an unfinished prompt, because it checked the whole prompt before.
     original(adder, prefix_len, extend_input_len, beyond if rest else min(max_new_tokens, beyond), *args, **more)
+    adder.memory_budget.cut = rest > 0
 
 
 def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
