@@ -89,6 +89,20 @@ def wrap(hooks: Sequence[tuple[str, Callable]]) -> None:
         raise RaggedConfigError(f"hooks did not take effect: {', '.join(lost)}")
 
 
+def replace_class(target: str, replacement: type) -> None:
+    """Put a subclass in the place of a class of SGLang, wherever it was imported.
+
+    Raises:
+        RaggedConfigError: the class was not replaced.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, replacement, HookType.REPLACE)
+    HookRegistry.apply_hooks()
+    if resolve(target) is not replacement:
+        raise RaggedConfigError(f"{target} of SGLang was not replaced; {REMEDY}")
+
+
 def _wrap_method(target: str, hook: Callable) -> bool:
     """Wrap a method in its class; returns False if the target is no plain function that a class defines itself.
 

@@ -46,7 +46,6 @@ RUN_BATCH = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generatio
 ADAPTER_ID = "sglang.srt.lora.lora_registry.LoRARef.deterministic_id"
 STATS = "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats"
 CONTROLLER_READY = "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info"
-FREE_ROWS = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows"
 LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
 CPU_HEADS = "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp"
 FUSED_KV_WRITE = "sglang.srt.models.utils.enable_fused_set_kv_buffer"
@@ -60,7 +59,6 @@ SAMPLE_DRAFTS = "sglang.srt.speculative.eagle_utils.eagle_sample"
 PD_MEMORY = f"{_PD}.utils.setup_state_kv_args"
 PD_SENDER = f"{_PD}.prefill.PrefillBootstrapQueue.create_sender"
 PD_PEER = f"{_PD}.nixl.conn.NixlKVManager._add_remote_peer"
-PD_FREE_ROW = f"{_PD}.decode.DecodeReqToTokenPool.free"
 
 
 def _budget(name: str) -> Functions:
@@ -98,8 +96,6 @@ SERVING: Functions = {
     ),
     f"{SCHEDULE_BATCH}.alloc_for_extend": ("batch",),
     f"{SCHEDULE_BATCH}.alloc_for_decode": ("batch", "token_per_req"),
-    FREE_ROWS: ("self", "indices"),
-    f"{CHECKER}._get_total_uncached_sizes": ("self",),
     f"{REGISTRY}.create_unified_radix_cache": ("ctx", "cache_class"),
     f"{TREE}.match_prefix": ("self", "params"),
     f"{TREE}.prefix_device_indices": ("self", "req"),
@@ -109,6 +105,9 @@ SERVING: Functions = {
     f"{TREE}.evict_for_alloc": ("self", "params", "allocation_reclaim_satisfied"),
     f"{TREE}.evictable_size": ("self",),
     f"{TREE}.full_evictable_size": ("self",),
+    f"{TREE}.protected_size": ("self",),
+    f"{TREE}.full_protected_size": ("self",),
+    f"{TREE}.on_release": ("self", "req", "checkpointed"),
     f"{TREE}.reset": ("self",),
     f"{_ALLOCATOR}.request_slot_reserve": ("self", "has_req_pool_slot", "prefill_tokens"),
     f"{_ALLOCATOR}.max_new_tokens_for_memory": (
@@ -188,7 +187,6 @@ HISTORY: Functions = {
         *("self", "prefix_len", "extend_input_len", "max_new_tokens", "retracted_stain", "mamba_gap_reserve"),
         *("request_slot_reserve", "is_chunked_continuation", "replay_len"),
     ),
-    f"{CHECKER}._get_total_uncached_sizes": ("self",),
     f"{CHECKER}._check_kv_page_invariants": ("self",),
     **_OWN_TREE,
     f"{TREE}.free_kv_row": ("self", "kv", "ranges"),
@@ -246,7 +244,6 @@ DISAGGREGATION: Functions = {
     f"{_PD}.common.conn.CommonKVSender.send": (
         *("self", "kv_indices", "state_indices", "num_kv_tokens", "indices_event"),
     ),
-    PD_FREE_ROW: ("self", "req"),
     f"{PREALLOC_QUEUE}._pre_alloc": ("self", "req", "prefix_indices", "prefix_len", "total_prefix_len"),
     f"{PREALLOC_QUEUE}._required_alloc_tokens": ("self", "fill_len", "prefix_len"),
     f"{PREALLOC_QUEUE}._prealloc_required_tokens": ("self", "req"),

@@ -54,6 +54,10 @@ class Pages:
         return torch.tensor([score(list(self.content[slot])) for slot in slots.tolist()])
 
 
+NO_OPEN_SEGMENTS = SimpleNamespace(in_use=0, of_requests=0, release=lambda row: torch.empty(0, dtype=torch.int64))
+"""Open segments are one page each here."""
+
+
 class BoundedMachine(RuleBasedStateMachine):
     bound = HistoryBound(LIMIT, "value_key_norm")
     components: tuple[ComponentType, ...] = (ComponentType.FULL,)
@@ -83,7 +87,9 @@ class BoundedMachine(RuleBasedStateMachine):
 
     def _allocator(self) -> PagedTokenToKVPoolAllocator:
         pool = SimpleNamespace(attached={"history": self.histories})
-        return PagedTokenToKVPoolAllocator(PAGES * SEGMENT, SEGMENT, torch.float32, "cpu", pool, need_sort=False)
+        made = PagedTokenToKVPoolAllocator(PAGES * SEGMENT, SEGMENT, torch.float32, "cpu", pool, need_sort=False)
+        made.open_segments = NO_OPEN_SEGMENTS
+        return made
 
     @staticmethod
     def tokens(req: Req) -> list[int]:

@@ -55,7 +55,6 @@ class OpenMachine(RuleBasedStateMachine):
             kvcache=SimpleNamespace(open_segments=self.open, on_flush=[]),
             need_sort=False,
         )
-        self.table._sgl_ragged_allocator = self.allocator
         self.tree = OpenRadixCache(
             CacheInitParams(
                 disable=False,
@@ -246,10 +245,7 @@ class OpenMachine(RuleBasedStateMachine):
 
     def _release(self, req: Req, *, checkpoint: bool) -> None:
         self.running.remove(req)
-        row = req.kv.req_pool_idx
         release_kv_cache(req, self.tree, checkpoint=checkpoint)
-        # The hook of the table's own function, which here is not wrapped.
-        self.allocator.free_page_ids(self.open.release(row))
 
     def _finish(self, req: Req) -> None:
         req.finished_reason = FINISH_LENGTH(len(req.output_ids))
@@ -317,8 +313,7 @@ class OpenMachine(RuleBasedStateMachine):
         assert sorted(free + in_tree + entries + owned + extra + leaving) == list(range(1, PAGES + 1))
         # What SGLang counts: free, evictable, the tree's that is in use, and what requests hold.
         tree = self.tree.evictable_size() + self.tree.protected_size()
-        held = (len(owned) + self.open.in_use) * SEGMENT
-        assert self.allocator.available_size() + tree + held == PAGES * SEGMENT
+        assert self.allocator.available_size() + tree + len(owned) * SEGMENT == PAGES * SEGMENT
         assert self.open.held == sum(map(self._held, self.running))
 
     def _held(self, req: Req) -> int:

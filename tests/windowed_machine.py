@@ -23,7 +23,7 @@ from sgl_ragged.features.history.bound import HistoryBound
 from sgl_ragged.features.windows.pool import RaggedHybridPool
 from sgl_ragged.features.windows.sizes import window_pages
 from sgl_ragged.profiles.geometry import WindowedLayers
-from tests.bounded_machine import LIMIT, PAGES, SEGMENT, BoundedMachine
+from tests.bounded_machine import LIMIT, NO_OPEN_SEGMENTS, PAGES, SEGMENT, BoundedMachine
 
 WINDOW_PAGES = 22
 
@@ -70,9 +70,11 @@ class WindowedMachine(BoundedMachine):
             dtype=torch.float32,
             device="cpu",
         )
-        return SWATokenToKVPoolAllocator(
+        made = SWATokenToKVPoolAllocator(
             slabs.size, pool.size_swa, SEGMENT, torch.float32, "cpu", pool, need_sort=False
         )
+        made.full_attn_allocator.open_segments = NO_OPEN_SEGMENTS
+        return made
 
     def _allocate(self, pages: int) -> torch.Tensor | None:
         """As SGLang's allocator does for tokens that follow others: pages of both kinds, in step."""

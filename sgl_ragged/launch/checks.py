@@ -66,6 +66,11 @@ REFUSED_VALUES: RefusedValues = (
         (False,),
         "external linkers read single tokens, which --kv-pool ragged does not store; use --enable-hierarchical-cache",
     ),
+    (
+        "radix_cache_backend",
+        (None, ""),
+        "--kv-pool ragged has a radix cache that knows open segments; drop --radix-cache-backend",
+    ),
     ("enable_lmcache", (False,), "LMCache is not supported with --kv-pool ragged"),
     ("enable_flexkv", (False,), "FlexKV is not supported with --kv-pool ragged"),
     ("enable_memory_saver", (False,), "releasing KV memory at run time is not supported with --kv-pool ragged"),

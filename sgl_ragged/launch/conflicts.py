@@ -14,7 +14,7 @@ CODES, FITTED, CHECKED = "slabs in 8, 6 and 4 bits", "fitted slabs", "--ragged-c
 """Defaults of a server where nothing conflicts with them; the first of two things in a conflict."""
 
 SPLIT, FLASHINFER = "--ragged-fairkv split", "--ragged-kernel flashinfer"
-TREE, MIXED = "--radix-cache-backend", "--enable-mixed-chunk"
+MIXED = "--enable-mixed-chunk"
 SINKS, M_ROPE = "learned sinks", "three positions per token (M-RoPE)"
 NODES, STAGES = "--nnodes", "--pp-size"
 QUALITY = "--ragged-quality"
@@ -23,7 +23,6 @@ MANY_RANKS, FP8 = "more ranks than heads", "an FP8 cache"
 OWN_CASES: dict[str, Callable[[Start], bool]] = {
     SPLIT: lambda start: start.options.fairkv == "split",
     FLASHINFER: lambda start: start.options.kernel == "flashinfer",
-    TREE: lambda start: start.server_args.radix_cache_backend not in (None, "", *_own_trees()),
     MIXED: lambda start: start.server_args.enable_mixed_chunk,
     NODES: lambda start: start.server_args.nnodes > 1,
     STAGES: lambda start: start.server_args.pp_size > 1,
@@ -51,10 +50,6 @@ OWN_CONFLICTS = (
     Conflict(FITTED, SINKS, "calibration does not record this model's learned sinks", "", STAYS_UNFITTED),
     Conflict(FITTED, M_ROPE, "this model has three positions per token (M-RoPE)", "", STAYS_UNFITTED),
 )
-
-
-def _own_trees() -> list[str]:
-    return [feature.radix_cache for feature in launch_features() if feature.radix_cache is not None]
 
 
 def cases() -> tuple[dict[str, Callable[[Start], bool]], dict[str, Callable[[ModelStart], bool]]]:

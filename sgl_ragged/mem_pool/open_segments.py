@@ -75,10 +75,14 @@ class OpenSegments:
         return sum(len(pages) for batch, pages in self._retired if batch < self.store.batches)
 
     @property
+    def of_requests(self) -> int:
+        """Pages that running requests have in addition to one page per segment."""
+        return self.held + (self.chains.spare if self.chains is not None else 0)
+
+    @property
     def in_use(self) -> int:
         """Pages that are neither free nor for one segment each."""
-        spare = self.chains.spare if self.chains is not None else 0
-        return self.held + spare + sum(len(pages) for _, pages in self._retired) - self.returning
+        return self.of_requests + sum(len(pages) for _, pages in self._retired) - self.returning
 
     def take_back(self) -> list[torch.Tensor]:
         """Return pages that no batch will read again, int64 each; the caller owns them."""

@@ -1,4 +1,4 @@
-"""Hooks around SGLang's allocation: which requests get the pages of open segments, and when they give them back."""
+"""Hooks around SGLang's allocation: which requests get the pages of open segments."""
 
 from __future__ import annotations
 
@@ -13,27 +13,19 @@ from sgl_ragged.serve.feature import side_pool
 from sgl_ragged.serve.pool import slab_allocator
 from sgl_ragged.serve.radix_cache import open_cache_of
 
-_OPEN = "_sgl_ragged_allocator"
-"""Attribute of SGLang's request table that holds the allocator."""
 
-
-def build_allocator(
-    serving: WorkerSettings, original: Callable, configurator: Any, *, token_to_kv_pool: Any, **more: Any
-) -> Any:
+def build_allocator(serving: WorkerSettings, original: Callable, *, token_to_kv_pool: Any, **more: Any) -> Any:
     """Build SGLang's allocator and replace it by one that hands out pages to open segments."""
-    found = original(configurator, token_to_kv_pool=token_to_kv_pool, **more)
+    found = original(token_to_kv_pool=token_to_kv_pool, **more)
     if more["token_to_kv_pool_allocator"] is not None:
         # A draft model shares the locations of the served one.
         return found
     common = {name: getattr(found, name) for name in ("page_size", "dtype", "device", "need_sort")}
     side = side_pool(serving.served_plan)
     if side is not None:
-        made = side.allocator(found, token_to_kv_pool, common)
-    else:
-        assert type(found) is PagedTokenToKVPoolAllocator, f"SGLang chose {type(found).__name__}"
-        made = SlabAllocator(found.size, kvcache=token_to_kv_pool, **common)
-    setattr(more["req_to_token_pool"], _OPEN, slab_allocator(made))
-    return made
+        return side.allocator(found, token_to_kv_pool, common)
+    assert type(found) is PagedTokenToKVPoolAllocator, f"SGLang chose {type(found).__name__}"
+    return SlabAllocator(found.size, kvcache=token_to_kv_pool, **common)
 
 
 def alloc_for_extend(original: Callable, batch: Any) -> Any:
@@ -60,23 +52,3 @@ def alloc_for_decode(original: Callable, batch: Any, token_per_req: int) -> Any:
     found = original(batch, token_per_req)
     allocator.open_segments.decode(batch.req_pool_indices_cpu.tolist(), lengths, allocator.take_open_pages())
     return found
-
-
-def release_row(table: Any, row: int) -> None:
-    """Take the pages of an open segment back from the request that gives up this row of SGLang's table."""
-    allocator = getattr(table, _OPEN)
-    allocator.free_page_ids(allocator.open_segments.release(row))
-
-
-def free_rows(original: Callable, table: Any, indices: list[int]) -> None:
-    """Take the pages of open segments back from requests that give up their rows."""
-    for row in indices:
-        release_row(table, row)
-    original(table, indices)
-
-
-def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
-    """Return the tokens that requests hold outside of the tree, with pages of open segments, for leak checks."""
-    full, windows = original(checker)
-    allocator = slab_allocator(checker.token_to_kv_pool_allocator)
-    return full + allocator.open_segments.in_use * allocator.page_size, windows

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from sgl_ragged import sglang_contract as sglang
-from sgl_ragged.contract_checks import check_contract, wrap
+from sgl_ragged.contract_checks import check_contract, replace_class, wrap
 from sgl_ragged.launch.plan import BACKEND, WorkerSettings
 from sgl_ragged.serve import allocation_hooks, metrics, radix_cache, weight_updates, worker
 from sgl_ragged.serve.feature import Hook, joined_features
@@ -16,13 +16,8 @@ KV_BYTES_HOOKS = (Hook(sglang.PROFILE_BYTES, worker.kv_bytes, bound=True),)
 """Hooks of a worker with SGLang's own pool and --kv-bytes."""
 
 HOOKS = (
-    Hook(f"{sglang.CONFIGURATOR}._resolve_memory_pool_config", worker.size_pool, bound=True),
-    Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool", worker.build_pool, bound=True),
-    Hook(f"{sglang.CONFIGURATOR}._build_token_to_kv_pool_allocator", allocation_hooks.build_allocator, bound=True),
     Hook(f"{sglang.SCHEDULE_BATCH}.alloc_for_extend", allocation_hooks.alloc_for_extend),
     Hook(f"{sglang.SCHEDULE_BATCH}.alloc_for_decode", allocation_hooks.alloc_for_decode),
-    Hook(sglang.FREE_ROWS, allocation_hooks.free_rows),
-    Hook(f"{sglang.CHECKER}._get_total_uncached_sizes", allocation_hooks.uncached_tokens),
     Hook(f"{sglang.REGISTRY}.create_unified_radix_cache", radix_cache.keep_open_segments),
     Hook(sglang.FUSED_KV_WRITE, worker.no_fused_kv_write),
     Hook(f"{sglang.SCHEDULER}.get_init_info", metrics.scheduler_ready, bound=True),
@@ -54,6 +49,7 @@ def install(serving: WorkerSettings) -> None:
         return
     features = [feature for feature, _ in joined_features(serving.plan)]
     check_contract(sglang.SERVING)
+    replace_class(sglang.CONFIGURATOR, worker.configurator_class(serving))
     of_ranks = RANKS_HOOKS if serving.plan.ranks > 1 else ()
     _wrap((*HOOKS, *of_ranks, *(hook for feature in features for hook in feature.hooks)), serving)
 

@@ -57,13 +57,43 @@ class Below(Protocol):
         """Copy pages of this tier to pages of the pool, int64 [n] each, when the next batch is described."""
 
 
-class OpenRadixCache(UnifiedRadixCache):
-    """Radix cache of SGLang that finds open segments after the last node of a prefix."""
+class SlabRadixCache(UnifiedRadixCache):
+    """Radix cache of SGLang on a pool of slabs: it frees a request's open segment, and counts open segments' pages."""
 
     def __init__(self, params: Any) -> None:
         self.slabs: SlabAllocator = slab_allocator(params.token_to_kv_pool_allocator)
-        self.slabs.resumes = True
-        self.entries = self.slabs.open_segments.kept
+        self._rows = params.req_to_token_pool.available_size()
+        super().__init__(params)
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        super().on_release(req, checkpointed=checkpointed)
+        self.slabs.free_page_ids(self.slabs.open_segments.release(req.kv.req_pool_idx))
+
+    def beside_tokens(self) -> int:
+        """Return the tokens of pages that are taken in addition to one page per segment; SGLang counts those itself.
+
+        Where no request has a row, pages of requests are a leak, which SGLang's checks have to see.
+        """
+        open_segments = self.slabs.open_segments
+        idle = self.req_to_token_pool.available_size() == self._rows
+        return (open_segments.in_use - (open_segments.of_requests if idle else 0)) * self.page_size
+
+    # For SGLang's checks, by which free, evictable, protected and requests' own tokens are the whole pool.
+
+    def protected_size(self) -> int:
+        return super().protected_size() + self.beside_tokens()
+
+    def full_protected_size(self) -> int:
+        return super().full_protected_size() + self.beside_tokens()
+
+
+class OpenRadixCache(SlabRadixCache):
+    """Radix cache that finds open segments after the last node of a prefix."""
+
+    def __init__(self, params: Any) -> None:
+        slabs = slab_allocator(params.token_to_kv_pool_allocator)
+        slabs.resumes = True
+        self.entries = slabs.open_segments.kept
         self.below: Below | None = None
         # By single tokens, even where drafts are made from hidden states. For these SGLang takes pairs of tokens, since
         # what such a head keeps of a token depends on the next one: it finds one token less, and never another's.
@@ -277,12 +307,12 @@ class OpenRadixCache(UnifiedRadixCache):
 
 
 def keep_open_segments(original: Callable, ctx: Any, *, cache_class: Any = None) -> Any:
-    """Have SGLang make this cache in place of its own, if pages hold slabs alone."""
+    """Have SGLang make a cache of this module in place of its own; `OpenRadixCache` if pages hold slabs alone."""
     if cache_class is None and not ctx.disable_radix_cache and not ctx.is_hybrid_swa and not ctx.is_hybrid_ssm:
         return original(ctx, cache_class=OpenRadixCache)
     cause = "sliding windows" if cache_class is None else cache_class.__name__
     logger.info("open segments are not kept as cache (%s): prefixes are found up to their last border", cause)
-    return original(ctx, cache_class=cache_class)
+    return original(ctx, cache_class=cache_class or SlabRadixCache)
 
 
 def open_cache_of(batch: Any) -> OpenRadixCache | None:

@@ -18,10 +18,12 @@ from sgl_ragged.mem_pool.kv_dtype import beside_cache, describe_scales, refuse_k
 from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.rank_sizes import RankNeeds, rank_needs, summary
 from sgl_ragged.serve import weight_updates
+from sgl_ragged.serve.allocation_hooks import build_allocator
 from sgl_ragged.serve.backend import RaggedAttnBackend, attention_layers
 from sgl_ragged.serve.feature import Worker, joined_features, side_pool
 from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_pool
 from sgl_ragged.serve.ranks import least_over_ranks, require_equal_digests
+from sgl_ragged.serve.refusal import ending_worker
 from sgl_ragged.serve.store_maker import StoreMaker
 
 if TYPE_CHECKING:
@@ -43,7 +45,27 @@ def kv_bytes(serving: WorkerSettings, original: Callable, configurator: Any, pre
     return serving.kv_bytes if serving.kv_bytes is not None else original(configurator, pre_model_load_memory)
 
 
-def size_pool(serving: WorkerSettings, original: Callable, configurator: Any, pre_model_load_memory: int) -> Any:
+def configurator_class(serving: WorkerSettings) -> type:
+    """Make the class that sizes and builds pools of slabs, in place of SGLang's `KVCacheConfigurator`."""
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    def refusing(function: Callable) -> Callable:
+        return ending_worker(functools.partial(function, serving), serving.from_command_line)
+
+    class SlabConfigurator(KVCacheConfigurator):
+        def _resolve_memory_pool_config(self, pre_model_load_memory: int) -> Any:
+            return refusing(size_pool)(self, pre_model_load_memory)
+
+        def _build_token_to_kv_pool(self, **more: Any) -> Any:
+            return refusing(build_pool)(self, super()._build_token_to_kv_pool, **more)
+
+        def _build_token_to_kv_pool_allocator(self, **more: Any) -> Any:
+            return refusing(build_allocator)(super()._build_token_to_kv_pool_allocator, **more)
+
+    return SlabConfigurator
+
+
+def size_pool(serving: WorkerSettings, configurator: Any, pre_model_load_memory: int) -> Any:
     """Compute slots and request rows from the KV budget, instead of tokens from bytes per token."""
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
     from sglang.srt.runtime_context import get_parallel, get_schedule
@@ -97,13 +119,13 @@ def repeat_heads_on_cpus(
 
 
 def build_pool(
-    serving: WorkerSettings, original: Callable, configurator: Any, *, sizes: Any, req_to_token_pool: Any, **more: Any
+    serving: WorkerSettings, configurator: Any, original: Callable, *, sizes: Any, req_to_token_pool: Any, **more: Any
 ) -> Any:
     """Build the ragged pool instead of SGLang's, or a feature's own, and log the start-up lines."""
     import torch
 
     plan = serving.served_plan
-    build = functools.partial(original, configurator, sizes=sizes, req_to_token_pool=req_to_token_pool, **more)
+    build = functools.partial(original, sizes=sizes, req_to_token_pool=req_to_token_pool, **more)
     own = [feature.own_pool(settings, configurator, build) for feature, settings in joined_features(plan)]
     found = next((one for one in own if one is not None), None)
     if found is not None:

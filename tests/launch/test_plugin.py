@@ -162,6 +162,7 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
             ("--enable-hierarchical-cache", "--ragged-host-codec", "fp8", "--kv-cache-dtype", "fp8_e5m2"),
             "--ragged-host-codec fp8 is for a KV cache that is wider",
         ),
+        (("--radix-cache-backend", "mine"), "knows open segments; drop --radix-cache-backend"),
         (("--ragged-restore", "load"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "fp8"), "add --enable-hierarchical-cache"),
         (("--ragged-host-codec", "exact"), "add --enable-hierarchical-cache"),
@@ -175,7 +176,6 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
                 (("--ragged-history-score", "recency"), "add --ragged-history"),
                 (("--ragged-history", "1024", "--ragged-history-score", "age"), "unknown --ragged-history-score 'age'"),
                 (("--ragged-history", "1024", "--ragged-history-score", "value_novelty"), "the profile has none"),
-                (("--ragged-history", "1024", "--radix-cache-backend", "mine"), "drop --radix-cache-backend"),
                 (("--ragged-history", "1024", "--enable-mixed-chunk"), "decodes within prefill"),
                 (("--ragged-overlay", "32"), "add --ragged-reservoir"),
                 (("--ragged-reservoir", "1GiB", "--ragged-overlay", "0"), "--ragged-overlay 0 must be at least 1"),
@@ -283,7 +283,7 @@ def test_a_worker_refuses_the_dtype_that_sglang_resolved():
     from sgl_ragged.serve.worker import size_pool
 
     with pytest.raises(RaggedConfigError, match="resolved the KV cache's dtype to float8_e4m3fnuz"):
-        size_pool(None, None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fnuz), 0)
+        size_pool(None, SimpleNamespace(kv_cache_dtype=torch.float8_e4m3fnuz), 0)
 
 
 @pytest.mark.parametrize(("status", "kind"), [(TO_ENGINE, RaggedConfigError), (1, RuntimeError)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 
 from sgl_ragged import sglang_contract
 from sgl_ragged.serve.feature import serve_features
 from sgl_ragged.serve.hooks import CONTROLLER_HOOKS, HOOKS, KV_BYTES_HOOKS, RANKS_HOOKS
+from sgl_ragged.serve.worker import configurator_class
 
 PAGE = Path(__file__).parents[2] / "docs" / "sglang-seams.md"
 GROUPS = [group for group in vars(sglang_contract).values() if isinstance(group, dict) and group]
@@ -15,7 +17,16 @@ GROUPS = [group for group in vars(sglang_contract).values() if isinstance(group,
 def wrapped() -> list[str]:
     of_features = [hook for feature in serve_features() for hook in feature.hooks]
     hooks = [*HOOKS, *RANKS_HOOKS, *KV_BYTES_HOOKS, *CONTROLLER_HOOKS, *of_features]
-    return [hook.target for hook in hooks] + [sglang_contract.DEAD_WORKER, sglang_contract.ADAPTER_ID]
+    of_class = [
+        f"{sglang_contract.CONFIGURATOR}.{name}"
+        for name, value in vars(configurator_class(SimpleNamespace(from_command_line=True))).items()
+        if isinstance(value, FunctionType)
+    ]
+    return [
+        *(hook.target for hook in hooks),
+        *(sglang_contract.DEAD_WORKER, sglang_contract.ADAPTER_ID),
+        *of_class,
+    ]
 
 
 def test_the_page_lists_every_wrapped_function():

@@ -13,16 +13,9 @@ from sglang.srt.disaggregation.utils import prepare_abort
 
 from sgl_ragged.features.disaggregation.prefill_server import exchange_of, flush_seals
 from sgl_ragged.features.disaggregation.roles import disagreement
-from sgl_ragged.serve.allocation_hooks import release_row
 from sgl_ragged.serve.pool import slab_allocator
 
 logger = logging.getLogger(__name__)
-
-
-def free_row(original: Callable, table: Any, req: Any) -> None:
-    """Free the pages of a request's open segment; SGLang's decode servers have a request table of a separate class."""
-    release_row(table, req.kv.req_pool_idx)
-    original(table, req)
 
 
 def allocate(

@@ -25,7 +25,6 @@ class Disaggregation(ServeFeature):
         Hook(sglang.PD_MEMORY, prefill_server.describe_memory, bound=True),
         Hook(sglang.PD_SENDER, prefill_server.send_open_pages),
         Hook(sglang.PD_PEER, prefill_server.refuse_other_pools),
-        Hook(sglang.PD_FREE_ROW, decode_server.free_row),
         Hook(f"{sglang.PREALLOC_QUEUE}._pre_alloc", decode_server.allocate),
         Hook(f"{sglang.PREALLOC_QUEUE}._required_alloc_tokens", decode_server.needed_tokens),
         Hook(f"{sglang.PREALLOC_QUEUE}._prealloc_required_tokens", decode_server.needed_again),

@@ -59,15 +59,6 @@ def reserve_admitted(
     adder.memory_budget.cut = rest > 0
 
 
-def uncached_tokens(original: Callable, checker: Any) -> tuple[int, int]:
-    """Return the tokens that requests hold outside of the tree, without those they have given back, for leak checks."""
-    full, windows = original(checker)
-    cache = checker.tree_cache
-    held = [cache.histories.get(req.kv.req_pool_idx) for req in checker._requests_owning_rows()]
-    returned = sum(len(history.returned) for history in held if history is not None)
-    return full - returned * cache.page_size, windows
-
-
 class _HeldPages:
     """SGLang's request table for its checks: pages that a request has freed read as page 0.
 

@@ -84,6 +84,11 @@ class Histories:
         """Return the history of the request in a row; None while it sees all of its segments."""
         return self._histories.get(row)
 
+    @property
+    def returned(self) -> int:
+        """Number of segments whose pages running requests have given back."""
+        return sum(len(history.returned) for history in self._histories.values())
+
     def forget(self, row: int) -> None:
         """Forget a row's request, which has ended or was retracted."""
         if self._histories.pop(row, None) is not None:

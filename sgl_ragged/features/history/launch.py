@@ -19,7 +19,7 @@ from sgl_ragged.features.history.bound import (
 )
 from sgl_ragged.features.history.history_plan import HistoryPlan
 from sgl_ragged.features.windows.sizes import eviction_interval, window_pages
-from sgl_ragged.launch.conflicts import MIXED, TREE
+from sgl_ragged.launch.conflicts import MIXED
 from sgl_ragged.launch.feature import Conflict, LaunchFeature
 from sgl_ragged.launch.flags import flag
 from sgl_ragged.launch.plan import Rank, ServingPlan
@@ -65,10 +65,7 @@ class History(LaunchFeature):
     contract = sglang.HISTORY
     needed_for = " with --ragged-history"
     radix_cache = RADIX_CACHE
-    conflicts = (
-        Conflict(CASE, TREE, "histories have a radix cache of their own", "drop --radix-cache-backend"),
-        Conflict(CASE, MIXED, "it decodes within prefill, where histories do not look"),
-    )
+    conflicts = (Conflict(CASE, MIXED, "it decodes within prefill, where histories do not look"),)
 
     def asked(self, start: Start) -> bool:
         return start.options.of(HistoryFlags).history is not None

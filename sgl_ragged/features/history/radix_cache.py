@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_ragged.features.history.histories import Histories
 from sgl_ragged.serve.pool import slab_pool
+from sgl_ragged.serve.radix_cache import SlabRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
 
 
-class BoundedRadixCache(UnifiedRadixCache):
+class BoundedRadixCache(SlabRadixCache):
     """Radix cache that frees pages while their request runs. histories: bounded histories of the pool's requests."""
 
     def __init__(self, params: Any) -> None:
@@ -72,6 +72,10 @@ class BoundedRadixCache(UnifiedRadixCache):
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         self.histories.forget(req.kv.req_pool_idx)
         super().on_release(req, checkpointed=checkpointed)
+
+    def beside_tokens(self) -> int:
+        # SGLang counts segments that requests have given back.
+        return super().beside_tokens() - self.histories.returned * self.page_size
 
     def _can_be_found(self, kv: ReqKvInfo, end: int) -> bool:
         """Return True if the tree would find a prefix of `end` tokens, which needs the window before its end."""

@@ -47,7 +47,6 @@ class History(ServeFeature):
         Hook(f"{sglang.ADDER}._get_running_request_total_token_offset", admission.reserve_running),
         Hook(f"{sglang.ADDER}._check_prefill_budget", admission.fits),
         Hook(f"{sglang.ADDER}._update_prefill_budget", admission.reserve_admitted),
-        Hook(f"{sglang.CHECKER}._get_total_uncached_sizes", admission.uncached_tokens),
         Hook(f"{sglang.CHECKER}._check_kv_page_invariants", admission.check_held_pages),
     )
 

@@ -12,7 +12,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.features.retrieval.retrieval_plan import RetrievalPlan
 from sgl_ragged.features.retrieval.roles import HeadRoles, head_roles, with_pivots
 from sgl_ragged.features.retrieval.settings import RADIX_CACHE, Retrieval
-from sgl_ragged.launch.conflicts import CODES, FITTED, FLASHINFER, MANY_RANKS, MIXED, NODES, SPLIT, TREE
+from sgl_ragged.launch.conflicts import CODES, FITTED, FLASHINFER, MANY_RANKS, MIXED, NODES, SPLIT
 from sgl_ragged.launch.feature import STAYS_UNFITTED, STAYS_WIDE, Conflict, LaunchFeature
 from sgl_ragged.launch.flags import flag
 from sgl_ragged.launch.plan import BudgetChoice, Rank, ServingPlan
@@ -72,7 +72,6 @@ class Retrieving(LaunchFeature):
         Conflict(CASE, "--ragged-history", "it frees segments that pivots must watch"),
         Conflict(CASE, "--enable-hierarchical-cache", "restored segments lack what heads dropped of them"),
         Conflict(CASE, NODES, "it has not been tested over nodes"),
-        Conflict(CASE, TREE, "it replaces the radix cache that retrieval needs"),
         Conflict(CASE, MIXED, "it decodes within prefill, where pivots do not look"),
         Conflict(CASE, SPLIT, "it stores heads in parts, and pivots must be whole"),
         Conflict(CASE, FLASHINFER, "flashinfer plans without overlays", "use triton"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.registry import create_unified_radix_cache
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sgl_ragged.features.retrieval.settings import ASKING_TOKENS
 from sgl_ragged.serve.pool import slab_pool
+from sgl_ragged.serve.radix_cache import SlabRadixCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sgl_ragged.features.retrieval.retriever import Retriever
 
 
-class RetrievalRadixCache(UnifiedRadixCache):
+class RetrievalRadixCache(SlabRadixCache):
     """Radix cache that takes a sequence up to the segment in which its first overlay was seen.
 
     The last tokens of a prompt are prefilled even if they are in the tree: their queries decide what is fetched. So a
