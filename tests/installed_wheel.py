@@ -18,10 +18,10 @@ import time
 import tomllib
 from pathlib import Path
 
-from benchmarks.character_model import make_character_model
 from benchmarks.harness.client import ServerClient
 from benchmarks.harness.errors import BenchmarkError
 from benchmarks.harness.launch import serve
+from tests.character_model import make_character_model
 
 ROOT = Path(__file__).parent.parent
 

@@ -40,7 +40,7 @@ from transformers import (
     Qwen3VLProcessor,
 )
 
-from benchmarks.character_model import CHARACTERS
+from tests.character_model import CHARACTERS
 from tests.models import SIZES
 
 PLAIN_TOKENS = ("<pad>", "<bos>", "<eos>")

@@ -102,7 +102,7 @@ def wait_until_healthy(server: Server, within_s: float) -> None:
                 raise ServerFailed(f"server ended:\n{server.log_text()[-4000:]}")
             if client.is_healthy():
                 return
-            time.sleep(0.5)
+            time.sleep(0.1)
     raise ServerFailed(f"server not healthy within {within_s} s:\n{server.log_text()[-4000:]}")
 
 

@@ -155,11 +155,6 @@ class Material:
         return tuple(made)
 
 
-def _single(array: np.ndarray) -> np.ndarray:
-    """In float32, unless it is narrower."""
-    return array if array.dtype == np.float16 else array.astype(np.float32)
-
-
 def random_codebook(geometry: ModelGeometry, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Queries that have a direction in common, 48 per query head, with logits that a model could have: of longer ones,
     some would attend to one token alone, and what is fitted to them would hang on its last bit."""

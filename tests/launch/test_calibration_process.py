@@ -117,9 +117,10 @@ args.resolve_once()
 """
 
 
+@pytest.mark.thorough
 def test_a_start_in_a_folder_with_names_of_ours(tmp_path):
     """The calibrator that is installed runs, whatever lies in the working folder or in a folder of PYTHONPATH."""
-    from benchmarks.character_model import make_character_model
+    from tests.character_model import make_character_model
 
     model, folder = make_character_model(tmp_path / "model"), tmp_path / "folder"
     (folder / "more" / "calib").mkdir(parents=True)
@@ -141,8 +142,8 @@ def test_a_start_in_a_folder_with_names_of_ours(tmp_path):
 @pytest.mark.server
 def test_a_launcher_that_is_ended_leaves_nothing_and_the_next_goes_on(tmp_path, monkeypatch):
     """The launcher itself, with a model that spells characters: ended while it calibrates, and two at once after it."""
-    from benchmarks.character_model import make_character_model
     from benchmarks.harness.launch import free_port, stop
+    from tests.character_model import make_character_model
 
     model = make_character_model(tmp_path / "model")
     cache = tmp_path / "cache"
@@ -207,9 +208,9 @@ PathFinder.find_spec = find_spec
 @pytest.mark.server
 def test_a_server_without_the_packages_of_calibration(tmp_path, monkeypatch):
     """Equal budgets serve; the default says in one line what is missing."""
-    from benchmarks.character_model import make_character_model
     from benchmarks.harness.errors import ServerFailed
     from benchmarks.harness.launch import serve
+    from tests.character_model import make_character_model
     from tests.server.client import generate
 
     model = make_character_model(tmp_path / "model")

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.character_model import make_character_model
 from sgl_ragged import cli
 from sgl_ragged.launch import calibration_process
 from sgl_ragged.launch.plan import ATTRIBUTE
 from sgl_ragged.profiles.profile_cache import VARIABLE
+from tests.character_model import make_character_model
 from tests.launch.test_plugin import resolved
 from tests.models import make_profile
 

@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from benchmarks.character_model import make_character_model
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.model_source import load_tokenizer, read_config
 from sgl_ragged.launch.models import model_geometry
+from tests.character_model import make_character_model
 
 CODE = """
 from transformers import LlamaConfig

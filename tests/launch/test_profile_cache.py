@@ -19,7 +19,6 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.character_model import make_character_model
 from benchmarks.storm.material import scorer_statistics
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch import calibrating, calibration_process
@@ -34,6 +33,7 @@ from sgl_ragged.profiles.profile_cache import (
     weights_identity,
 )
 from sgl_ragged.profiles.profile_choice import BUNDLED_FOLDER, CachedProfile
+from tests.character_model import make_character_model
 from tests.launch.test_placing import settled
 from tests.models import make_profile
 

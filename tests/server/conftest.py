@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.character_model import make_character_model
 from benchmarks.harness.launch import Server
 from benchmarks.harness.server_pool import ServerPool
+from tests.character_model import make_character_model
 
 
 class QuietServerPool(ServerPool):
