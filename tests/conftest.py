@@ -60,12 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Server tests of a file stay together, since they share servers; they come first, for they take longest."""
+    """Tests of a file with servers, or with a process that answers all of them, stay together. They come first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class FilesOfServers(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if not nodeid.startswith("tests/server/"):
+            if not nodeid.startswith(("tests/server/", "tests/test_commands.py")):
                 return nodeid
             file = nodeid.partition("::")[0]
             return "character_server" if file in CLIENTS else file

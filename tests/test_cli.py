@@ -84,7 +84,9 @@ def test_unknown_flags_are_refused(model, monkeypatch, capsys):
     assert "unrecognized arguments: --kv-bites 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("asked", ["layout", "check", "conflicts"])
+@pytest.mark.parametrize(
+    "asked", ["layout", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("check", "conflicts"))]
+)
 def test_the_answer_is_all_that_it_says(model, asked):
     """As a program of its own: here SGLang has been imported, and what it warns of has been said."""
     program = "import sys; from sgl_ragged.cli import main; main()"

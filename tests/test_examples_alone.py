@@ -13,7 +13,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if "def main" in path.read_text())
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [PROGRAMS[0], *(pytest.param(name, marks=pytest.mark.thorough) for name in PROGRAMS[1:])]
+)
 def test_without_a_server(name):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

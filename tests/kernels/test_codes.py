@@ -20,6 +20,7 @@ from tests.open_segments import pages_beside, tokens_in
 
 MIXED = KEPT[:1]
 EDGES = [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 4 * SEGMENT + 7]
+SHORT = [SEGMENT - 1, SEGMENT + 1]
 LONG = [10 * SEGMENT + 7]
 thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
 
@@ -66,12 +67,14 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
 @pytest.mark.parametrize(
     ("form", "scorer", "per_head", "dim", "lengths"),
     [
-        (K8V4, "keydiff", 4, 64, EDGES),
+        (K8V4, "keydiff", 4, 64, SHORT),
+        thorough(K8V4, "keydiff", 4, 64, EDGES),
         thorough(K8V4, "keydiff", 4, 64, LONG),
         (K8V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
         thorough(K8V4, "value_key_norm", 8, 256, [SEGMENT + 7]),
         (K8V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
-        (K4V4, "keydiff", 4, 64, EDGES),
+        (K4V4, "keydiff", 4, 64, SHORT),
+        thorough(K4V4, "keydiff", 4, 64, EDGES),
         thorough(K4V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
         (K4V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
         thorough(K4V4, "keydiff", 2, 16, LONG),
@@ -81,7 +84,8 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
         (K6V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
         thorough(K6V4, "keydiff", 2, 16, LONG),
         thorough(K6V4, "keydiff", 2, 256, [SEGMENT + 7]),
-        (INT8, "keydiff", 2, 16, LONG),
+        (INT8, "keydiff", 2, 16, [3 * SEGMENT + 7]),
+        thorough(INT8, "keydiff", 2, 16, LONG),
         (INT8, "value_key_norm", 4, 96, [1, SEGMENT, SEGMENT + 7]),
         thorough(K8V4, "keydiff", 4, 80, EDGES),
         thorough(K8V4, "key_norm", 1, 240, [SEGMENT + 7]),
@@ -111,8 +115,9 @@ def test_prefill_in_one_launch_then_decode_with_padding(form, scorer, per_head, 
 
 def test_sinks_and_divided_heads_of_codes():
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
-    sequence = Sequence(LONG[0] + 1, *MIXED.shape, 2, 96, "keydiff", seed=1)
+    lengths = [6 * SEGMENT + 7]
+    sequence = Sequence(lengths[0] + 1, *MIXED.shape, 2, 96, "keydiff", seed=1)
     harness = Harness(MIXED, 96, "keydiff", 1, 12, kernel=TRITON, sinks=sinks, form=K8V4)
     expected = sequence.expected(MIXED, sinks=sinks, form="k8v4")
-    compare(harness.extend([sequence], [0], LONG), [expected[: LONG[0]]])
-    compare([harness.decode([sequence], LONG, padding=1)], [expected[LONG[0] :]])
+    compare(harness.extend([sequence], [0], lengths), [expected[: lengths[0]]])
+    compare([harness.decode([sequence], lengths, padding=1)], [expected[lengths[0] :]])

@@ -132,12 +132,12 @@ def test_segments_are_the_same_whether_operations_score_tokens_or_are_given_scor
 
     step(lambda ops: ops.describe_extend(table, rows, [0, 0], [20, SEGMENT + 5]), "extend", SEGMENT + 25)
     step(
-        lambda ops: ops.describe_extend(table, rows, [20, SEGMENT + 5], [SEGMENT - 17, SEGMENT - 8]),
+        lambda ops: ops.describe_extend(table, rows, [20, SEGMENT + 5], [SEGMENT - 17, SEGMENT - 6]),
         "extend",
-        2 * SEGMENT - 25,
+        2 * SEGMENT - 23,
     )
-    for number in range(1, 6):
-        lengths = torch.tensor([SEGMENT + 3, 2 * SEGMENT - 3]) + number
+    for number in range(1, 4):
+        lengths = torch.tensor([SEGMENT + 3, 2 * SEGMENT - 1]) + number
         step(lambda ops, lengths=lengths: ops.describe_decode(table, rows, lengths, lengths), "decode", 2)
         full = filled(table, rows, lengths.tolist(), stores[0].tails)
         if full is not None:

@@ -208,6 +208,7 @@ def test_extend(context):
     assert all(entry["tflop_per_s"] > 0 for entry in row["ours"])
 
 
+@pytest.mark.thorough
 def test_seal(context):
     model = dataclasses.replace(MODEL, layers=(2,))
     case = SealCase(model, 64, ("keydiff", "key_norm"), pending=(1,))

@@ -17,7 +17,7 @@ thorough = functools.partial(pytest.param, marks=pytest.mark.thorough)
     ("kept", "scorer", "tokens", "form", "dtype"),
     [
         (MIXED, "fastkvzip", 7, "wide", torch.float32),
-        (MIXED, "snapkv", 12, "wide", torch.float16),
+        thorough(MIXED, "snapkv", 12, "wide", torch.float16),
         (FULL, "keydiff", SEGMENT, "wide", torch.float32),
         (MIXED, "key_norm", 2, "k6v4", torch.float32),
         (MIXED, "value_key_norm", 9, "wide", torch.float8_e5m2),

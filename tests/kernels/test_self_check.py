@@ -89,8 +89,8 @@ FAULTS = {
 @pytest.mark.parametrize(
     "of_server",
     [
-        {"dtype": torch.float8_e4m3fn},
         {"form": "k8v4", "fitted": True},
+        pytest.param({"dtype": torch.float8_e4m3fn}, marks=pytest.mark.thorough),
         pytest.param({"form": "k6v4", "dtype": torch.float16}, marks=pytest.mark.thorough),
         pytest.param(GATED, marks=pytest.mark.thorough),
     ],

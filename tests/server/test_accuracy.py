@@ -18,7 +18,7 @@ from benchmarks.accuracy.cells import Cell
 from benchmarks.harness import pools
 from benchmarks.harness.results import Results
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.thorough]
 
 CONVERSATIONS, QUESTIONS = 2, 4
 COMMAND = ["--conversations", str(CONVERSATIONS), "--questions", str(QUESTIONS), "--segment", "128"]

@@ -98,6 +98,7 @@ def test_memory_stays_as_it_is_from_the_bound_on(server):
     assert generate(server, prompt(3, 10), 1).cached == 0
 
 
+@pytest.mark.thorough
 def test_few_pages_and_retraction_change_nothing(gemma3, flags, servers, server):
     """Long prompts and answers in a pool that would not hold them uncut, retracted every few steps."""
     prompts = [prompt(10 + number, 30 + 330 * number) for number in range(3)]

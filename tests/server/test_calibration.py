@@ -80,20 +80,22 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     assert (columns["best coverage"] >= columns["coverage of keydiff"]).all()
     gate.save(tmp_path / "trained.safetensors")
 
-    # Hidden states of a layer at a time make the same gates.
-    states = sum(2 * 256 * ((min(len(sample["input_ids"]), LONGEST) - 1) // SEGMENT * SEGMENT) for sample in samples)
-    bounded = ["--scorer", "gate", "--hidden-states", str(states), "--work", str(tmp_path / "bounded")]
-    by_layers = servers.run([*command, *bounded, "--json"], timeout=400)
-    assert by_layers.returncode == 0, by_layers.stderr[-3000:]
-    assert "through the model 2 times, for 1 layers each" in by_layers.stderr
-    assert json.loads(by_layers.stdout) == [reports["gate"]]
-
-    # What is missing is recorded again, and comes out the same.
     work = tmp_path / "all.safetensors.recordings"
-    (work / "sample-00001.safetensors").unlink()
-    again = servers.run([*command, "--json"], timeout=400)
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert json.loads(again.stdout) == list(reports.values())
+    if request.config.getoption("thorough"):
+        # Hidden states of a layer at a time make the same gates.
+        lengths = [min(len(sample["input_ids"]), LONGEST) for sample in samples]
+        states = sum(2 * 256 * ((length - 1) // SEGMENT * SEGMENT) for length in lengths)
+        bounded = ["--scorer", "gate", "--hidden-states", str(states), "--work", str(tmp_path / "bounded")]
+        by_layers = servers.run([*command, *bounded, "--json"], timeout=400)
+        assert by_layers.returncode == 0, by_layers.stderr[-3000:]
+        assert "through the model 2 times, for 1 layers each" in by_layers.stderr
+        assert json.loads(by_layers.stdout) == [reports["gate"]]
+
+        # What is missing is recorded again, and comes out the same.
+        (work / "sample-00001.safetensors").unlink()
+        again = servers.run([*command, "--json"], timeout=400)
+        assert again.returncode == 0, again.stderr[-3000:]
+        assert json.loads(again.stdout) == list(reports.values())
     plain = servers.run([*command, "--error-samples", "0"], timeout=400)
     assert plain.returncode == 0, plain.stderr[-3000:]
     curves = error_curves(output_errors(model, samples, work, profile), SEGMENT)

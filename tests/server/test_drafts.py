@@ -121,6 +121,7 @@ def test_answers_are_those_without_drafts(drafting, wanted):
     assert np.mean([one.per_step for one in right]) > 3
 
 
+@pytest.mark.thorough
 def test_batches_need_not_overlap(character_model, servers, tmp_path, wanted):
     alone = (*CHAINS, "--disable-overlap-schedule", "--kv-bytes", "24MiB")
     with servers.serve(character_model, *FLAGS, *alone, log=tmp_path / "server.log", env=STRICT) as server:
@@ -150,7 +151,9 @@ def test_as_much_is_cached_and_a_hit_equals_a_miss(plain, drafting):
             assert_same(found, want)
 
 
-@pytest.mark.parametrize("new", [1, 2, 30, SEGMENT - 12, SEGMENT + 3])
+@pytest.mark.parametrize(
+    "new", [1, 30, SEGMENT + 3, *(pytest.param(new, marks=pytest.mark.thorough) for new in (2, SEGMENT - 12))]
+)
 def test_answers_end_within_a_chain(plain, drafting, new):
     """At their length, or at a token: what was accepted behind it is not cached."""
     first = prompt(40, SEGMENT + 10)
@@ -224,10 +227,10 @@ def test_on_two_ranks_with_heads_in_parts(character_model, servers, tmp_path):
     env = STRICT | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(2))}
     prompts = PROMPTS[1:4]
     with servers.serve(character_model, *flags, log=tmp_path / "one.log", env=STRICT) as server:
-        want = [ask(server, one) for one in prompts]
+        want = [ask(server, one, 70) for one in prompts]
     split = ("--tp", "2", "--ragged-fairkv", "split", *CHAINS)
     with servers.serve(character_model, *flags, *split, log=tmp_path / "two.log", env=env) as server:
-        rounds = [[ask(server, one) for one in prompts] for _ in range(2)]
+        rounds = [[ask(server, one, 70) for one in prompts] for _ in range(2)]
         assert "heads placed on 2 ranks (split)" in server.log_text()
     for found in rounds:
         for have, one in zip(found, want, strict=True):
@@ -235,6 +238,7 @@ def test_on_two_ranks_with_heads_in_parts(character_model, servers, tmp_path):
     assert np.mean([one.per_step for one in rounds[1]]) > 3
 
 
+@pytest.mark.thorough
 def test_what_comes_back_from_the_host_is_drafted_on(character_model, servers, tmp_path, plain):
     tier = (
         *("--enable-metrics", "--max-total-tokens", str(30 * SEGMENT), "--kv-bytes", "256MiB"),

@@ -97,7 +97,7 @@ def equal(form: str, found: list[Answer], expected: list[Answer]) -> None:
         np.testing.assert_allclose(one.output_logprobs, other.output_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["wide", "k8v4"])
+@pytest.mark.parametrize("form", [pytest.param("wide", marks=pytest.mark.thorough), "k8v4"])
 def test_hits_equal_misses_and_both_what_the_definition_says(servers, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)
     with servers.serve(MODEL, *flags(form, tmp_path), log=tmp_path / "server.log") as server:
@@ -116,6 +116,7 @@ def test_hits_equal_misses_and_both_what_the_definition_says(servers, tmp_path, 
         assert difference.max() < 2e-2
 
 
+@pytest.mark.thorough
 def test_without_it_answers_are_those_of_what_is_kept(servers, tmp_path):
     """And a profile without a codebook says so."""
     make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT, codebook=True)

@@ -161,6 +161,7 @@ def test_conversations_come_back_from_the_host(servers, tmp_path, variant):
         assert come_back == sum(map(held, firsts, CONVERSATIONS)) // SEGMENT
 
 
+@pytest.mark.thorough
 def test_slabs_of_an_fp8_cache_come_back_as_they_were(servers, tmp_path):
     prompt = CONVERSATIONS[1]
     with serve(servers, tmp_path, Variant(), "--kv-cache-dtype", "fp8_e4m3") as server:
@@ -212,19 +213,15 @@ def pages(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.bin"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "variant",
     [
         Variant(),
-        *(
-            pytest.param(one, marks=pytest.mark.thorough)
-            for one in (
-                Variant(tp=2),
-                Variant("write_through_selective", "snapkv"),
-                Variant("write_back", "snapkv", overlap=False, tp=2),
-                Variant("write_back", restore="recompute"),
-            )
-        ),
+        Variant(tp=2),
+        Variant("write_through_selective", "snapkv"),
+        Variant("write_back", "snapkv", overlap=False, tp=2),
+        Variant("write_back", restore="recompute"),
     ],
     ids=str,
 )

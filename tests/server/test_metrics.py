@@ -186,6 +186,7 @@ def test_the_token_pool_has_none_of_it(character_model, folder, servers):
         assert "ragged" not in httpx.get(f"{server.url}/server_info", timeout=60).json()
 
 
+@pytest.mark.thorough
 def test_ranks_have_series_of_their_own(character_model, folder, profile, servers):
     kept = profile_kept(profile, RATIO, SEGMENT)
     ranks = [kept[:, : HEADS // 2].mean(), kept[:, HEADS // 2 :].mean()]

@@ -129,7 +129,8 @@ def entries_and_pages(server) -> tuple[float, float]:
     return found["reservoir_bytes_in_use"] // entry_bytes, found["slab_bytes_in_use"] / said["slab_bytes"]
 
 
-@pytest.mark.parametrize("reservoir", ["1MiB", pytest.param("16MiB", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("reservoir", ["1MiB", "16MiB"])
 def test_few_pages_and_a_small_reservoir(folder, flags, servers, reservoir):
     """Random requests that share prefixes push pages out of the tree and entries out of the reservoir."""
     rng = np.random.default_rng(4)

@@ -87,7 +87,7 @@ def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
 
 
 @pytest.mark.parametrize(
-    "form", ["k8v4", "k6v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("int8", "k4v4"))]
+    "form", ["k6v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("k8v4", "int8", "k4v4"))]
 )
 def test_hits_equal_misses_and_both_what_the_codes_say(servers, tmp_path, form):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)

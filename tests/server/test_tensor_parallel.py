@@ -63,8 +63,8 @@ def test_ranks_agree_with_the_oracle(servers, models, tmp_path, name, tp, mode, 
     # What permute does is what is done where nothing is asked for.
     asked = [] if mode == "permute" else ["--ragged-fairkv", mode]
     with serve(servers, model, tp, ratio, *asked, log=tmp_path / "server.log") as server:
-        prompt = rng.integers(3, 512, 5 * SEGMENT + 30).tolist()
-        first = generate(server, prompt, SEGMENT, logprobs_from=0)
+        prompt = rng.integers(3, 512, 6 * SEGMENT - 20).tolist()
+        first = generate(server, prompt, 50, logprobs_from=0)
         turn = prompt + first.tokens + rng.integers(3, 512, 70).tolist()
         warm = generate(server, turn, 20)
         flush(server)

@@ -84,7 +84,9 @@ def test_warm_equals_cold_alone_and_in_a_batch(server):
         np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ratio", "dtype"), [("1", "auto"), ("0.5", "auto"), ("0.5", "fp8_e4m3")])
+@pytest.mark.parametrize(
+    ("ratio", "dtype"), [pytest.param("1", "auto", marks=pytest.mark.thorough), ("0.5", "auto"), ("0.5", "fp8_e4m3")]
+)
 def test_sinks(ratio, dtype, tmp_path, servers):
     """gpt-oss has learned sinks in layers of both kinds; with an FP8 cache both pools are FP8."""
     model = WINDOWED["gpt_oss"].make(tmp_path / "model")

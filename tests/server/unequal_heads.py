@@ -63,7 +63,7 @@ def flags(tp: int, ratio: float) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """tokens: all of it. first: logprobs of a prompt from its second token on, and of a segment of decoded tokens.
+    """tokens: all of it. first: logprobs of a prompt from its second token on, and of decoded tokens over a border.
     second: those of the last tokens, which answer a second turn."""
 
     tokens: list[int]
@@ -77,8 +77,8 @@ def converse(server: Server, seed: int = 0, cached: bool = True) -> Conversation
     cached: whether all but the last open token of the first turn is found.
     """
     rng = np.random.default_rng(seed)
-    prompt = rng.integers(3, 512, 5 * SEGMENT + 30).tolist()
-    first = generate(server, prompt, SEGMENT, logprobs_from=0)
+    prompt = rng.integers(3, 512, 6 * SEGMENT - 20).tolist()
+    first = generate(server, prompt, 50, logprobs_from=0)
     turn = prompt + first.tokens + rng.integers(3, 512, 70).tolist()
     warm = generate(server, turn, 20)
     flush(server)
