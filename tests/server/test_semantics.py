@@ -167,7 +167,14 @@ import sglang
 
 if __name__ == "__main__":
     request = json.loads(open(sys.argv[1]).read())
-    engine = sglang.Engine(**request["engine"])
+    if "flags" in request:
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+
+        load_plugins()
+        engine = sglang.Engine(server_args=prepare_server_args(request["flags"]))
+    else:
+        engine = sglang.Engine(**request["engine"])
     sampling = {"temperature": 0, "max_new_tokens": request["new"], "ignore_eos": True}
     outputs = engine.generate(input_ids=request["prompts"], sampling_params=sampling, return_logprob=True)
     print("RESULT " + json.dumps([output["meta_info"]["output_token_logprobs"] for output in outputs]))
@@ -176,8 +183,10 @@ if __name__ == "__main__":
 """
 
 
-def test_engine_gives_the_same(request, servers, folder, prompts, cold):
-    """`sglang.Engine(kv_pool="ragged", ...)`, in a script of its own as a user would write it; chunks of 512."""
+@pytest.mark.parametrize("by", ["keywords", pytest.param("flags", marks=pytest.mark.thorough)])
+def test_engine_gives_the_same(request, servers, folder, flags, prompts, cold, by):
+    """`sglang.Engine(kv_pool="ragged", ...)`, or with `ServerArgs` made from flags, in a script of its own as a user
+    would write it; chunks of 512."""
     script = folder / "engine.py"
     script.write_text(ENGINE)
     engine = dict(
@@ -193,8 +202,10 @@ def test_engine_gives_the_same(request, servers, folder, prompts, cold):
         ragged_slab_dtype="wide",
         ragged_profile=str(folder / "profile.safetensors"),
     )
+    more = ["--model-path", str(MODEL), "--chunked-prefill-size", "512", "--ragged-slab-dtype", "wide"]
+    asked = {"engine": engine} if by == "keywords" else {"flags": [*flags, *more]}
     wanted = folder / "engine.json"
-    wanted.write_text(json.dumps({"engine": engine, "new": NEW, "prompts": prompts}))
+    wanted.write_text(json.dumps(asked | {"new": NEW, "prompts": prompts}))
     command = [sys.executable, str(script), str(wanted)]
     if request.config.getoption("thorough"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=400)

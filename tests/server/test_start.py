@@ -77,3 +77,11 @@ def test_command_line_ends_with_one_line_and_a_status(request, llama, servers):
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("sgl_ragged: --page-size 1 differs")
     assert "Traceback" not in done.stderr
+
+
+def test_a_filter_of_plugins_that_leaves_this_one_out(llama, servers):
+    """SGLang then does not know the flags; docs/operate.md has its words."""
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(llama), "--kv-pool", "ragged"]
+    done = servers.run(command, timeout=120, env={"SGLANG_PLUGINS": "another"})
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].endswith("error: unrecognized arguments: --kv-pool ragged")
