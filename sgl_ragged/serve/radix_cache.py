@@ -134,7 +134,7 @@ class OpenRadixCache(SlabRadixCache):
             return loaded
         tokens = req.full_untruncated_fill_ids
         end = req._compute_max_prefix_len(len(tokens))
-        return count + self._find(req, sealed, (req.extra_key, req.cache_salt or None), tokens, end), node
+        return count + self._find(req, sealed, (req.extra_key, req.cache_salt), tokens, end), node
 
     def load_back_is_cache_owned(self) -> bool:
         """Return False: a loaded open segment is the request's own, so `init_load_back` sets the cache's part."""
@@ -244,7 +244,7 @@ class OpenRadixCache(SlabRadixCache):
             filled = kv.kv_committed_len // self.page_size > up_to // self.page_size
         if filled:
             return
-        name, tokens = (req.extra_key, req.cache_salt or None), req.full_untruncated_fill_ids
+        name, tokens = (req.extra_key, req.cache_salt), req.full_untruncated_fill_ids
         if self.entries.has(prefix, name, tokens, up_to):
             return
         own = self.req_to_token_pool.req_to_token[kv.req_pool_idx, prefix : prefix + 1].long() // self.page_size

@@ -55,6 +55,17 @@ def test_an_empty_salt_is_none(server, salts):
     assert ask(server, prompt | second, 1).cached == 4 * SEGMENT + 39
 
 
+def test_hits_that_sglang_calls_off(flags, servers, tmp_path):
+    """With SGLANG_RADIX_FORCE_MISS=1 equal prompts are computed each time, and no page is lost."""
+    env, prompt = STRICT | {"SGLANG_RADIX_FORCE_MISS": "1"}, document(9, 4 * SEGMENT + 40)
+    with servers.serve(MODEL, *flags, "--kv-bytes", "24MiB", log=tmp_path / "log", env=env) as server:
+        first, *others = (generate(server, prompt, NEW) for _ in range(3))
+        flush(server)
+    for other in others:
+        assert (other.cached, other.tokens) == (0, first.tokens)
+        np.testing.assert_allclose(other.output_logprobs, first.output_logprobs, atol=1e-4)
+
+
 def test_a_pool_holds_what_arithmetic_says(server):
     """Conversations of random lengths, until only what is reserved for one request is left: all are found again, to
     their last token, and what they hold is within 5 % of the ideal, kept bytes of sealed tokens and pages of open
