@@ -1,7 +1,8 @@
 """`make processors`: numeric tests as other processors would run them, on one that can do as they do.
 
 PyTorch and MKL choose their kernels by what the processor has; with fewer instructions sums have another order. Each
-setting runs in a process of its own, since both libraries choose when they are loaded.
+setting runs in a process of its own, since both libraries choose when they are loaded, and with its own cache of
+compiled code: PyTorch's compiler would take code for wider registers from a shared one, and compute half of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -62,9 +64,10 @@ def main() -> None:
     for name, variables in settings().items():
         print(f"== {name}: {' '.join(f'{key}={value}' for key, value in variables.items())}", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", f"--margin={options.margin}"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-        if subprocess.run([*command, *options.files], cwd=ROOT, env=environment).returncode:
-            failed.append(name)
+        with tempfile.TemporaryDirectory() as compiled:
+            own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": compiled}
+            if subprocess.run([*command, *options.files], cwd=ROOT, env=os.environ | own | variables).returncode:
+                failed.append(name)
     if failed:
         sys.exit(f"tests fail under: {', '.join(failed)}")
 
