@@ -39,16 +39,19 @@ from sgl_ragged.attention.kernels import (
     row_moments,
     seal,
     tiles,
+    write_codes,
 )
-from sgl_ragged.fitting.attention_matching import MOST_CORRECTED
+from sgl_ragged.fitting.attention_matching import MOST_KEPT
 from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4}
 FP8 = {"fp8e4nv": 448.0, "fp8e5": 57344.0}
 """Caches narrower than the queries, which are bf16 then; and the largest number of each. fp8e4nv is E4M3."""
-CODES = {one.name: one for one in slab_format.FORMATS.values() if one.quantised}
-"""Formats of slabs in codes, beside tails and queries in bf16."""
+CODES = {
+    name: slab_format.FORMATS[name] for name in ("int8", "k8v4", "k6v6", "k6v4", "k5v5", "k5v4", "k4v4", "k4v3", "k3v3")
+}
+"""Formats of slabs in codes, beside open segments and queries in bf16: those that `auto` chooses, and every width."""
 SEALED = (seal.gather_kernel, row_moments.row_moments_kernel)
 """Kernels that differ where slabs are of codes, beside attention."""
 HEAD_DIMS, PADDED_DIMS = (64, 128, 256), (80, 96)
@@ -121,6 +124,7 @@ def builds(architecture: int) -> Iterator[Build]:
         for dim in head_dims(dtype):
             yield from _attention_builds(dtype, dim, architecture)
             yield from (one for one in _storage_builds(dtype, dim) if one.kernel in SEALED)
+            yield _write_codes_build(dtype, dim)
     constants = {"SEGMENT": SEGMENT, "PADDED": SEGMENT, "BLOCK_J": 32}
     types = {"scores_ptr": "*fp32", "numbers_ptr": "*i32", "kept_ptr": "*i32", "positions_ptr": "*i32"}
     yield Build(seal.choose_kernel, types, constants, 4, "fp32", 0)
@@ -253,13 +257,31 @@ def _storage_builds(dtype: str, dim: int) -> Iterator[Build]:
             "BLOCK": quantize_fp8.MOST_BLOCK,
         } | plain
         constants |= {"KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits, "CENTRED": form.centred}
+        constants["CODE_BYTES"] = form.code_bytes(dim)
         constants |= {"BLOCK_P": primitives.COMBINED_PARTS, "BLOCK_M": 128, "PARTIAL": False, "LSE": False}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         warps = 1 if kernel is append.append_kernel else 4
+        if kernel is row_moments.row_moments_kernel:
+            warps = row_moments.moments_warps(dim)
         options: dict[str, Any] = row_moments.OPTIONS if kernel is row_moments.row_moments_kernel else {}
         if kernel is seal.gather_kernel:
             options = {"maxnreg": seal.gather_registers(form, dim)}
         yield Build(kernel, types, constants, warps, dtype, dim, options=options)
+
+
+def _write_codes_build(dtype: str, dim: int) -> Build:
+    kernel, form = write_codes.write_codes_kernel, CODES[dtype]
+    types = dict.fromkeys((name for name in kernel.arg_names if not name.isupper()), "i32")
+    types |= dict.fromkeys(("keys_ptr", "values_ptr"), "*i8") | {"scales_ptr": "*fp16", "slabs_ptr": "*u8"}
+    types |= dict.fromkeys(("heads_ptr", "slots_ptr", "first_ptr", "key_blocks_ptr"), "*i64") | {"kept_ptr": "*i32"}
+    constants: dict[str, Any] = {"HEAD_DIM": dim, "BLOCK_R": write_codes.ROWS}
+    constants |= {"KEY_BITS": form.key_bits, "VALUE_BITS": form.value_bits}
+    if form.centred:
+        types["moments_ptr"] = "*fp16"
+    else:
+        del types["moments_ptr"]
+        constants["moments_ptr"] = None
+    return Build(kernel, types, constants, 4, dtype, dim)
 
 
 def _fit_builds() -> Iterator[Build]:
@@ -270,17 +292,20 @@ def _fit_builds() -> Iterator[Build]:
         given = {"ridge": "fp32"} | others
         return {name: given.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names}
 
-    weighed = {"TOKENS": MOST_CORRECTED, "QUERIES": CODED_QUERIES, "BLOCK": MOST_CORRECTED}
+    tokens = int(MOST_KEPT * SEGMENT)
+    block, tile = fit.weights_tile(tokens)
+    weighed = {"TOKENS": tokens, "QUERIES": CODED_QUERIES, "BLOCK": block, "TILE": tile}
     yield Build(fit.weights_kernel, types(fit.weights_kernel), weighed, 4, "fp32", 0)
     halves = dict.fromkeys(("queries_ptr", "across_ptr", "outputs_ptr"), "*fp16")
     seen = types(fit.seen_from_kernel, frequencies_ptr="*fp64", numbers_ptr="*i32", **halves)
-    stored = types(fit.stored_kernel, ranks_ptr="*i64", totals_ptr="*i64")
     for dim in head_dims("fp32"):
         constants = {"SEGMENT": SEGMENT, "QUERIES": CODED_QUERIES, "HEAD_DIM": dim}
         yield Build(fit.seen_from_kernel, seen, constants, fit.seen_from_warps(dim), "fp32", dim)
-        for form in CODES.values():
-            rows = {"TOKENS": MOST_CORRECTED, "HEAD_DIM": dim, "BITS": form.key_bits, "CENTRED": form.centred}
-            yield Build(fit.stored_kernel, stored, rows, 4, form.name, dim)
+        of_codes = types(fit.feed_back_kernel, codes_ptr="*i8")
+        for label, sizes in (("keys", (dim, tokens)), ("values", (tokens, dim))):
+            constants = dict(zip(("NUMBERS", "WIDTH"), sizes, strict=True)) | {"BITS": 4}
+            constants["BLOCK_W"] = fit.ROUNDED_COLUMNS
+            yield Build(fit.feed_back_kernel, of_codes, constants, 4, "fp32", dim, f"feed_back of {label}")
 
 
 def _pages(dtype: str) -> dict[str, int]:

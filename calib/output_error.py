@@ -15,6 +15,7 @@ import torch
 from sgl_ragged.fitting import torch_steps
 from sgl_ragged.fitting.attention_matching import MOST_KEPT, Kept, corrections
 from sgl_ragged.fitting.references import References
+from sgl_ragged.mem_pool.slab_format import WIDE
 from sgl_ragged.profiles.budgets import UNIT
 
 SHARES = (1 / 16, 3 / 16, 6 / 16, 10 / 16, 14 / 16)
@@ -87,9 +88,8 @@ def left_over(
         rows = ranked_keys, ranked_values
         if references is not None and kept_count <= MOST_KEPT * segment:
             kept = Kept.from_counts([kept_count] * heads, segment, keys.device)
-            fitted = corrections(*rows, kept, segment_indices, references, lambda keys, *_: keys, torch_steps)
-            corrected = fitted.ranks[..., None].expand_as(fitted.keys)
-            rows = ranked_keys.scatter(2, corrected, fitted.keys), ranked_values.scatter(2, corrected, fitted.values)
+            fitted = corrections(*rows, kept, segment_indices, references, WIDE, lambda keys: keys, torch_steps)
+            rows = fitted.keys, fitted.values
         # Kept rows of all segments in a row, [heads, segments * kept_count, d].
         kept_keys, kept_values = (x[:, :, :kept_count].transpose(0, 1).flatten(1, 2) for x in rows)
         earlier = segment_indices.repeat_interleave(kept_count) < positions[:, None] // segment

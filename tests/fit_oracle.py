@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST, MOST = 0.05, 20.0
-MASS_RIDGE, VALUE_RIDGE, COARSE_RIDGE, BIAS_RIDGE = 1e-6, 1e-5, 3e-5, 1e-3
+MASS_RIDGE, VALUE_RIDGE, BIAS_RIDGE = 1e-6, 1e-5, 1e-3
 STEPS = 8
 
 
@@ -46,6 +46,19 @@ def weights(shares: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return now / unit
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What is kept of a segment: keys before they are rounded, values, and by what their errors are fed back.
+
+    asked: [d, d], second moments of queries. gram: [n, n], of the kept rows' weights; None if nothing was corrected.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    asked: np.ndarray
+    gram: np.ndarray | None
+
+
 def fitted(
     keys: np.ndarray,
     values: np.ndarray,
@@ -53,14 +66,12 @@ def fitted(
     number: int,
     book: Book,
     scale: float,
-    stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
-    corrected: int = 64,
-    value_ridge: float = VALUE_RIDGE,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Keys, before they are stored, and values of what is kept of a segment [S, d], its number counted from 0.
+    stored: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda x, _: x,
+) -> Fitted:
+    """Correct what is kept of a segment [S, d], its number counted from 0.
 
-    corrected: how many of them are, at most: those with the largest shares of the queries' attention.
-    value_ridge: COARSE_RIDGE where keys have four bits.
+    Args:
+        stored: gives keys back as slabs do, with second moments of queries.
     """
     end = (number + 1) * len(keys) - 1
     queries = turned(book.queries * scale, end, book.frequencies)
@@ -70,15 +81,13 @@ def fitted(
     exps, others = np.exp(logits), np.exp(rest)
     mass, whole = exps.sum(1), exps.sum(1) + others
     true = (exps @ values + others[:, None] * output) / whole[:, None]
-    shares = exps[:, kept] / whole[:, None]
-    own = np.sort(np.argsort(-shares.sum(0), kind="stable")[:corrected])
-    w = np.ones(len(kept))
-    w[own] = weights(shares[:, own], mass / whole - np.delete(shares, own, axis=1).sum(1))
+    w = weights(exps[:, kept] / whole[:, None], mass / whole)
     gram = queries.T @ queries + BIAS_RIDGE * len(queries) * np.eye(queries.shape[1])
     longer = keys[kept] + np.log(w)[:, None] * np.linalg.solve(gram, queries.sum(0))
-    # What is not corrected counts as it was before it is stored.
-    in_slabs = keys[kept].copy()
-    in_slabs[own] = stored(longer)[own]
+    weighted = queries * (mass / whole)[:, None]
+    asked = weighted.T @ weighted
+    asked += 0.02 * np.diag(asked).mean() * np.eye(len(asked))
+    in_slabs = stored(longer, asked)
 
     def outputs(some_keys: np.ndarray, some_values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         powers = np.exp(queries @ some_keys.T)
@@ -86,12 +95,10 @@ def fitted(
         return powers / total[:, None], (powers @ some_values + others[:, None] * output) / total[:, None]
 
     shares, now = outputs(in_slabs, values[kept])
-    shares = shares[:, own]
-    normal = shares.T @ shares + value_ridge * len(queries) * np.eye(len(own))
-    moved = values[kept].copy()
-    moved[own] += np.linalg.solve(normal, shares.T @ (true - now))
+    normal = shares.T @ shares + VALUE_RIDGE * len(queries) * np.eye(len(kept))
+    moved = values[kept] + np.linalg.solve(normal, shares.T @ (true - now))
     before = ((outputs(keys[kept], values[kept])[1] - true) ** 2).sum()
     after = ((outputs(in_slabs, moved)[1] - true) ** 2).sum()
     if after < before and np.abs(moved).max() <= 4 * np.abs(values[kept]).max():
-        return longer, moved
-    return keys[kept], values[kept]
+        return Fitted(longer, moved, asked, normal)
+    return Fitted(keys[kept], values[kept], asked, None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sgl_ragged.mem_pool.slab_format import INT8, K6V4, K8V4, WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import FORMATS, INT8, WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import fit_kept
 
 PROFILES = Path(__file__).parents[2] / "tests" / "data" / "measured_profiles.npz"
@@ -122,7 +122,7 @@ class Slabs:
 
 
 WIDE_SLABS = tuple(Slabs(ratio) for ratio in RATIOS)
-NARROW = (Slabs(0.25, K8V4), Slabs(0.25, K6V4), Slabs(0.25, INT8), Slabs(0.25, fp8=True))
+NARROW = (Slabs(0.25, FORMATS["k8v4"]), Slabs(0.25, FORMATS["k6v4"]), Slabs(0.25, INT8), Slabs(0.25, fp8=True))
 NARROW_SLABS = (Slabs(0.25), *NARROW, *(replace(one, of_bytes=True) for one in NARROW))
 """Beside a quarter of the tokens in bf16: as many in fewer bytes, and more in as many bytes."""
 
@@ -314,12 +314,12 @@ class CorrectnessCase:
 CORRECTNESS_CASES = (
     CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact"),
     CorrectnessCase("bfloat16", 8, 128, "key_norm", "uniform"),
-    CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact", form=K8V4),
+    CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact", form=FORMATS["k8v4"]),
     CorrectnessCase("bfloat16", 4, 128, "keydiff", "exact", cache="float8_e4m3fn"),
     CorrectnessCase("bfloat16", 4, 80, "keydiff", "exact"),
     CorrectnessCase("bfloat16", 1, 64, "value_key_norm", "algorithm1"),
     CorrectnessCase("bfloat16", 8, 128, "key_norm", "uniform", form=INT8),
-    CorrectnessCase("bfloat16", 4, 96, "value_key_norm", "exact", form=K8V4),
+    CorrectnessCase("bfloat16", 4, 96, "value_key_norm", "exact", form=FORMATS["k8v4"]),
     CorrectnessCase("bfloat16", 16, 256, "keydiff", "exact"),
     CorrectnessCase("bfloat16", 5, 128, "value_key_norm", "none"),
     CorrectnessCase("float16", 4, 128, "keydiff", "algorithm1"),

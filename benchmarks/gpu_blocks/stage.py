@@ -128,7 +128,7 @@ def _fill_slabs(storage: torch.Tensor, layout: SlabLayout) -> None:
     if storage.dtype == torch.uint8:
         storage.random_(0, 256)
         form, dim = layout.form, layout.head_dim
-        row_codes = form.key_elems(dim) + form.value_elems(dim)
+        row_codes = form.code_bytes(dim)
         for start, kept in zip(layout.key_offset.flat, layout.kept.flat, strict=True):
             # Moments, where the format has them: means of 0, spreads of 1.
             moments = storage[:, start - form.header_elems(dim) : start].view(torch.float16)

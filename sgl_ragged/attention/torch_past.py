@@ -63,7 +63,7 @@ class QuantisedPast(Past):
     """Rows in codes."""
 
     def __init__(self, rows: QuantisedRows) -> None:
-        self.entries, self.kept = rows.keys.shape[0], rows.keys.shape[2]
+        self.entries, self.kept = rows.scales.shape[0], rows.scales.shape[2]
         (self._keys, self._key_scales), (self._values, self._value_scales) = (
             (codes.flatten(0, 1), scales.flatten(0, 1)[:, None])
             for codes, scales in (rows.rotated_keys(), rows.rotated_values())
@@ -83,7 +83,7 @@ class QuantisedPast(Past):
 
 
 class CentredPast(QuantisedPast):
-    """Rows in codes of centred keys: less their segment's mean, in units of its spread."""
+    """Rows in codes of keys in units of their segment's spread; where scales are positive, less its mean."""
 
     def __init__(self, rows: QuantisedRows) -> None:
         super().__init__(rows)
@@ -91,12 +91,15 @@ class CentredPast(QuantisedPast):
         # [entries * heads, d, 1] and [entries * heads, 1, d]
         mean, spread = rows.moments.flatten(0, 1).float().unbind(1)
         self._mean, self._spread = mean[:, :, None], spread[:, None]
+        self._centred = (self._key_scales > 0).float()
+        self._key_scales = self._key_scales.abs()
 
     def asking(self, queries: torch.Tensor) -> torch.Tensor:
         return queries
 
     def logits(self, queries: torch.Tensor) -> torch.Tensor:
-        return super().logits(super().asking(queries * self._spread)).add_(torch.bmm(queries, self._mean))
+        of_mean = torch.bmm(queries, self._mean)
+        return super().logits(super().asking(queries * self._spread)).addcmul_(of_mean, self._centred)
 
 
 def past_of(rows: torch.Tensor | QuantisedRows) -> Past:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sgl_ragged.attention.kernels import fit, seal
+from sgl_ragged.attention.kernels.write_codes import write_codes
 from sgl_ragged.attention.transfer import head_rows
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.segments import Finished, InTails
@@ -112,8 +113,11 @@ class TritonSealer:
             numbers, in_order = whole.of(len(slots))
             own = replace(source, firsts=firsts)
             rows = seal.ordered_rows(own, chosen[part], numbers, whole.kept, whole.key_blocks, layout.head_dim)
-            store.corrector.in_place(store, layers, rows, segments.segment_indices[part], fit)
+            corrected = store.corrector.in_place(store, layers, rows, segments.segment_indices[part], fit)
             _write(store, heads, seal.Source.of_rows(rows, layout.num_heads, numbers), slots, in_order)
+            for one in corrected:
+                tables = heads.kept, heads.first, heads.key_blocks
+                write_codes(one, store.slabs, slots, *tables, heads.most_kept, layout.form)
         return self._by_layer(chosen, layers, layout)
 
     @staticmethod

@@ -17,20 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from sgl_ragged.fitting.references import References
+from sgl_ragged.fitting.rounding import RoundedKeys, query_moments, round_keys, round_values
+from sgl_ragged.mem_pool.quantise import Codes, RowCodes
+from sgl_ragged.mem_pool.slab_format import SlabFormat
 
 MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
 """Ridges per query, in squared shares of attention, that hold weights near 1 and values near the original ones."""
-
-COARSE_RIDGE = 3e-5
-"""VALUE_RIDGE for keys of four bits, where each kept token approximates many dropped ones."""
-
-MOST_CORRECTED = 64
-"""Maximum number of corrected tokens per head: the kept tokens to which the codebook attends most."""
 
 MOST_KEPT = 3 / 4
 """Maximum kept share of a segment for a fit. Heads that keep more drop little and are not fitted."""
@@ -45,14 +42,13 @@ times as much. On CPUs more would not fit in caches; on other devices each furth
 
 @dataclass(frozen=True)
 class Kept:
-    """Numbers of tokens that heads keep of a segment, in the order of `rank_positions`.
+    """Numbers of tokens that heads keep of a segment, those before the dropped ones.
 
     Args:
         totals: int64 [heads, 1].
         least, most: smallest and largest of the totals.
         own: bool [heads, most, 1], whether the head keeps the token of this rank; None if all heads keep equally many.
         dropped: float32 [heads, S - least, 1], 1 for each token from rank `least` on that the head drops, else 0.
-        ridge: ridge per query that holds values near the original ones.
     """
 
     totals: torch.Tensor
@@ -60,12 +56,9 @@ class Kept:
     most: int
     own: torch.Tensor | None
     dropped: torch.Tensor
-    ridge: float
 
     @classmethod
-    def from_counts(
-        cls, totals: Sequence[int], length: int, device: torch.device | str, ridge: float = VALUE_RIDGE
-    ) -> Kept:
+    def from_counts(cls, totals: Sequence[int], length: int, device: torch.device | str) -> Kept:
         """Make the tensors for kept counts, one per head.
 
         Args:
@@ -75,7 +68,7 @@ class Kept:
         least, most = min(totals, default=0), max(totals, default=0)
         own = torch.arange(most, device=device) < counts
         dropped = (torch.arange(least, length, device=device) >= counts).float()
-        return cls(counts, least, most, None if least == most else own[..., None], dropped[..., None], ridge)
+        return cls(counts, least, most, None if least == most else own[..., None], dropped[..., None])
 
 
 class Steps(Protocol):
@@ -105,49 +98,34 @@ class Steps(Protocol):
             float32 [..., kept, 1].
         """
 
-    def nearly_stored(
-        self,
-        rows: torch.Tensor,
-        ranks: torch.Tensor | None,
-        keys: torch.Tensor,
-        kept: Kept,
-        bits: int,
-        centred: bool,
-    ) -> torch.Tensor:
-        """Encode keys in codes of `bits` bits and decode them again, up to rounding.
-
-        Args:
-            rows, ranks, keys: as in `Stored`.
-            centred: whether codes store keys minus the mean of all keys that the head keeps, in units of their spread.
-        """
-
-
-Stored = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
-"""Function (rows, ranks, keys) that rounds keys as the slab stores them.
-
-rows: float32 [segments, heads, n, d], keys to be stored.
-ranks: integers [segments, heads, n], ranks of the kept keys that the rows replace; None if they replace all.
-keys: float32 [segments, heads, most, d], kept keys before they are replaced.
-"""
+    def feed_back(self, units: torch.Tensor, factor: torch.Tensor, bits: int) -> torch.Tensor:
+        """Round numbers in order, each with the errors of those before it (`rounding.FeedBack`)."""
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """Corrected rows of segments.
+    """Corrected rows of segments, those that heads keep, n of them; the original ones where nothing is corrected.
 
-    Args:
-        ranks: int64 [segments, heads, n], ranks of the rows that are replaced.
-        keys, values: float32 [segments, heads, n, d], new rows; the original ones where nothing is corrected.
+    keys, values: float32 [segments, heads, n, d].
+    codes: the same rows in codes; None for wide slabs.
     """
 
-    ranks: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    codes: RowCodes | None = None
 
     @classmethod
     def concatenate(cls, parts: Sequence[Corrections]) -> Corrections:
         """Concatenate the corrections of several runs of segments."""
-        return cls(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+        def joined(found: list[Any]) -> Any:
+            first = found[0]
+            if first is None or isinstance(first, torch.Tensor):
+                return None if first is None else torch.cat(found)
+            names = [field.name for field in fields(first)]
+            return type(first)(*(joined([getattr(one, name) for one in found]) for name in names))
+
+        return joined(list(parts))
 
 
 def corrections(
@@ -156,27 +134,28 @@ def corrections(
     kept: Kept,
     numbers: torch.Tensor,
     references: References,
-    stored: Stored,
+    form: SlabFormat,
+    rounded_keys: Callable[[torch.Tensor], torch.Tensor],
     steps: Steps,
 ) -> Corrections:
-    """Correct the MOST_CORRECTED kept keys and values of each head that are attended to most.
+    """Correct the kept keys and values of each head.
 
     A head is not corrected if the outputs of the codebook's queries would not improve, or if a value would grow beyond
     MOST_GROWTH.
 
     Args:
-        keys, values: [segments, heads, S, d], keys after RoPE, of all tokens in the order of `rank_positions`, so that
-            kept tokens are first.
+        keys, values: [segments, heads, S, d], keys after RoPE, of all tokens, the kept ones of each head first.
         kept: kept counts of these heads.
         numbers: integers [segments], the segments' numbers in their sequences.
         references: codebook of these heads.
-        stored: rounding of the slab format.
+        form: format of slabs.
+        rounded_keys: rounds keys, float32 of any shape, as wide slabs do.
         steps: `torch_steps`, or the kernels for the same steps.
     """
     heads, _, queries = references.queries.shape
     at_once = max(1, at_once_bytes(keys.device) // bytes_per_segment(heads, queries, keys.shape[2]))
     split = (x.split(at_once) for x in (keys, values, numbers))
-    parts = [_correct(k, v, kept, n, references, stored, steps) for k, v, n in zip(*split, strict=True)]
+    parts = [_correct(k, v, kept, n, references, form, rounded_keys, steps) for k, v, n in zip(*split, strict=True)]
     return parts[0] if len(parts) == 1 else Corrections.concatenate(parts)
 
 
@@ -196,7 +175,8 @@ def _correct(
     kept: Kept,
     numbers: torch.Tensor,
     references: References,
-    stored: Stored,
+    form: SlabFormat,
+    rounded_keys: Callable[[torch.Tensor], torch.Tensor],
     steps: Steps,
 ) -> Corrections:
     keys, values, length, most = keys.float(), values.float(), keys.shape[2], kept.most
@@ -210,49 +190,68 @@ def _correct(
     lost = kept.dropped.transpose(1, 2) @ later
     lost_outputs = (values[:, :, kept.least :] * kept.dropped).transpose(2, 3) @ later
     held_outputs = _add_outputs(output, held_values, kept_exps)
-
-    # Mass of R and of the kept tokens that are not corrected.
-    ranks, other_mass = None, 1.0
-    own_exps, own_keys, own_values, valid = kept_exps, kept_keys, kept_values, kept.own
-    if valid is not None:
-        valid = valid.expand(*keys.shape[:2], -1, -1)
-    if most > MOST_CORRECTED:
-        uncorrected = torch.ones(most, 1, device=keys.device) if valid is None else valid.float()
-        held_mass = (uncorrected.transpose(-1, -2) @ kept_exps).add_(1.0)
-        ranks = _most_attended(kept_exps, held_mass + lost, kept)
-        own_exps, own_keys, own_values = (_gather_rows(x, ranks) for x in (exps, keys, values))
-        valid = None if valid is None else valid.gather(2, ranks[..., None])
-        uncorrected = uncorrected.expand(*keys.shape[:2], -1, -1).scatter(2, ranks[..., None], 0.0)
-        other_mass = (uncorrected.transpose(2, 3) @ kept_exps).add_(1.0)
-    if valid is not None:
-        own_exps = own_exps * valid
-    kept_mass = own_exps.sum(dim=2, keepdim=True).add_(other_mass)
+    own_exps = kept_exps if kept.own is None else kept_exps * kept.own
+    kept_mass = own_exps.sum(dim=2, keepdim=True).add_(1.0)
     whole = kept_mass + lost
     weights = steps.weights(own_exps, whole, lost, MASS_RIDGE * references.count)
-    biased_keys = torch.addcmul(own_keys, weights.log(), bias)
+    biased_keys = torch.addcmul(kept_keys, weights.log(), bias)
 
     # Rounding may move a stored key's logits beyond all true ones, so the values are fitted to the stored keys.
-    logit_changes = (stored(biased_keys, ranks, kept_keys) - own_keys) @ queries
+    asked = key_codes = None
+    if form.quantised:
+        asked = query_moments(queries, 1 - whole.reciprocal())
+        key_codes = round_keys(biased_keys, kept.own, asked, form, steps.feed_back)
+        rounded = key_codes.decoded
+    else:
+        rounded = rounded_keys(biased_keys)
+    if kept.own is not None:
+        rounded = torch.where(kept.own, rounded, kept_keys)
+    logit_changes = (rounded - kept_keys) @ queries
     # exp x - 1 = tanh(x / 2) (exp x + 1): torch's expm1 takes several times as long.
     half, growth = torch.tanh(logit_changes / 2), logit_changes.exp_()
     added, new_exps = half.mul_(growth + 1).mul_(own_exps), growth.mul_(own_exps)
-    new_mass = new_exps.sum(dim=2, keepdim=True).add_(other_mass)
+    new_mass = new_exps.sum(dim=2, keepdim=True).add_(1.0)
     mass_change = added.sum(dim=2, keepdim=True).sub_(lost)
     # Error of the output: lost_outputs / whole + held_outputs (1 / whole - 1 / new_mass) - outputs of added / new_mass.
     error = torch.addcmul(lost_outputs / whole, held_outputs, mass_change / (whole * new_mass))
-    error -= own_values.transpose(2, 3) @ added.div_(new_mass)
+    error -= kept_values.transpose(2, 3) @ added.div_(new_mass)
     uncorrected_error = torch.addcmul(lost_outputs / whole, held_outputs, lost / (whole * kept_mass), value=-1)
     new_exps /= new_mass
-    value_changes, residual, failed = _ridge_regression(error, new_exps, kept.ridge * references.count)
+    # Errors of values are fed back from tokens with the most weight to those with the least: here the last is first.
+    order = new_exps.square().sum(dim=-1).argsort(dim=-1, stable=True)
+    regression = _ridge_regression(error, _gather_rows(new_exps, order), VALUE_RIDGE * references.count)
+    back = order.argsort(dim=-1)
 
-    improves = (_squares(residual) < _squares(uncorrected_error)) & (failed == 0)
-    fitted_values = own_values + value_changes.transpose(2, 3)
-    improves &= fitted_values.abs().amax(dim=(2, 3)) <= MOST_GROWTH * held_values.abs().amax(dim=(2, 3))
-    improves = improves[..., None, None] if valid is None else improves[..., None, None] & valid
-    if ranks is None:
-        ranks = torch.arange(most, device=keys.device).expand(*keys.shape[:2], -1)
-    new_keys = torch.where(improves, biased_keys, own_keys)
-    return Corrections(ranks, new_keys, torch.where(improves, fitted_values, own_values))
+    improves = (_squares(regression.residual) < _squares(uncorrected_error)) & (regression.failed == 0)
+    fitted_values = kept_values + _gather_rows(regression.solution.transpose(2, 3), back)
+    held = fitted_values if kept.own is None else fitted_values * kept.own
+    improves &= held.abs().amax(dim=(2, 3)) <= MOST_GROWTH * held_values.abs().amax(dim=(2, 3))
+    fits = improves[..., None, None] if kept.own is None else improves[..., None, None] & kept.own
+    new_keys, new_values = torch.where(fits, biased_keys, kept_keys), torch.where(fits, fitted_values, kept_values)
+    if key_codes is None or asked is None:
+        return Corrections(new_keys, new_values)
+    if not (keys.device.type == "cpu" and improves.all()):
+        plain = round_keys(kept_keys, kept.own, asked, form, steps.feed_back)
+        key_codes = _choose_keys(improves, key_codes, plain)
+    in_order = _gather_rows(new_values, order)
+    values_in_order = round_values(in_order, regression.factor, improves, form.value_bits, steps.feed_back)
+    value_codes = Codes(
+        _gather_rows(values_in_order.codes, back), _gather_rows(values_in_order.scales[..., None], back)[..., 0]
+    )
+    return Corrections(new_keys, new_values, RowCodes(key_codes.codes, value_codes, key_codes.moments))
+
+
+def _choose_keys(chosen: torch.Tensor, one: RoundedKeys, other: RoundedKeys) -> RoundedKeys:
+    """Take the heads of `one` where chosen, bool [segments, heads], else those of the other."""
+    wide = chosen[..., None, None]
+    codes = Codes(
+        torch.where(wide, one.codes.codes, other.codes.codes),
+        torch.where(chosen[..., None], one.codes.scales, other.codes.scales),
+    )
+    moments = None
+    if one.moments is not None and other.moments is not None:
+        moments = torch.where(wide, one.moments, other.moments)
+    return RoundedKeys(codes, moments, torch.where(wide, one.decoded, other.decoded))
 
 
 def _logits(keys: torch.Tensor, queries: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
@@ -265,9 +264,21 @@ def _logits(keys: torch.Tensor, queries: torch.Tensor, rest: torch.Tensor) -> to
     return (keys @ queries).sub_(rest)
 
 
-def _ridge_regression(
-    target: torch.Tensor, shares: torch.Tensor, ridge: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class _Regression:
+    """Result of a ridge regression.
+
+    solution: x [..., d, n], refined. residual: target - x shares [..., d, m] before the refinement.
+    factor: Cholesky factor [..., n, n] of the normal equations. failed: integers [...], 0 for success.
+    """
+
+    solution: torch.Tensor
+    residual: torch.Tensor
+    factor: torch.Tensor
+    failed: torch.Tensor
+
+
+def _ridge_regression(target: torch.Tensor, shares: torch.Tensor, ridge: float) -> _Regression:
     """Minimise |target - x shares|^2 + ridge |x|^2.
 
     Normal equations square the condition number, for which float32 has too few digits. So the solution is refined once
@@ -276,9 +287,6 @@ def _ridge_regression(
     Args:
         target: float32 [..., d, m].
         shares: float32 [..., n, m].
-
-    Returns:
-        x [..., d, n], refined; target - x shares [..., d, m] before the refinement; integers [...], 0 for success.
     """
     transposed = shares.transpose(-1, -2)
     gram = shares @ transposed
@@ -292,7 +300,8 @@ def _ridge_regression(
 
     x = solve(target @ transposed)
     residual = target - x @ shares
-    return x + solve((residual @ transposed).sub_(x, alpha=ridge)), residual, failed
+    refined = x + solve((residual @ transposed).sub_(x, alpha=ridge))
+    return _Regression(refined, residual, factor, failed)
 
 
 def _add_outputs(x: torch.Tensor, values: torch.Tensor, exps: torch.Tensor) -> torch.Tensor:
@@ -308,22 +317,7 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 def _gather_rows(x: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
     """Copy the rows of x [segments, heads, S, c] at ranks [segments, heads, n]: [segments, heads, n, c]."""
+    x = x.contiguous()
     firsts = torch.arange(0, x.shape[0] * x.shape[1] * x.shape[2], x.shape[2], device=x.device)
     index = firsts.view(*x.shape[:2], 1) + ranks
     return x.flatten(0, 2).index_select(0, index.flatten()).view(*ranks.shape, x.shape[3])
-
-
-def _most_attended(exps: torch.Tensor, whole: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """Find the MOST_CORRECTED kept tokens with the largest shares of attention.
-
-    Args:
-        exps: [segments, heads, most, m], exponentials of the tokens.
-        whole: [segments, heads, 1, m], mass of all tokens.
-
-    Returns:
-        int64 [segments, heads, MOST_CORRECTED], ranks of the tokens.
-    """
-    shares = (whole.reciprocal() @ exps.transpose(2, 3))[..., 0, :]
-    if kept.own is not None:
-        shares = shares.masked_fill(~kept.own[..., 0], -1.0)
-    return shares.argsort(dim=-1, descending=True, stable=True)[..., :MOST_CORRECTED]

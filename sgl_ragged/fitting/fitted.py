@@ -10,9 +10,7 @@ import torch
 
 from sgl_ragged.fitting import torch_steps
 from sgl_ragged.fitting.attention_matching import (
-    COARSE_RIDGE,
     MOST_KEPT,
-    VALUE_RIDGE,
     Corrections,
     Kept,
     Steps,
@@ -22,8 +20,8 @@ from sgl_ragged.fitting.attention_matching import (
 )
 from sgl_ragged.fitting.references import References
 from sgl_ragged.mem_pool.kv_dtype import movable
-from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_store import Rows, SlabStore
+from sgl_ragged.mem_pool.layout import Band, SlabLayout
+from sgl_ragged.mem_pool.slab_store import CodedHeads, CorrectedRows, Rows, SlabStore
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
 
@@ -55,18 +53,18 @@ class HeadFit:
 
 def fitted_heads(layout: SlabLayout, layer: int) -> list[tuple[int, int]]:
     """List the fitted heads of a layer with the tokens that each keeps on all ranks."""
+    return [(head, band.total) for band in layout.bands[layer] if is_fitted(layout, band) for head in band.heads]
+
+
+def is_fitted(layout: SlabLayout, band: Band) -> bool:
+    """Return whether the heads of a band are fitted."""
     # Centred formats need the moments of all kept rows, and a rank does not have other ranks' parts of a head.
-    return [
-        (head, band.total)
-        for band in layout.bands[layer]
-        for head in band.heads
-        if band.kept > 0 and band.total <= MOST_KEPT * layout.segment and not (band.partial and layout.form.centred)
-    ]
+    divided = band.partial and layout.form.centred
+    return band.kept > 0 and band.total <= MOST_KEPT * layout.segment and not divided
 
 
 def _kept_counts(layout: SlabLayout, chosen: Sequence[tuple[int, int]], device: torch.device) -> Kept:
-    ridge = COARSE_RIDGE if layout.form.key_bits == 4 else VALUE_RIDGE
-    return Kept.from_counts([total for _, total in chosen], layout.segment, device, ridge)
+    return Kept.from_counts([total for _, total in chosen], layout.segment, device)
 
 
 def without_codebook(statistics: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
@@ -129,49 +127,65 @@ class StoreFit:
 
     def __call__(
         self, store: SlabStore, layer: int, rows: Rows, order: torch.Tensor, segment_indices: torch.Tensor
-    ) -> Rows:
-        """Return copies of a layer's rows in which kept rows are corrected.
+    ) -> CorrectedRows:
+        """Correct a layer's rows.
 
         Args:
             order: `rank_positions` of the segments.
             segment_indices: integers [segments], each segment's number in its sequence.
         """
-        fit = self._layers[layer]
+        fit, layout = self._layers[layer], store.layout
         if not len(fit.heads):
-            return rows
+            return CorrectedRows(rows, {})
+        positions = _kept_first(order.index_select(1, fit.heads), fit.kept)
+        count, heads, length = rows[0].shape[:3]
+        firsts = torch.arange(0, count * heads * length, length, device=order.device).view(count, heads)
+        ranked = firsts[:, fit.heads, None] + positions
         # Contiguous copies, in which rows of all segments and heads are numbered.
         copies = [x.clone(memory_format=torch.contiguous_format) for x in rows]
-        count, heads, length = copies[0].shape[:3]
-        firsts = torch.arange(0, count * heads * length, length, device=order.device).view(count, heads)
-        ranked = firsts[:, fit.heads, None] + order.index_select(1, fit.heads)
-        flat = ranked.flatten()
-        keys, values = (x.flatten(0, 2).index_select(0, flat).view(*ranked.shape, -1) for x in copies)
+        keys, values = (x.flatten(0, 2).index_select(0, ranked.flatten()).view(*ranked.shape, -1) for x in copies)
         new = self._corrections(store, fit, layer, keys, values, segment_indices, torch_steps)
-        corrected = ranked.gather(2, new.ranks).flatten()
+        if layout.form.quantised:
+            assert new.codes is not None, "the format has codes"
+            parts, first = {}, 0
+            for index, band in enumerate(layout.bands[layer]):
+                if not is_fitted(layout, band):
+                    continue
+                own, stored = slice(first, first + len(band.heads)), slice(band.first, band.first + band.kept)
+                parts[index] = new.codes.part(own, stored).stored(layout.form)
+                first = own.stop
+            return CorrectedRows(rows, parts)
+        corrected = ranked[:, :, : fit.kept.most].flatten()
         for x, new_rows in zip(copies, store.to_cache(layer, new.keys, new.values), strict=True):
             x.flatten(0, 2).index_copy_(0, corrected, movable(new_rows).flatten(0, 2))
-        return copies[0], copies[1]
+        return CorrectedRows((copies[0], copies[1]), {})
 
     def in_place(
         self, store: SlabStore, layers: Sequence[int], rows: torch.Tensor, segment_indices: torch.Tensor, steps: Steps
-    ) -> None:
-        """Correct the kept rows of one layer or of all layers in place.
+    ) -> list[CodedHeads]:
+        """Correct the kept rows of one layer or of all layers, in place where slabs are wide.
 
         Args:
             layers: one layer, or all.
-            rows: [segments, heads of these layers, 2, S, d], rows of a head in the order of `rank_positions`.
+            rows: [segments, heads of these layers, 2, S, d], each head's kept rows first.
             segment_indices: integers [segments], each segment's number in its sequence.
+
+        Returns:
+            The corrected heads in codes.
         """
-        num_heads = store.layout.num_heads
+        num_heads, coded = store.layout.num_heads, []
         for first, fit in [(layers[0], self._layers[layers[0]])] if len(layers) == 1 else self._runs:
             if not len(fit.heads):
                 continue
             heads = fit.heads if first == layers[0] else (first - layers[0]) * num_heads + fit.heads
             keys, values = (rows[:, heads, part] for part in (0, 1))
             new = self._corrections(store, fit, first, keys, values, segment_indices, steps)
-            segment = torch.arange(len(rows), device=heads.device)[:, None, None]
+            if new.codes is not None:
+                coded.append(CodedHeads(heads, new.codes))
+                continue
             for part, new_rows in enumerate(store.to_cache(first, new.keys, new.values)):
-                movable(rows)[segment, heads[:, None], part, new.ranks] = movable(new_rows)
+                movable(rows)[:, heads, part, : fit.kept.most] = movable(new_rows)
+        return coded
 
     @staticmethod
     def _corrections(
@@ -187,19 +201,27 @@ class StoreFit:
 
         Args:
             layer: layer whose scales an FP8 cache uses.
-            keys, values: [segments, fitted heads, S, d] in the cache's dtype, or its bytes, in the order of
-                `rank_positions`.
+            keys, values: [segments, fitted heads, S, d] in the cache's dtype, or its bytes, each head's kept rows
+                first.
         """
-        form = store.layout.form
 
-        def stored(rows: torch.Tensor, ranks: torch.Tensor | None, keys: torch.Tensor) -> torch.Tensor:
-            rounded = store.from_cache(layer, 0, store.to_cache(layer, rows, rows)[0]).float()
-            if not form.quantised:
-                return rounded
-            return steps.nearly_stored(rounded, ranks, keys, fit.kept, form.key_bits, form.centred)
+        def rounded(rows: torch.Tensor) -> torch.Tensor:
+            return store.from_cache(layer, 0, store.to_cache(layer, rows, rows)[0]).float()
 
         keys, values = (store.from_cache(layer, part, x.view(store.dtype)) for part, x in enumerate((keys, values)))
-        return corrections(keys, values, fit.kept, segment_indices, fit.references, stored, steps)
+        form = store.layout.form
+        return corrections(keys, values, fit.kept, segment_indices, fit.references, form, rounded, steps)
+
+
+def _kept_first(order: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """Order positions by whether they are kept, then ascending, as `kernels.seal.choose` does.
+
+    Args:
+        order: integers [segments, heads, S], `rank_positions`.
+    """
+    length = order.shape[-1]
+    dropped = torch.arange(length, device=order.device) >= kept.totals
+    return (order.long() + length * dropped).sort(dim=-1).values % length
 
 
 def layers_at_once(queries: torch.Tensor, layout: SlabLayout) -> int:

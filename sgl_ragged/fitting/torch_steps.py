@@ -6,16 +6,16 @@ import math
 
 import torch
 
-from sgl_ragged.fitting.attention_matching import Kept
 from sgl_ragged.fitting.references import References
-from sgl_ragged.mem_pool.quantise import largest_code, rotation_matrix
-from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE
 
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 """Range of the weight of a kept token."""
 
 STEPS = 8
 """Number of projected-gradient steps. Values absorb the remaining error; more steps did not improve outputs."""
+
+AT_ONCE = 32
+"""Numbers that are rounded before their errors are added to all later ones in one product of matrices."""
 
 
 def seen_from(references: References, numbers: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:
@@ -54,33 +54,21 @@ def _multiply_add(matrix: torch.Tensor, vector: torch.Tensor, summand: torch.Ten
     return torch.baddbmm(next(columns), matrix.flatten(0, -3), next(columns)).view(summand.shape)
 
 
-def nearly_stored(
-    rows: torch.Tensor, ranks: torch.Tensor | None, keys: torch.Tensor, kept: Kept, bits: int, centred: bool
-) -> torch.Tensor:
-    """Implement `Steps.nearly_stored`: `quantise.stored_keys` in few operations."""
-    moments = None
-    if centred:
-        all_keys = rows if ranks is None else keys.scatter(2, ranks[..., None].expand_as(rows), rows)
-        moments = _moments(all_keys, kept)
-    matrix, max_code = rotation_matrix(rows.shape[-1], rows.device), largest_code(bits)
-    rotated = (rows if moments is None else (rows - moments[0]).div_(moments[1])) @ matrix
-    scale = (rotated.abs().amax(dim=-1, keepdim=True) / max_code).clamp_(LEAST_SCALE, MOST_SCALE).half().float()
-    decoded = rotated.div_(scale).round_().clamp_(-max_code, max_code).mul_(scale) @ matrix
-    return decoded if moments is None else torch.addcmul(moments[0], decoded, moments[1])
-
-
-def _moments(keys: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """Compute mean and spread of the keys that each head keeps, up to rounding those of `row_moments`.
-
-    Args:
-        keys: [segments, heads, most, d].
-
-    Returns:
-        float32 [2, segments, heads, 1, d], mean and spread.
-    """
-    own = None if kept.own is None else kept.own.float()
-    counts = kept.totals[..., None].float()
-    mean = ((keys if own is None else keys * own).sum(dim=2, keepdim=True) / counts).half().float()
-    distance = (keys - mean).square_()
-    spread = ((distance if own is None else distance.mul_(own)).sum(dim=2, keepdim=True) / counts).sqrt_().sqrt_()
-    return torch.stack([mean, spread.clamp_min_(LEAST_SCALE).half().float()])
+def feed_back(units: torch.Tensor, factor: torch.Tensor, bits: int) -> torch.Tensor:
+    """Implement `Steps.feed_back`."""
+    shape, half = units.shape, 2 ** (bits - 1)
+    units, factor = units.flatten(0, -3), factor.flatten(0, -3)
+    targets, codes, errors = units.clone(), torch.empty_like(units), torch.empty_like(units)
+    for first in range(0, shape[-2], AT_ONCE):
+        end = min(first + AT_ONCE, shape[-2])
+        for number in range(first, end):
+            code, error = codes[:, number], errors[:, number]
+            torch.floor(targets[:, number], out=code).clamp_(-half, half - 1)
+            torch.sub(units[:, number], code, out=error).sub_(0.5)
+            if number + 1 < end:
+                later = factor[:, number, number + 1 : end, None]
+                targets[:, number + 1 : end].addcmul_(later, error[:, None])
+        if end < shape[-2]:
+            moved = factor[:, first:end, end:].transpose(1, 2)
+            targets[:, end:].baddbmm_(moved, errors[:, first:end])
+    return codes.to(torch.int8).view(shape)

@@ -95,9 +95,9 @@ class RaggedOptions:
     )
     slab_dtype: str = flag(
         BY_RATIO,
-        "How finished segments are stored. wide: as the cache's dtype; int8: keys and values in 8 bits; k8v4: keys in "
-        "8 bits, values in 4; k6v4, k4v4: keys in 6 or 4; auto: by the ratio, wide at 1 and where codes cannot be "
-        "served. The ratio is one of bytes, so fewer bits keep more tokens.",
+        "How finished segments are stored. wide: as the cache's dtype; int8: keys and values in 8 bits; k5v4: keys in "
+        "5 bits, values in 4, and so on; auto: by the ratio, wide at 1 and where codes cannot be served. The ratio is "
+        "one of bytes, so fewer bits keep more tokens.",
         choices=ASKED,
     )
     fit: str = flag(

@@ -17,9 +17,9 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.placement import Placement
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.sizing import PoolSizes, SidePages
-from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import CODES_VERSION, WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, check_budgets, uniform_kept
-from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES, ROPE
+from sgl_ragged.profiles.codebook import CODEBOOK, FIT_VERSION, QUERIES, ROPE
 from sgl_ragged.profiles.geometry import ModelGeometry
 from sgl_ragged.profiles.profile import Profile, load_profile, profile_kept
 from sgl_ragged.profiles.profile_choice import ReadableProfile, Uniform
@@ -119,7 +119,9 @@ class ServingPlan:
             self.fairkv,
         ]
         if self.form.quantised:
-            settings.append(self.form.name)
+            settings += [self.form.name, CODES_VERSION]
+        if self.unfitted is None:
+            settings.append(FIT_VERSION)
         if self.stages:
             settings.append(self.stages)
         arrays = [item for tensors in self.statistics for item in sorted(tensors.items())]

@@ -7,12 +7,14 @@ one scale per token and head, KIVI (2402.02750) for values. Here both, for segme
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sgl_ragged.mem_pool.row_moments import centred, row_moments
-from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, PLANES, SCALE_BYTES, SlabFormat
 
 
 def rotation_block(head_dim: int) -> int:
@@ -46,54 +48,112 @@ def rotation_matrix(head_dim: int, device: torch.device) -> torch.Tensor:
     return rotated(torch.eye(head_dim, device=device))
 
 
-def largest_code(bits: int) -> int:
-    """Return the largest code; the smallest is its negative."""
-    return 2 ** (bits - 1) - 1
+FACTORS = {
+    8: (1.0,),
+    6: (1.0, 0.95, 0.9),
+    5: (1.0, 0.95, 0.9, 0.85),
+    4: (1.0, 0.94, 0.88, 0.82, 0.76),
+    3: (1.0, 0.92, 0.84, 0.76, 0.68, 0.6),
+}
+"""Scales that are tried, by bits of a code: shares of the scale with which no number saturates."""
+
+ERROR_STEPS, MOST_STEPS = 2**17, 2**22
+"""Steps of the squared error of a number, in units of the largest scale, and the most that count. Errors are whole
+numbers of steps, so their sum does not depend on its order."""
 
 
-def quantised(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise x [..., d], rotated, to codes int8 [..., d] and scales float16 [...]; code * scale is the number.
+@dataclass(frozen=True)
+class Codes:
+    """Rows in codes.
 
-    The scale is rounded before it is used, so what is stored is the nearest that its own scale allows: an error of half
-    a scale at most. A row of zeros has the least scale. A row with NaN has NaN as its scale, and stays NaN; what is too
-    large for the scale saturates.
+    codes: int8 [..., d], from -2^(bits - 1) to 2^(bits - 1) - 1; a code c stands for (c + 1/2) times the row's scale.
+    scales: float16 [...]. The sign of a key's scale marks rows that the mean is not subtracted from.
     """
-    rows, most = rotated(x), largest_code(bits)
-    scale = (rows.abs().amax(dim=-1) / most).clamp(LEAST_SCALE, MOST_SCALE).half()
-    codes = (rows / scale.float()[..., None]).round().clamp(-most, most).nan_to_num(0.0)
-    return codes.to(torch.int8), scale
+
+    codes: torch.Tensor
+    scales: torch.Tensor
 
 
-def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes int8 [..., d] into bytes uint8 [..., d * bits / 8], as `SlabFormat` lays them out.
+def quantised(x: torch.Tensor, bits: int) -> Codes:
+    """Round x [..., d], rotated, to codes with positive scales.
 
-    Of four and six bits, plus 8 and 32, so that none is negative.
+    Of the FACTORS, each row takes the first with the least squared error. Scales are rounded before they are used. A
+    row of zeros has the least scale. A row with NaN has NaN as its scale, and stays NaN. What is too large for the
+    scale saturates.
+    """
+    rows, half = rotated(x), 2 ** (bits - 1)
+    return coded(rows, best_scales(rows, rows.abs().amax(dim=-1) / half, bits), bits)
+
+
+def coded(rows: torch.Tensor, scales: torch.Tensor, bits: int) -> Codes:
+    """Round rotated rows, float32 [..., d], to codes of float16 scales [...]."""
+    return Codes(_levels(rows / scales.float()[..., None], bits).nan_to_num(0.0).to(torch.int8), scales)
+
+
+def _levels(units: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes as float32 for numbers in units of the scale."""
+    half = 2 ** (bits - 1)
+    return units.floor().clamp_(-half, half - 1)
+
+
+def best_scales(rows: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.Tensor:
+    """Choose the scales, float16 [...], of rotated rows, float32 [..., d].
+
+    Args:
+        largest: float32 [...], scale with which no number of the row saturates.
+    """
+    best = least = None
+    for factor in FACTORS[bits]:
+        scales = (largest * factor).clamp(LEAST_SCALE, MOST_SCALE).half()
+        if len(FACTORS[bits]) == 1:
+            return scales
+        units = rows / scales.float()[..., None]
+        errors = units.sub_(_levels(units, bits)).sub_(0.5)
+        errors.square_().mul_(factor**2 * ERROR_STEPS).nan_to_num_(0.0).clamp_(max=MOST_STEPS)
+        steps = errors.to(torch.int32).sum(dim=-1)
+        if best is None or least is None:
+            best, least = scales, steps
+        else:
+            better = steps < least
+            best, least = torch.where(better, scales, best), torch.minimum(steps, least)
+    assert best is not None, "every width has a factor"
+    return best
+
+
+def packed(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """Pack codes int8 [..., d] into planes, uint8 [..., d * bits of the plane / 8], as `SlabFormat` lays them out.
+
+    Codes of less than 8 bits are stored plus 2^(bits - 1), so that none is negative.
     """
     if bits == 8:
-        return codes.view(torch.uint8)
-    numbers, block = (codes + 2 ** (bits - 1)).view(torch.uint8), rotation_block(codes.shape[-1])
-    lower = _folded(numbers & 15, 4, block)
-    return lower if bits == 4 else torch.cat([lower, _folded(numbers >> 4, 2, block)], dim=-1)
+        return [codes.contiguous().view(torch.uint8)]
+    numbers, block, planes = (codes + 2 ** (bits - 1)).view(torch.uint8), rotation_block(codes.shape[-1]), []
+    for width in PLANES[bits]:
+        planes.append(_folded(numbers & (2**width - 1), width, block))
+        numbers = numbers >> width
+    return planes
 
 
 def _folded(numbers: torch.Tensor, bits: int, block: int) -> torch.Tensor:
-    """uint8 [..., d * bits / 8] of numbers uint8 [..., d] of so many bits: in each block, byte j holds number j and
-    those that are whole numbers of bytes after it, the first lowest."""
+    """Fold numbers uint8 [..., d] below 2^bits into bytes uint8 [..., d * bits / 8].
+
+    In each block, byte j holds number j and those that are whole numbers of bytes after it, the first lowest.
+    """
     per_byte = 8 // bits
     parts = numbers.unflatten(-1, (-1, per_byte, block // per_byte)).unbind(-2)
     folded = functools.reduce(torch.bitwise_or, (part << (bits * place) for place, part in enumerate(parts)))
     return folded.flatten(-2)
 
 
-def unpacked(stored: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack bytes of `packed` to codes int8 [..., d]."""
+def unpacked(planes: Sequence[torch.Tensor], bits: int, head_dim: int) -> torch.Tensor:
+    """Unpack planes of `packed` to codes int8 [..., d]."""
     if bits == 8:
-        return stored.view(torch.int8)
-    head_dim = stored.shape[-1] * 8 // bits
-    block = rotation_block(head_dim)
-    numbers = _unfolded(stored[..., : head_dim // 2], 4, block)
-    if bits == 6:
-        numbers = numbers | (_unfolded(stored[..., head_dim // 2 :], 2, block) << 4)
+        return planes[0].view(torch.int8)
+    block, first = rotation_block(head_dim), 0
+    numbers = torch.zeros_like(planes[0][..., :1])
+    for plane, width in zip(planes, PLANES[bits], strict=True):
+        numbers = numbers | (_unfolded(plane, width, block) << first)
+        first += width
     return numbers.view(torch.int8) - 2 ** (bits - 1)
 
 
@@ -104,44 +164,68 @@ def _unfolded(stored: torch.Tensor, bits: int, block: int) -> torch.Tensor:
     return torch.stack([(parts >> place) & (2**bits - 1) for place in places], dim=-2).flatten(-3)
 
 
+@dataclass(frozen=True)
+class RowCodes:
+    """Rows of heads in codes, [..., kept, d]; moments of the keys, float16 [..., 2, d], where they are centred."""
+
+    keys: Codes
+    values: Codes
+    moments: torch.Tensor | None
+
+    def part(self, heads: slice, rows: slice) -> RowCodes:
+        """Take some heads and rows of codes [segments, heads, kept, d]."""
+        keys, values = (
+            Codes(one.codes[:, heads, rows], one.scales[:, heads, rows]) for one in (self.keys, self.values)
+        )
+        return RowCodes(keys, values, None if self.moments is None else self.moments[:, heads])
+
+    def stored(self, form: SlabFormat) -> torch.Tensor:
+        """Return heads' parts of slabs, uint8 [..., part bytes]."""
+        header = [] if self.moments is None else [self.moments.contiguous().view(torch.uint8)]
+        scales = torch.stack([self.keys.scales, self.values.scales], dim=-1).contiguous().view(torch.uint8)
+        codes = (packed(one.codes, bits) for one, bits in ((self.keys, form.key_bits), (self.values, form.value_bits)))
+        return torch.cat([part.flatten(-2) for part in (*header, *itertools.chain(*codes), scales)], dim=-1)
+
+
 def stored_rows(keys: torch.Tensor, values: torch.Tensor, form: SlabFormat) -> torch.Tensor:
     """Return a head's part of a slab, uint8 [..., part bytes], for keys and values [..., kept, d]."""
-    header = []
+    moments = None
     if form.centred:
-        moments = row_moments(keys)
-        keys, header = centred(keys, moments), [moments.view(torch.uint8)]
-    key_codes, key_scales = quantised(keys, form.key_bits)
-    value_codes, value_scales = quantised(values, form.value_bits)
-    scales = torch.stack([key_scales, value_scales], dim=-1).contiguous().view(torch.uint8)
-    parts = *header, packed(key_codes, form.key_bits), packed(value_codes, form.value_bits), scales
-    return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+        moments, uncentred = row_moments(keys)
+        key_codes = marked(quantised(centred(keys, moments, uncentred), form.key_bits), uncentred)
+    else:
+        key_codes = quantised(keys, form.key_bits)
+    return RowCodes(key_codes, quantised(values, form.value_bits), moments).stored(form)
 
 
-def stored_keys(keys: torch.Tensor, form: SlabFormat) -> torch.Tensor:
-    """Round keys as this format stores them, float32 [..., kept, d], if these are all kept rows."""
-    moments = row_moments(keys) if form.centred else None
-    codes, scales = quantised(keys if moments is None else centred(keys, moments), form.key_bits)
-    return _restored(codes.float(), scales.float(), moments)
+def marked(keys: Codes, uncentred: torch.Tensor) -> Codes:
+    """Give the scales of uncentred rows, bool [...], their sign."""
+    return Codes(keys.codes, torch.where(uncentred, -keys.scales, keys.scales))
 
 
-def _restored(codes: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
-    rows = (codes * scales[..., None]) @ rotation_matrix(codes.shape[-1], codes.device)
+def restored(codes: torch.Tensor, scales: torch.Tensor, moments: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows that codes [..., kept, d] + 1/2, float32, stand for.
+
+    Args:
+        scales: float32 [..., kept]. moments: those of keys that are centred.
+    """
+    rows = (codes * scales.abs()[..., None]) @ rotation_matrix(codes.shape[-1], codes.device)
     if moments is None:
         return rows
     mean, spread = moments.float()[..., None, :].unbind(-3)
-    return torch.addcmul(mean, rows, spread)
+    return torch.addcmul(mean * (scales > 0)[..., None], rows, spread)
 
 
 @dataclass(frozen=True)
 class QuantisedRows:
     """Views on the parts of heads in slabs.
 
-    keys, values: uint8 [..., kept, bytes], packed codes. scales: float16 [..., kept, 2 (K, V)]. moments:
+    keys, values: planes of packed codes, uint8 [..., kept, bytes]. scales: float16 [..., kept, 2 (K, V)]. moments:
     `row_moments` of the keys, where the format's are centred.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
     scales: torch.Tensor
     form: SlabFormat
     moments: torch.Tensor | None = None
@@ -149,25 +233,33 @@ class QuantisedRows:
     @classmethod
     def of(cls, stored: torch.Tensor, kept: int, head_dim: int, form: SlabFormat) -> QuantisedRows:
         """Make the views on bytes of `stored_rows`, uint8 [..., part bytes]."""
-        parts = form.header_elems(head_dim), kept * form.key_elems(head_dim), kept * form.value_elems(head_dim)
-        header, keys, values, scales = stored.split([*parts, stored.shape[-1] - sum(parts)], dim=-1)
+        widths = [PLANES[bits] for bits in (form.key_bits, form.value_bits)]
+        planes = [kept * head_dim * width // 8 for width in itertools.chain(*widths)]
+        header, *rows, scales = stored.split([form.header_elems(head_dim), *planes, kept * 2 * SCALE_BYTES], dim=-1)
+        rows = [plane.unflatten(-1, (kept, -1)) for plane in rows]
         return cls(
-            keys.unflatten(-1, (kept, -1)),
-            values.unflatten(-1, (kept, -1)),
+            rows[: len(widths[0])],
+            rows[len(widths[0]) :],
             scales.view(torch.float16).unflatten(-1, (kept, 2)),
             form,
             header.view(torch.float16).unflatten(-1, (2, head_dim)) if form.centred else None,
         )
 
     def rotated_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 codes [..., kept, d] and scales [..., kept]; their products are keys, centred if the format's are,
-        and rotated."""
-        return unpacked(self.keys, self.form.key_bits).float(), self.scales[..., 0].float()
+        """float32 codes plus 1/2 [..., kept, d] and scales [..., kept].
+
+        Products of both, without the sign of the scales, are the rotated keys, centred if the format's are.
+        """
+        return self._levels(self.keys, self.form.key_bits), self.scales[..., 0].float()
 
     def rotated_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return values as `rotated_keys` returns keys."""
-        return unpacked(self.values, self.form.value_bits).float(), self.scales[..., 1].float()
+        return self._levels(self.values, self.form.value_bits), self.scales[..., 1].float()
+
+    def _levels(self, planes: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
+        head_dim = sum(plane.shape[-1] for plane in planes) * 8 // bits
+        return unpacked(planes, bits, head_dim).float().add_(0.5)
 
     def restored(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the keys and values of the codes, float32 [..., kept, d]."""
-        return _restored(*self.rotated_keys(), self.moments), _restored(*self.rotated_values(), None)
+        return restored(*self.rotated_keys(), self.moments), restored(*self.rotated_values(), None)

@@ -1,12 +1,13 @@
 """Slab formats: bytes of a kept key and value in a slab, and the share of tokens that a share of the bytes holds.
 
 A sealed segment is immutable, so it can be stored in few bits once, when it is sealed. Keys and values are then
-rotated by a Hadamard matrix over the head dimension, which spreads outliers, and each row is rounded to symmetric codes
-with one scale of 16 bits (`mem_pool.quantise`). What lies in tails stays as wide as it is.
+rotated by a Hadamard matrix over the head dimension, which spreads outliers, and each row is rounded to codes with one
+scale of 16 bits (`mem_pool.quantise`). Open segments stay as wide as they are.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from sgl_ragged.errors import RaggedConfigError
@@ -14,23 +15,31 @@ from sgl_ragged.errors import RaggedConfigError
 SCALE_BYTES = 2
 """Bytes of a float16: the scale of a key or value, and each number of a head's moments."""
 
+CODES_VERSION = 2
+"""Version of what the bytes of codes mean; part of the plan's digest, so that no other version reads them."""
+
 LEAST_SCALE, MOST_SCALE = 2.0**-24, 65504.0
 """The smallest and largest positive numbers of float16."""
+
+
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}
+"""Bits of a code by plane, lowest bits first: whole bytes of codes whose width does not divide 8."""
 
 
 @dataclass(frozen=True)
 class SlabFormat:
     """Format of kept rows in a slab.
 
-    key_bits: bits per code of keys, 8, 6 or 4. value_bits: 8 or 4. Both are 0 for numbers of the cache's dtype.
+    key_bits, value_bits: bits per code, one of PLANES; 0 for numbers of the cache's dtype.
 
-    A head's part of a slab is its keys, [kept, d], then its values, then, of codes, the scales [kept, 2 (K, V)]. Rows
-    of four-bit codes go by blocks of B dimensions, the largest power of two that divides d; byte j of a block holds its
-    dimensions j (low half) and j + B / 2. Rows of six-bit codes have the lower four bits of all codes, then
-    those of their upper two: byte j of a block holds dimensions j (lowest), j + B / 4, j + B / 2 and j + 3 B / 4.
+    A head's part of a slab is its keys, its values, and then, of codes, the scales [kept, 2 (K, V)]. Wide keys and
+    values are [kept, d]; those of codes are the planes of their codes, each [kept, d * bits of the plane / 8]. A plane
+    goes by blocks of B dimensions, the largest power of two that divides d: byte j of a block has those dimensions of
+    the block that are whole multiples of its bytes after j, the first of them lowest. Of four bits: j (low half) and
+    j + B / 2.
     Where keys are `centred`, the moments of the head's rows come first, [2 (mean, spread), d]
-    (`mem_pool.row_moments`): keys are stored less the mean and divided by the spread of their channel. Where nothing is
-    kept, nothing is stored.
+    (`mem_pool.row_moments`): keys are divided by the spread of their channel, after the mean is subtracted from rows
+    whose scale is positive. Where nothing is kept, nothing is stored.
     """
 
     name: str
@@ -42,20 +51,19 @@ class SlabFormat:
     def quantised(self) -> bool:
         return self.key_bits > 0
 
-    def elems(self, bits: int, head_dim: int) -> int:
-        """Return the elements of a slab for one key or value: bytes if the format has codes, else numbers."""
-        return head_dim * bits // 8 if self.quantised else head_dim
-
     def key_elems(self, head_dim: int) -> int:
-        return self.elems(self.key_bits, head_dim)
+        """Return the elements of a slab for one key: bytes if the format has codes, else numbers."""
+        return head_dim * self.key_bits // 8 if self.quantised else head_dim
 
-    def value_elems(self, head_dim: int) -> int:
-        return self.elems(self.value_bits, head_dim)
+    def code_bytes(self, head_dim: int) -> int:
+        """Bytes that the codes of a kept key and value take."""
+        return head_dim * (self.key_bits + self.value_bits) // 8
 
     def row_elems(self, head_dim: int) -> int:
         """Elements of a slab that a kept token takes in one head: key, value and their scales."""
-        scales = 2 * SCALE_BYTES if self.quantised else 0
-        return self.key_elems(head_dim) + self.value_elems(head_dim) + scales
+        if self.quantised:
+            return self.code_bytes(head_dim) + 2 * SCALE_BYTES
+        return 2 * head_dim
 
     def header_elems(self, head_dim: int) -> int:
         """Elements of a slab that a head's moments take, whatever else it keeps."""
@@ -93,19 +101,27 @@ class SlabFormat:
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raise RaggedConfigError for heads whose rows this format cannot lay out in whole bytes."""
+        if not self.quantised:
+            return
         # Parts of heads begin at multiples of 16 bytes, and kept rows come in sixteens.
-        if self.quantised and head_dim % (4 if self.centred else 2):
-            kind = "a head dimension that 4 divides" if self.centred else "an even head dimension"
-            raise RaggedConfigError(f"--ragged-slab-dtype {self.name} needs {kind}, not {head_dim}; use wide")
+        narrowest = min(*PLANES[self.key_bits], *PLANES[self.value_bits])
+        divisor = max(8 // narrowest, 4 if self.centred else 2)
+        if head_dim % divisor:
+            raise RaggedConfigError(
+                f"--ragged-slab-dtype {self.name} needs a head dimension that {divisor} divides, not {head_dim}; "
+                "use wide"
+            )
 
 
 WIDE = SlabFormat("wide", 0, 0)
 INT8 = SlabFormat("int8", 8, 8)
-K8V4 = SlabFormat("k8v4", 8, 4)
-K6V4 = SlabFormat("k6v4", 6, 4, centred=True)
-K4V4 = SlabFormat("k4v4", 4, 4, centred=True)
+BY_WIDTHS = {
+    (keys, values): SlabFormat(f"k{keys}v{values}", keys, values, centred=keys < 8)
+    for keys, values in itertools.product((8, 6, 5, 4, 3), (6, 5, 4, 3))
+}
+"""By bits of keys and values. Eight bits have enough codes for what all rows share."""
 
-FORMATS = {one.name: one for one in (WIDE, INT8, K8V4, K6V4, K4V4)}
+FORMATS = {one.name: one for one in (WIDE, INT8, *BY_WIDTHS.values())}
 """By name."""
 
 AUTO = "auto"
@@ -164,7 +180,7 @@ def settle_share(
     sizes = (ratio, head_dim, cache_itemsize, segment)
     if INT8.token_share(*sizes) >= EIGHT_BIT_TOKENS:
         return Share(ratio, INT8)
-    tokens = K8V4.token_share(*sizes)
+    tokens = BY_WIDTHS[8, 4].token_share(*sizes)
     if tokens >= SIX_BIT_TOKENS or head_dim % 4:
-        return Share(ratio, K8V4)
-    return Share(ratio, K6V4 if tokens >= FOUR_BIT_TOKENS else K4V4)
+        return Share(ratio, BY_WIDTHS[8, 4])
+    return Share(ratio, BY_WIDTHS[6 if tokens >= FOUR_BIT_TOKENS else 4, 4])

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, to_fp8
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
-from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
+from sgl_ragged.mem_pool.quantise import QuantisedRows, RowCodes, stored_rows
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails, Sealed
 from sgl_ragged.mem_pool.tails import Tails, token_bytes
 from sgl_ragged.scorers import Scorer, SegmentData, keep_positions, rank_positions
@@ -25,14 +26,39 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [segments, heads, S, head_dim], as the cache holds them, FP8 as bytes."""
 
 
+@dataclass(frozen=True)
+class CorrectedRows:
+    """Rows of segments with corrections.
+
+    rows: keys and values of whole segments.
+    parts: by number of a band, what slabs store of its heads, uint8 [segments, heads of band, part bytes], where rows
+        were corrected in codes.
+    """
+
+    rows: Rows
+    parts: Mapping[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CodedHeads:
+    """Corrected heads in codes.
+
+    heads: int64 [heads], numbers of the heads among those that are sealed together.
+    codes: [segments, heads, rows, d], rows that each head keeps on all ranks, followed by undefined ones.
+    """
+
+    heads: torch.Tensor
+    codes: RowCodes
+
+
 class Corrector(Protocol):
     """Correct the kept keys and values of segments before they are stored, so that they approximate attention over
     the whole segment."""
 
     def __call__(
         self, store: SlabStore, layer: int, rows: Rows, order: torch.Tensor, segment_indices: torch.Tensor
-    ) -> Rows:
-        """Return corrected copies of a layer's rows.
+    ) -> CorrectedRows:
+        """Correct a layer's rows; the given ones do not change.
 
         Args:
             rows: keys and values of whole segments.
@@ -48,8 +74,8 @@ class Corrector(Protocol):
         rows: torch.Tensor,
         segment_indices: torch.Tensor,
         steps: Any,
-    ) -> None:
-        """Correct rows of one layer or of all layers in place.
+    ) -> list[CodedHeads]:
+        """Correct rows of one layer or of all layers: in place if slabs are wide, else return them in codes.
 
         Args:
             rows: [segments, heads of these layers, 2 (K, V), S, d], each head's kept rows first.
@@ -133,15 +159,18 @@ def _seal_layer(store: SlabStore, layer: int, segments: Finished) -> torch.Tenso
     """Seal in one layer; return `rank_positions`, or None if every token is kept."""
     rows, order = store.segment_rows(layer, segments), None
     every_key, every_value = (movable(part) for part in rows)
+    parts: Mapping[int, torch.Tensor] = {}
     if any(band.total < store.layout.segment for band in store.layout.bands[layer]):
         scores = store.scorer.score(store.segment_data(layer, segments, rows))
         order = rank_positions(scores, segments.segment_indices == 0)
         if store.corrector is not None:
-            every_key, every_value = store.corrector(
-                store, layer, (every_key, every_value), order, segments.segment_indices
-            )
+            corrected = store.corrector(store, layer, (every_key, every_value), order, segments.segment_indices)
+            (every_key, every_value), parts = corrected.rows, corrected.parts
     for index, band in enumerate(store.layout.bands[layer]):
         if band.kept == 0:
+            continue
+        if index in parts:
+            store.band_elems(layer, band)[segments.slots.long()] = parts[index]
             continue
         heads = store.band_heads(layer, index)
         keys, values = every_key.index_select(1, heads), every_value.index_select(1, heads)

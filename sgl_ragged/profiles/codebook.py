@@ -28,6 +28,9 @@ ROPE = ("rope_frequencies", "rope_order")
 """Names of the statistics about RoPE, equal for all heads of a layer: [L, 1, r / 2], radians per position; [L, 1, d],
 dimensions: first elements of the rotated pairs, then second elements, then the rest."""
 
+FIT_VERSION = 2
+"""Version of what fitting makes of a codebook; part of the plan's digest, so that no other version reads the slabs."""
+
 
 def codebook_faults(statistics: Mapping[str, np.ndarray], heads: tuple[int, ...], head_dim: int) -> Iterator[str]:
     """Yield what is wrong with the codebook in a profile's statistics, one reason each; nothing without a codebook.

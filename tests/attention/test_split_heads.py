@@ -10,7 +10,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.fairkv.exchange import LseExchange
 from sgl_ragged.fairkv.planner import plan_placement
 from sgl_ragged.mem_pool.layout import SlabLayout
-from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
+from sgl_ragged.mem_pool.slab_format import FORMATS, INT8
 from tests.split_heads import FULL_PARTS, PLACEMENTS, check_parts
 
 
@@ -20,7 +20,7 @@ def test_parts_add_up_to_the_whole(case, scorer):
     check_parts(case, scorer)
 
 
-@pytest.mark.parametrize("form", [INT8, K8V4, K6V4, K4V4], ids=lambda one: one.name)
+@pytest.mark.parametrize("form", [INT8, FORMATS["k8v4"], FORMATS["k6v4"], FORMATS["k4v4"]], ids=lambda one: one.name)
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_parts_of_codes_add_up_to_the_whole(case, form):
     check_parts(case, "keydiff", steps=5, form=form)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from sgl_ragged.fitting import torch_steps
 from sgl_ragged.fitting.attention_matching import Kept, corrections
 from sgl_ragged.fitting.references import References
+from sgl_ragged.mem_pool.slab_format import WIDE
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 from tests.processors import settings
 
@@ -40,7 +41,7 @@ def fitted() -> dict[str, torch.Tensor]:
         {name: torch.from_numpy(x).float() for name, x in statistics.items()}, SCALE
     )
     kept = Kept.from_counts([KEPT] * HEADS, SEGMENT, "cpu")
-    found = corrections(keys, values, kept, torch.arange(SEGMENTS), references, lambda rows, *_: rows, torch_steps)
+    found = corrections(keys, values, kept, torch.arange(SEGMENTS), references, WIDE, lambda rows: rows, torch_steps)
     assert (found.values != values[:, :, :KEPT]).any(dim=(2, 3)).float().mean() > 0.5, "few heads are corrected"
     return {"keys": found.keys, "values": found.values}
 

@@ -26,7 +26,7 @@ from sgl_ragged.features.retrieval.settings import Retrieval
 from sgl_ragged.features.retrieval.watching import Watching
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.open_cache import Entry
-from sgl_ragged.mem_pool.slab_format import K6V4, K8V4
+from sgl_ragged.mem_pool.slab_format import FORMATS
 from tests.gpu_contract.fake_tensor import pin
 from tests.gpu_contract.recording import REC
 from tests.gpu_contract.server import DIM, HEADS, LAYERS, ROWS, SEGMENT, SLOTS, Server, kept_counts
@@ -70,13 +70,13 @@ def keydiff(name: str) -> None:
 
 def codes(name: str) -> None:
     """The default format at three tenths of the bytes."""
-    server = Server("gate", ratio=0.6, form=K8V4)
+    server = Server("gate", ratio=0.6, form=FORMATS["k8v4"])
     steps(server, name)
     replays(server, name)
 
 
 def centred(name: str) -> None:
-    server = Server("gate", ratio=0.4, form=K6V4)
+    server = Server("gate", ratio=0.4, form=FORMATS["k6v4"])
     steps(server, name)
 
 
@@ -93,7 +93,7 @@ def sinks(name: str) -> None:
 
 
 def fitted(name: str) -> None:
-    server = Server("gate", ratio=0.4, form=K6V4, fitted=True)
+    server = Server("gate", ratio=0.4, form=FORMATS["k6v4"], fitted=True)
     server.extend(f"{name}: extend, 512 tokens", [1], [0], [512])
     server.extend(f"{name}: extend, inside an open segment", [2], [812], [500])
     server.decode(f"{name}: decode, fills a segment", [1], [1024])

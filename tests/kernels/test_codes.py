@@ -11,7 +11,7 @@ import torch
 from sgl_ragged.attention.kernels import seal
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
-from sgl_ragged.mem_pool.slab_format import INT8, K4V4, K6V4, K8V4
+from sgl_ragged.mem_pool.slab_format import FORMATS, INT8
 from tests.harness import KEPT, SEGMENT, Harness, Sequence
 from tests.kernels.operations import TRITON
 from tests.kernels.test_seal import generator
@@ -39,6 +39,9 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
         0.0,
         torch.nan,
     )
+    # Far from zero but for one token, whose key stays uncentred.
+    tails[:, :, 0] += 20 * torch.randn(3, 1, dim, generator=generator(5))
+    tails[pages[0, 2], 0, 0, 2, 1] = torch.randn(dim, generator=generator(6))
     held = tokens_in(tails, pages, segment)
     slabs = torch.full((6, layout.slab_elems), 7, dtype=torch.uint8)
     slots = torch.tensor([4, 1])
@@ -67,28 +70,32 @@ def test_gather_stores_the_bits_that_torch_stores(form, dim, source):
 @pytest.mark.parametrize(
     ("form", "scorer", "per_head", "dim", "lengths"),
     [
-        (K8V4, "keydiff", 4, 64, SHORT),
-        thorough(K8V4, "keydiff", 4, 64, EDGES),
-        thorough(K8V4, "keydiff", 4, 64, LONG),
-        (K8V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
-        thorough(K8V4, "value_key_norm", 8, 256, [SEGMENT + 7]),
-        (K8V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
-        (K4V4, "keydiff", 4, 64, SHORT),
-        thorough(K4V4, "keydiff", 4, 64, EDGES),
-        thorough(K4V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
-        (K4V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
-        thorough(K4V4, "keydiff", 2, 16, LONG),
-        thorough(K4V4, "keydiff", 2, 256, [SEGMENT + 7]),
-        (K6V4, "keydiff", 4, 64, EDGES),
-        thorough(K6V4, "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
-        (K6V4, "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
-        thorough(K6V4, "keydiff", 2, 16, LONG),
-        thorough(K6V4, "keydiff", 2, 256, [SEGMENT + 7]),
+        (FORMATS["k8v4"], "keydiff", 4, 64, SHORT),
+        thorough(FORMATS["k8v4"], "keydiff", 4, 64, EDGES),
+        thorough(FORMATS["k8v4"], "keydiff", 4, 64, LONG),
+        (FORMATS["k8v4"], "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
+        thorough(FORMATS["k8v4"], "value_key_norm", 8, 256, [SEGMENT + 7]),
+        (FORMATS["k8v4"], "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        (FORMATS["k4v4"], "keydiff", 4, 64, SHORT),
+        thorough(FORMATS["k4v4"], "keydiff", 4, 64, EDGES),
+        thorough(FORMATS["k4v4"], "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
+        (FORMATS["k4v4"], "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        thorough(FORMATS["k4v4"], "keydiff", 2, 16, LONG),
+        thorough(FORMATS["k4v4"], "keydiff", 2, 256, [SEGMENT + 7]),
+        (FORMATS["k6v4"], "keydiff", 4, 64, EDGES),
+        thorough(FORMATS["k6v4"], "key_norm", 1, 128, [1, SEGMENT, 3 * SEGMENT + 7]),
+        (FORMATS["k6v4"], "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        (FORMATS["k5v6"], "fastkvzip", 2, 80, [SEGMENT + 7, 2 * SEGMENT]),
+        (FORMATS["k3v3"], "keydiff", 4, 16, EDGES),
+        thorough(FORMATS["k5v5"], "keydiff", 4, 64, EDGES),
+        thorough(FORMATS["k8v3"], "keydiff", 2, 96, EDGES),
+        thorough(FORMATS["k6v4"], "keydiff", 2, 16, LONG),
+        thorough(FORMATS["k6v4"], "keydiff", 2, 256, [SEGMENT + 7]),
         (INT8, "keydiff", 2, 16, [3 * SEGMENT + 7]),
         thorough(INT8, "keydiff", 2, 16, LONG),
         (INT8, "value_key_norm", 4, 96, [1, SEGMENT, SEGMENT + 7]),
-        thorough(K8V4, "keydiff", 4, 80, EDGES),
-        thorough(K8V4, "key_norm", 1, 240, [SEGMENT + 7]),
+        thorough(FORMATS["k8v4"], "keydiff", 4, 80, EDGES),
+        thorough(FORMATS["k8v4"], "key_norm", 1, 240, [SEGMENT + 7]),
         thorough(INT8, "keydiff", 2, 48, EDGES),
         thorough(INT8, "snapkv", 2, 64, EDGES),
         thorough(INT8, "keydiff", 2, 256, [SEGMENT + 7]),
@@ -117,7 +124,7 @@ def test_sinks_and_divided_heads_of_codes():
     sinks = torch.randn(*MIXED.shape, 2, generator=torch.Generator().manual_seed(5)) * 2
     lengths = [6 * SEGMENT + 7]
     sequence = Sequence(lengths[0] + 1, *MIXED.shape, 2, 96, "keydiff", seed=1)
-    harness = Harness(MIXED, 96, "keydiff", 1, 12, kernel=TRITON, sinks=sinks, form=K8V4)
+    harness = Harness(MIXED, 96, "keydiff", 1, 12, kernel=TRITON, sinks=sinks, form=FORMATS["k8v4"])
     expected = sequence.expected(MIXED, sinks=sinks, form="k8v4")
     compare(harness.extend([sequence], [0], lengths), [expected[: lengths[0]]])
     compare([harness.decode([sequence], lengths, padding=1)], [expected[lengths[0] :]])

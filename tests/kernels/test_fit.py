@@ -7,7 +7,6 @@ import torch
 
 from sgl_ragged.attention.kernels import fit
 from sgl_ragged.fitting import torch_steps
-from sgl_ragged.fitting.attention_matching import Kept
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.codebook import MASSES, OUTPUTS, QUERIES, ROPE
 
@@ -33,7 +32,7 @@ def test_queries_are_seen_from_the_ends_of_segments(dim, queries):
             torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("tokens", "queries"), [(1, 5), (17, 33), (64, 84)])
+@pytest.mark.parametrize(("tokens", "queries"), [(1, 5), (17, 33), (192, 84)])
 def test_weights_are_those_of_the_projected_gradient(tokens, queries):
     generator = torch.Generator().manual_seed(tokens)
     exps = torch.rand(SEGMENTS, HEADS, tokens, queries, generator=generator).square()
@@ -47,26 +46,18 @@ def test_weights_are_those_of_the_projected_gradient(tokens, queries):
     assert wanted.std() > 0 or tokens == 1
 
 
-@pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("some", [True, False])
-def test_rows_are_nearly_what_codes_give_back(centred, some):
-    """Of heads that keep different numbers, where all or some rows are replaced."""
-    generator = torch.Generator().manual_seed(int(some))
-    totals = [5, 33, 20]
-    kept = Kept.from_counts(totals, 64, "cpu")
-    every = torch.randn(SEGMENTS, HEADS, 40, 24, generator=generator) * 2 + torch.linspace(-8, 8, 24)
-    keys, ranks = every[:, :, : kept.most], None
-    count = kept.most
-    if some:
-        count = 18
-        ranks = torch.stack([torch.randperm(kept.most, generator=generator)[:count] for _ in range(6)])
-        ranks = ranks.view(SEGMENTS, HEADS, count)
-    rows = torch.randn(SEGMENTS, HEADS, count, 24, generator=generator) * 2 + 3
-    for bits in (4, 8):
-        found, wanted = (of.nearly_stored(rows, ranks, keys, kept, bits, centred) for of in (fit, torch_steps))
-        step = (rows.abs().amax() + 8) / 2 ** (bits - 1)
-        distance = (found - wanted).abs()
-        assert distance.max() < 2 * step
-        # A last bit may take a code to its neighbour.
-        assert (distance > 1e-4).float().mean() < 0.01
-        assert (found - rows).abs().max() > 1e-3
+@pytest.mark.parametrize(("numbers", "width"), [(16, 5), (48, 64), (80, 96)])
+@pytest.mark.parametrize("bits", [3, 4, 6])
+def test_errors_are_fed_back_in_order(bits, numbers, width):
+    """One number in a hundred may be at a border between codes; what follows it in its column then differs, too."""
+    generator = torch.Generator().manual_seed(numbers)
+    units = torch.randn(SEGMENTS, HEADS, numbers, width, generator=generator) * 2 ** (bits - 2)
+    factor = torch.randn(SEGMENTS, HEADS, numbers, numbers, generator=generator).triu(1) / numbers**0.5
+    found, wanted = (of.feed_back(units, factor, bits) for of in (fit, torch_steps))
+    assert found.dtype == torch.int8
+    assert (found == wanted).float().mean() > 0.99
+    assert (found.min(), found.max()) == (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    plain = units.floor().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    assert (found != plain).float().mean() > 0.05
+    none = fit.feed_back(units, torch.zeros_like(factor), bits)
+    assert torch.equal(none[0, 0].float(), plain[0, 0])

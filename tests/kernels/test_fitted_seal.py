@@ -65,12 +65,6 @@ def test_layers_are_fitted_together_or_one_by_one(monkeypatch):
     assert_near(alone, together)
 
 
-def test_of_many_kept_tokens_those_that_are_attended_to_are_corrected(monkeypatch):
-    """Of equally many in another order: kernels put what is kept in the order of its positions."""
-    monkeypatch.setattr(attention_matching, "MOST_CORRECTED", 16)
-    assert_near(sealed_by_kernels(True, "wide", torch.float32), sealed(store("wide"), in_tails=True))
-
-
 @pytest.mark.parametrize("form", ["wide", "k8v4"])
 def test_parts_of_heads_are_parts_of_what_the_whole_is_fitted_to(form):
     whole = sealed_by_kernels(True, form, torch.float32)

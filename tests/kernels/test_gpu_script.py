@@ -25,7 +25,7 @@ from benchmarks.gpu_blocks.cases import (
 from benchmarks.gpu_blocks.context import Context
 from benchmarks.gpu_blocks.timing import HostTimer
 from sgl_ragged.attention import flashinfer_ops
-from sgl_ragged.mem_pool.slab_format import INT8, K8V4
+from sgl_ragged.mem_pool.slab_format import FORMATS, INT8
 from tests.kernels.paged_decode import PagedDecode
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_correctness_passes_and_names_every_check(trial):
 @pytest.mark.parametrize(
     "stored",
     [
-        {"form": K8V4, "head_dim": 48},
+        {"form": FORMATS["k8v4"], "head_dim": 48},
         pytest.param({"form": INT8}, marks=pytest.mark.thorough),
         pytest.param({"cache": "float8_e4m3fn"}, marks=pytest.mark.thorough),
     ],
@@ -118,7 +118,12 @@ def test_decode_reports_every_variant(context):
 
 @pytest.mark.thorough
 def test_formats_are_timed_beside_bf16(context):
-    narrow = (Slabs(0.25), Slabs(0.25, K8V4), Slabs(0.25, K8V4, of_bytes=True), Slabs(0.25, fp8=True))
+    narrow = (
+        Slabs(0.25),
+        Slabs(0.25, FORMATS["k8v4"]),
+        Slabs(0.25, FORMATS["k8v4"], of_bytes=True),
+        Slabs(0.25, fp8=True),
+    )
     (row,) = finish(decode.run(context, [DecodeCase(dataclasses.replace(MODEL, layers=(2,)), 256, 1)], variants=narrow))
     assert row["failed"] == []
     wide, tokens, of_bytes, fp8 = (e for e in row["ours"] if e["method"] == "exact")

@@ -382,7 +382,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
         ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, triton, flashinfer"),
         (
             {"ragged_slab_dtype": "int2"},
-            "unknown --ragged-slab-dtype 'int2'; known: auto, wide, int8, k8v4, k6v4, k4v4",
+            "unknown --ragged-slab-dtype 'int2'; known: auto, wide, int8, k8v6, k8v5, k8v4",
         ),
         ({"ragged_host_codec": "zip"}, "unknown --ragged-host-codec 'zip'; known: exact, fp8, shared"),
         ({"kv_pool": "paged"}, "unknown --kv-pool 'paged'; known: token, ragged"),

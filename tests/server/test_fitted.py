@@ -16,7 +16,7 @@ from sgl_ragged.profiles.profile import Profile, profile_kept
 from tests import fit_oracle
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
-from tests.quantised_oracle import BITS, restored, restored_keys
+from tests.quantised_oracle import BITS, restored, restored_keys, restored_values
 from tests.server.client import Answer, flush, generate, server_settings
 from tests.server.test_slab_formats import NEW, PROMPTS, SEGMENT, close, hits_and_misses
 
@@ -44,21 +44,25 @@ class FittedOracle(Oracle):
             statistics[ROPE[0]][layer, 0].astype(np.float64),
         )
 
-        def stored(x: np.ndarray) -> np.ndarray:
-            return x if wide else restored_keys(torch.from_numpy(x), self.form).numpy()
+        def stored(x: np.ndarray, asked: np.ndarray | None = None) -> np.ndarray:
+            return x if wide else restored_keys(torch.from_numpy(x), self.form, asked).numpy()
 
         for number in range(len(tokens) // SEGMENT):
             own = slice(number * SEGMENT, (number + 1) * SEGMENT)
             kept = np.flatnonzero(visible[-1, own]) if own.stop < len(tokens) else []
             if not len(kept):
                 continue
-            pair = tokens.keys[own][kept], tokens.values[own][kept]
+            rows, bits = torch.from_numpy(kept + own.start), 0 if wide else BITS[self.form][1]
+            pair, asked, gram = (tokens.keys[own][kept], tokens.values[own][kept]), None, None
             if len(kept) <= 3 * SEGMENT // 4:
-                pair = fit_oracle.fitted(tokens.keys[own], tokens.values[own], kept, number, book, tokens.scale, stored)
-            rows = torch.from_numpy(kept + own.start)
-            keys[rows] = torch.from_numpy(stored(pair[0]))
+                of_segment = tokens.keys[own], tokens.values[own]
+                found = fit_oracle.fitted(*of_segment, kept, number, book, tokens.scale, stored)
+                pair, asked, gram = (found.keys, found.values), found.asked, found.gram
+            keys[rows] = torch.from_numpy(stored(pair[0], asked))
             new = torch.from_numpy(pair[1])
-            values[rows] = new if wide else restored(new, BITS[self.form][1])
+            if not wide:
+                new = restored(new, bits) if gram is None else torch.from_numpy(restored_values(pair[1], bits, gram))
+            values[rows] = new
         return keys.float(), values.float()
 
     def _attention(self, module, query, key, value, attention_mask, scaling, **_):

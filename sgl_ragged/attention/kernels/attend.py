@@ -12,11 +12,10 @@ from sgl_ragged.attention.kernels.codes import (
     accumulate_codes,
     float16_of,
     joined,
-    load_pairs,
-    nibbles,
+    levels,
+    load_planes,
     outputs_of,
     rotated,
-    sixes,
 )
 from sgl_ragged.attention.kernels.primitives import (
     accumulate,
@@ -167,19 +166,18 @@ def attend_codes(
     Keys have 8 bits. `slabs_ptr` points to bytes, `key_blocks_at` to where the head's keys start, in blocks of 16;
     `scale2` is to base 2.
     """
-    VALUE_BYTES: tl.constexpr = HEAD_DIM * VALUE_BITS // 8
-    VALUE_COLUMNS: tl.constexpr = columns(VALUE_BYTES)
+    VALUE_COLUMNS: tl.constexpr = columns(HEAD_DIM if VALUE_BITS == 8 else HEAD_DIM // 2)
     dims = tl.arange(0, columns(HEAD_DIM))
     tile_rows = tl.arange(0, BLOCK_N)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # Of four bits, the dimensions of the lower and of the upper halves of bytes apart.
+    # Of less than 8 bits, the dimensions of the first and of the second halves of blocks apart.
     output = tl.zeros([BLOCK_M, VALUE_COLUMNS], tl.float32)
     other = tl.zeros([BLOCK_M, VALUE_COLUMNS], tl.float32)
     turned = rotated(query, BLOCK_M, HEAD_DIM).to(query.dtype)
     key_at = tl.load(key_blocks_at) * 16
     value_at = key_at + kept * HEAD_DIM
-    scale_at = value_at + kept * VALUE_BYTES
+    scale_at = value_at + kept * (HEAD_DIM * VALUE_BITS // 8)
     divisor = kept
     if PARTIAL:
         # A head that only other ranks store has no rows here, and nothing to divide.
@@ -196,16 +194,32 @@ def attend_codes(
         scales = tl.load(scales_at, mask=valid, other=0)
         keys_at = (slab + key_at + row * HEAD_DIM).to(tl.pointer_type(tl.int8))
         keys = tl.load(keys_at[:, None] + dims[None, :], mask=cells_until(number, end, HEAD_DIM), other=0)
-        values_at = (slab + value_at + row * VALUE_BYTES)[:, None] + tl.arange(0, VALUE_COLUMNS)[None, :]
-        # Columns beyond the row's bytes come to codes of -8, and to outputs that are not written.
-        packed = tl.load(values_at, mask=cells_until(number, end, VALUE_BYTES), other=0)
+        # Columns beyond the row come to codes other than zero, and to outputs that are not written.
+        if VALUE_BITS == 8:
+            values_at = (slab + value_at + row * HEAD_DIM)[:, None] + dims[None, :]
+            packed = tl.load(values_at, mask=cells_until(number, end, HEAD_DIM), other=0)
+            second = packed
+        else:
+            mask = cells_until(number, end, HEAD_DIM // 2)
+            packed, second = load_planes(slab + value_at, row, kept, mask, VALUE_BITS, HEAD_DIM)
         following = number + BLOCK_N
         slot = tl.load(slots_at + segment_of(following, per_unit), mask=following < end, other=0)
 
-        logits = tl.dot(turned, tl.trans(keys.to(query.dtype)), input_precision=PRECISION)
+        logits = tl.dot(turned, tl.trans(keys.to(query.dtype) + 0.5), input_precision=PRECISION)
         logits = tl.where(valid[None, :], logits * (float16_of(scales & 0xFFFF) * scale2)[None, :], float("-inf"))
         best, total, output, other = accumulate_codes(
-            logits, packed, float16_of(scales >> 16), query.dtype, best, total, output, other, VALUE_BITS, PRECISION
+            logits,
+            packed,
+            second,
+            float16_of(scales >> 16),
+            query.dtype,
+            best,
+            total,
+            output,
+            other,
+            VALUE_BITS,
+            PRECISION,
+            HEAD_DIM,
         )
     return best, total, outputs_of(output, other, VALUE_BITS, BLOCK_M, HEAD_DIM)
 
@@ -222,25 +236,23 @@ def attend_centred(
     end,
     scale2,
     KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend as `attend_codes.attend_codes` does; keys have 6 or 4 bits, values 4."""
-    KEY_BYTES: tl.constexpr = HEAD_DIM * KEY_BITS // 8
-    VALUE_BYTES: tl.constexpr = HEAD_DIM // 2
-    BYTE_COLUMNS: tl.constexpr = columns(VALUE_BYTES)
+    """Attend as `attend_codes` does; keys have 6 bits or less, and are centred."""
+    BYTE_COLUMNS: tl.constexpr = columns(HEAD_DIM // 2)
     tile_rows = tl.arange(0, BLOCK_N)
-    byte = tl.arange(0, BYTE_COLUMNS)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BYTE_COLUMNS], tl.float32)
     other = tl.zeros([BLOCK_M, BYTE_COLUMNS], tl.float32)
     key_at = tl.load(key_blocks_at) * 16
-    value_at = kept * KEY_BYTES
-    scale_at = value_at + kept * VALUE_BYTES
+    value_at = kept * (HEAD_DIM * KEY_BITS // 8)
+    scale_at = value_at + kept * (HEAD_DIM * VALUE_BITS // 8)
     # A head that only other ranks store has no rows here, and nothing to divide.
     divisor = tl.maximum(kept, 1)
     per_segment = (divisor + BLOCK_N - 1) // BLOCK_N
@@ -256,32 +268,37 @@ def attend_centred(
         valid = (row < kept) & (number >= begin) & (number < end)
         part = slabs_ptr + slot.to(tl.int64) * slab_bytes + key_at
         scales = tl.load((part + scale_at + row * 4).to(tl.pointer_type(tl.int32)), mask=valid, other=0)
-        keys_at = part + row * KEY_BYTES
-        mask = cells(valid, VALUE_BYTES)
-        key_bytes = tl.load(keys_at[:, None] + byte[None, :], mask=mask, other=0)
-        # Columns beyond the row's bytes come to codes of -8 and -32: of keys, queries have nothing there, and of
-        # values, which are not written.
-        value_bytes = tl.load((part + value_at + row * VALUE_BYTES)[:, None] + byte[None, :], mask=mask, other=0)
-        pairs = key_bytes
-        if KEY_BITS == 6:
-            pairs = load_pairs(keys_at + VALUE_BYTES, mask, HEAD_DIM)
+        mask = cells(valid, HEAD_DIM // 2)
+        # Columns beyond the row come to codes other than zero. Queries have nothing there, and values are not written.
+        key_bytes, more_key_bytes = load_planes(part, row, kept, mask, KEY_BITS, HEAD_DIM)
+        value_bytes, more_value_bytes = load_planes(part + value_at, row, kept, mask, VALUE_BITS, HEAD_DIM)
         mean, spread = load_moments(part, HEAD_DIM)
         following = tile + 1
         slot = tl.load(slots_at + following // per_segment, mask=following < end_tile, other=0)
 
-        if KEY_BITS == 6:
-            low, high = sixes(key_bytes, pairs, HEAD_DIM)
-        else:
-            low, high = nibbles(key_bytes, tl.float32)
+        low, high = levels(key_bytes, more_key_bytes, tl.float32, KEY_BITS, HEAD_DIM)
         codes = joined(low, high, BLOCK_N, HEAD_DIM)
-        keys = rotated(codes, BLOCK_N, HEAD_DIM) * float16_of(scales & 0xFFFF)[:, None]
-        keys = (keys * spread[None, :] + mean[None, :]).to(query.dtype)
+        # Negative where the mean was not subtracted.
+        scale = float16_of(scales & 0xFFFF)[:, None]
+        keys = rotated(codes, BLOCK_N, HEAD_DIM) * tl.abs(scale)
+        keys = (keys * spread[None, :] + tl.where(scale > 0, mean[None, :], 0.0)).to(query.dtype)
         logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale2
         logits = tl.where(valid[None, :], logits, float("-inf"))
         best, total, output, other = accumulate_codes(
-            logits, value_bytes, float16_of(scales >> 16), query.dtype, best, total, output, other, 4, PRECISION
+            logits,
+            value_bytes,
+            more_value_bytes,
+            float16_of(scales >> 16),
+            query.dtype,
+            best,
+            total,
+            output,
+            other,
+            VALUE_BITS,
+            PRECISION,
+            HEAD_DIM,
         )
-    return best, total, outputs_of(output, other, 4, BLOCK_M, HEAD_DIM)
+    return best, total, outputs_of(output, other, VALUE_BITS, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
@@ -341,6 +358,7 @@ def attend_slabs(
             end,
             scale2,
             KEY_BITS,
+            VALUE_BITS,
             HEAD_DIM,
             BLOCK_M,
             BLOCK_N,

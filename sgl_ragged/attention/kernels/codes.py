@@ -1,7 +1,7 @@
 """Keys and values in few bits, in kernels: as `mem_pool.quantise` defines them, bit for bit.
 
 Rotations are sums and differences in a fixed order, divisions are rounded as the standard says, so that a row's codes
-are the same wherever it is sealed. Tiles are padded (`dims`) by whole blocks of rotations: zeros stay zeros there.
+are the same wherever it is sealed. Tiles are padded (`columns`) by whole blocks of rotations: zeros stay zeros there.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.primitives import cells, columns
-from sgl_ragged.mem_pool.quantise import rotation_block
-
-_ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding it to a number below 2^22 and taking it off again rounds half to even."""
+from sgl_ragged.mem_pool.quantise import ERROR_STEPS, FACTORS, MOST_STEPS, rotation_block
+from sgl_ragged.mem_pool.slab_format import PLANES
 
 _STEPS = tl.constexpr(8)
 """Of rotations at most: head dimensions up to 256."""
+
+_ERROR_STEPS, _MOST_STEPS = tl.constexpr(float(ERROR_STEPS)), tl.constexpr(float(MOST_STEPS))
 
 rotation_width = triton.constexpr_function(rotation_block)
 """Dimensions in each block of rotations."""
@@ -41,19 +41,51 @@ def rotated(x, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     return x * (rotation_width(HEAD_DIM) ** -0.5)
 
 
+@triton.constexpr_function
+def tried(bits: int) -> int:
+    """Return the number of scales that are tried."""
+    return len(FACTORS[bits])
+
+
+@triton.constexpr_function
+def factor(bits: int, number: int) -> float:
+    """Return one of FACTORS."""
+    return FACTORS[bits][number]
+
+
+@triton.jit
+def _coded(x, scale, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Numbers in units of scales, and their codes, whole numbers in float32."""
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    units = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32)[:, None], [ROWS, columns(HEAD_DIM)]))
+    return units, tl.minimum(tl.maximum(tl.floor(units), -HALF), HALF - 1)
+
+
 @triton.jit
 def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Quantise a tile of rows, rotated, to whole numbers in float32 and scales in float16 [ROWS]."""
-    MOST: tl.constexpr = 2 ** (BITS - 1) - 1
+    """Quantise a tile of rows, rotated, to codes, whole numbers in float32, and scales in float16 [ROWS]."""
     x = rotated(x, ROWS, HEAD_DIM)
-    largest = tl.max(tl.abs(x), axis=1)
-    scale = tl.minimum(tl.maximum(tl.div_rn(largest, tl.full([ROWS], MOST, tl.float32)), 2.0**-24), 65504.0)
+    largest = tl.max(tl.abs(x), axis=1) * (0.5 ** (BITS - 1))
     undefined = tl.max((x != x).to(tl.int32), axis=1) > 0
-    scale = tl.where(undefined, float("nan"), scale).to(tl.float16)
-    wide = tl.broadcast_to(scale.to(tl.float32)[:, None], [ROWS, columns(HEAD_DIM)])
-    codes = tl.minimum(tl.maximum(tl.div_rn(x, wide), -MOST), MOST)
-    codes = tl.where(undefined[:, None], 0.0, codes)
-    return (codes + _ROUND) - _ROUND, scale
+    inside = (tl.arange(0, columns(HEAD_DIM)) < HEAD_DIM)[None, :]
+    scale = tl.zeros([ROWS], tl.float16)
+    least = tl.full([ROWS], 2147483647, tl.int32)
+    for number in tl.static_range(tried(BITS)):
+        one = tl.minimum(tl.maximum(largest * factor(BITS, number), 2.0**-24), 65504.0).to(tl.float16)
+        if tried(BITS) == 1:
+            scale = one
+        else:
+            units, codes = _coded(x, one, BITS, ROWS, HEAD_DIM)
+            error = units - codes - 0.5
+            # Whole numbers, whose sum does not depend on its order.
+            steps = error * error * (factor(BITS, number) * factor(BITS, number) * _ERROR_STEPS)
+            steps = tl.minimum(tl.where(steps == steps, steps, 0.0), _MOST_STEPS).to(tl.int32)
+            steps = tl.sum(tl.where(inside, steps, 0), axis=1)
+            scale = tl.where(steps < least, one, scale)
+            least = tl.minimum(steps, least)
+    scale = tl.where(undefined, float("nan"), scale.to(tl.float32)).to(tl.float16)
+    _, codes = _coded(x, scale, BITS, ROWS, HEAD_DIM)
+    return tl.where(undefined[:, None], 0.0, codes), scale
 
 
 @triton.jit
@@ -75,33 +107,63 @@ def joined(low, high, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     return tl.reshape(tl.permute(blocks, (0, 1, 3, 2)), [ROWS, COLUMNS])
 
 
+@triton.constexpr_function
+def plane(bits: int, number: int) -> int:
+    """Return the bits of a plane of codes, 0 where there is none."""
+    return PLANES[bits][number] if number < len(PLANES[bits]) else 0
+
+
+@triton.jit
+def _folded(numbers, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Fold numbers of WIDTH bits, 4, 2 or 1, into bytes, as `quantise.packed` does."""
+    low, high = halves(numbers, ROWS, HEAD_DIM)
+    folded = low | (high << 4)
+    if WIDTH == 4:
+        return folded
+    else:
+        low, high = halves(folded, ROWS, HEAD_DIM // 2)
+        quarters = low | (high << 2)
+        if WIDTH == 2:
+            return quarters
+        else:
+            low, high = halves(quarters, ROWS, HEAD_DIM // 4)
+            return low | (high << 1)
+
+
+@triton.jit
+def _store_plane(
+    target, numbers, rows, inside, SHIFT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Write the bits from SHIFT on of a tile of numbers as rows of a plane."""
+    BYTES: tl.constexpr = HEAD_DIM * WIDTH // 8
+    folded = _folded((numbers >> SHIFT) & (2**WIDTH - 1), WIDTH, ROWS, HEAD_DIM)
+    at = (target + rows * BYTES)[:, None] + tl.arange(0, columns(BYTES))[None, :]
+    tl.store(at, folded.to(tl.uint8), mask=cells(inside, BYTES))
+
+
 @triton.jit
 def store_row_codes(
     target,
     codes,
     rows,
     inside,
+    kept,
     BITS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Write a tile of whole-number codes as packed rows, bytes from `target` on."""
+    """Write a tile of whole-number codes to a head's `kept` rows in planes, bytes from `target` on."""
     if BITS == 8:
         dims = tl.arange(0, columns(HEAD_DIM))
         at = rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(target + at, codes.to(tl.int8).to(tl.uint8, bitcast=True), mask=cells(inside, HEAD_DIM))
     else:
-        low, high = halves(codes.to(tl.int32) + (1 << (BITS - 1)), ROWS, HEAD_DIM)
-        row_at = target + rows * (HEAD_DIM * BITS // 8)
-        bytes_at = row_at[:, None] + tl.arange(0, columns(HEAD_DIM // 2))[None, :]
-        lower = (low & 15) | ((high & 15) << 4)
-        tl.store(bytes_at, lower.to(tl.uint8), mask=cells(inside, HEAD_DIM // 2))
-        if BITS == 6:
-            first, second = halves(low >> 4, ROWS, HEAD_DIM // 2)
-            third, fourth = halves(high >> 4, ROWS, HEAD_DIM // 2)
-            upper = first | (second << 2) | (third << 4) | (fourth << 6)
-            pairs_at = (row_at + HEAD_DIM // 2)[:, None] + tl.arange(0, columns(HEAD_DIM // 4))[None, :]
-            tl.store(pairs_at, upper.to(tl.uint8), mask=cells(inside, HEAD_DIM // 4))
+        FIRST: tl.constexpr = plane(BITS, 0)
+        numbers = codes.to(tl.int32) + (1 << (BITS - 1))
+        _store_plane(target, numbers, rows, inside, 0, FIRST, ROWS, HEAD_DIM)
+        if FIRST < BITS:
+            target += kept * (HEAD_DIM * FIRST // 8)
+            _store_plane(target, numbers, rows, inside, FIRST, plane(BITS, 1), ROWS, HEAD_DIM)
 
 
 @triton.jit
@@ -111,45 +173,68 @@ def float16_of(bits):
 
 
 @triton.jit
-def nibbles(packed, dtype: tl.constexpr):
-    """Return the codes in the lower and upper halves of bytes, as numbers."""
-    return ((packed & 15).to(tl.int8) - 8).to(dtype), ((packed >> 4).to(tl.int8) - 8).to(dtype)
-
-
-@triton.jit
-def _quarter(HEAD_DIM: tl.constexpr):
-    """Of each dimension in the first halves of blocks: its place in its quarter of a block, and which quarter it is."""
-    QUARTER: tl.constexpr = rotation_width(HEAD_DIM) // 4
+def _byte_of(WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Of each dimension in the first halves of blocks: its byte in a row of a plane, and its place in the byte."""
+    HALF: tl.constexpr = rotation_width(HEAD_DIM) // 2
+    BYTES: tl.constexpr = rotation_width(HEAD_DIM) * WIDTH // 8
     dims = tl.arange(0, columns(HEAD_DIM // 2))
-    block = dims // (2 * QUARTER)
-    return block * QUARTER + dims % QUARTER, dims // QUARTER % 2
+    if WIDTH == 4:
+        return dims, dims * 0
+    else:
+        return dims // HALF * BYTES + dims % HALF % BYTES, dims % HALF // BYTES
 
 
 @triton.jit
-def load_pairs(rows_at, mask, HEAD_DIM: tl.constexpr):
-    """Bytes of upper bits of six-bit codes, for each dimension in the first halves of blocks: each is read twice.
+def _load_plane(plane_at, rows, mask, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    byte, _ = _byte_of(WIDTH, HEAD_DIM)
+    return tl.load((plane_at + rows * (HEAD_DIM * WIDTH // 8))[:, None] + byte[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def load_planes(rows_at, rows, kept, mask, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Load rows of codes of less than 8 bits: the bytes of the first and second plane [ROWS, columns of HEAD_DIM / 2].
+
+    They have the bits of each dimension in the first halves of blocks, and of that in the second half. Bytes of planes
+    of two bits are read twice, those of one bit four times. Without a second plane it is the first.
 
     Args:
-        rows_at: pointers [ROWS] to where a row's upper bits are. mask: [ROWS, columns of HEAD_DIM / 2].
+        rows_at: pointer to the first plane of the head's `kept` rows. mask: [ROWS, columns of HEAD_DIM / 2].
     """
-    at, _ = _quarter(HEAD_DIM)
-    return tl.load(rows_at[:, None] + at[None, :], mask=mask, other=0)
+    first = _load_plane(rows_at, rows, mask, plane(BITS, 0), HEAD_DIM)
+    if plane(BITS, 1) == 0:
+        return first, first
+    else:
+        second_at = rows_at + kept * (HEAD_DIM * plane(BITS, 0) // 8)
+        return first, _load_plane(second_at, rows, mask, plane(BITS, 1), HEAD_DIM)
 
 
 @triton.jit
-def sixes(lower, pairs, HEAD_DIM: tl.constexpr):
-    """Six-bit codes of the first and of the second halves of blocks, as numbers, from the bytes of both their parts."""
-    _, quarter = _quarter(HEAD_DIM)
-    shift = (2 * quarter).to(tl.uint8)[None, :]
-    low = (lower & 15) | (((pairs >> shift) & 3) << 4)
-    high = (lower >> 4) | (((pairs >> (shift + 4)) & 3) << 4)
-    return (low.to(tl.int8) - 32).to(tl.float32), (high.to(tl.int8) - 32).to(tl.float32)
+def _unfolded(loaded, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Bits of a plane in the first and second halves of blocks."""
+    if WIDTH == 4:
+        return loaded & 15, loaded >> 4
+    else:
+        _, place = _byte_of(WIDTH, HEAD_DIM)
+        shifted = loaded >> (place * WIDTH).to(tl.uint8)[None, :]
+        return shifted & (2**WIDTH - 1), (shifted >> 4) & (2**WIDTH - 1)
+
+
+@triton.jit
+def levels(first, second, dtype: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Codes plus 1/2 of the first and second halves of blocks, from `load_planes`. They are exact in every dtype."""
+    MIDDLE: tl.constexpr = (2**BITS - 1) / 2
+    low, high = _unfolded(first, plane(BITS, 0), HEAD_DIM)
+    if plane(BITS, 1) > 0:
+        more_low, more_high = _unfolded(second, plane(BITS, 1), HEAD_DIM)
+        low, high = low | (more_low << plane(BITS, 0)), high | (more_high << plane(BITS, 0))
+    return low.to(dtype) - MIDDLE, high.to(dtype) - MIDDLE
 
 
 @triton.jit
 def accumulate_codes(
     logits,
     packed,
+    second,
     scales,
     dtype: tl.constexpr,
     best,
@@ -158,11 +243,13 @@ def accumulate_codes(
     other,
     VALUE_BITS: tl.constexpr,
     PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    """As `parts.accumulate`, of values in codes: the new (best, total, output, other).
+    """As `primitives.accumulate`, of values in codes: the new (best, total, output, other).
 
-    Logits are to base 2, and -inf where there is no row; every query has one. Of four bits, `output` and `other` are
-    the dimensions of the lower and of the upper halves of bytes.
+    Logits are to base 2, and -inf where there is no row; every query has one. `packed` and `second` are the bytes of
+    both planes, of 8 bits the codes. Of less than 8 bits, `output` and `other` are the dimensions of the first and of
+    the second halves of blocks.
     """
     new_best = tl.maximum(best, tl.max(logits, axis=1))
     weights = tl.exp2(logits - new_best[:, None])
@@ -171,10 +258,10 @@ def accumulate_codes(
     weights = (weights * scales[None, :]).to(dtype)
     output = output * shrink[:, None]
     if VALUE_BITS == 8:
-        codes = packed.to(tl.int8, bitcast=True).to(dtype)
+        codes = packed.to(tl.int8, bitcast=True).to(dtype) + 0.5
         output += tl.dot(weights, codes, input_precision=PRECISION)
     else:
-        low, high = nibbles(packed, dtype)
+        low, high = levels(packed, second, dtype, VALUE_BITS, HEAD_DIM)
         output += tl.dot(weights, low, input_precision=PRECISION)
         other = other * shrink[:, None]
         other += tl.dot(weights, high, input_precision=PRECISION)

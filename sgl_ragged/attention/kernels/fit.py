@@ -12,9 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_ragged.attention.kernels.codes import quantised, rotated
-from sgl_ragged.attention.kernels.primitives import cells, columns
-from sgl_ragged.fitting.attention_matching import Kept
+from sgl_ragged.attention.kernels.primitives import columns
 from sgl_ragged.fitting.references import References
 from sgl_ragged.fitting.torch_steps import LEAST_WEIGHT, MOST_WEIGHT, STEPS
 
@@ -23,8 +21,11 @@ _LEAST, _MOST, _STEPS = tl.constexpr(LEAST_WEIGHT), tl.constexpr(MOST_WEIGHT), t
 _PI, _TURNS = tl.constexpr(math.pi), tl.constexpr(0.5 / math.pi)
 """Radians of half a turn, and turns of a radian."""
 
-_ROWS = tl.constexpr(16)
-"""Rows of a tile of keys."""
+_NUMBERS = tl.constexpr(16)
+"""Numbers that `feed_back` rounds before it reads the errors of all of them together."""
+
+ROUNDED_COLUMNS = 64
+"""Columns that one CTA of `feed_back` rounds."""
 
 _QUERIES = tl.constexpr(32)
 """Rows of a tile of the codebook's queries."""
@@ -144,6 +145,16 @@ def _overshoot(step: int) -> float:
 
 
 @triton.jit
+def _shares(exps_at, whole_at, numbers, TOKENS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Load shares of attention [BLOCK, queries of a tile], 0 beyond the tokens and the queries."""
+    rows = tl.arange(0, BLOCK)
+    real = numbers < QUERIES
+    whole = tl.load(whole_at + numbers, mask=real, other=1.0)
+    at = exps_at + rows[:, None] * QUERIES + numbers[None, :]
+    return tl.load(at, mask=(rows < TOKENS)[:, None] & real[None, :], other=0.0) / whole[None, :]
+
+
+@triton.jit
 def weights_kernel(
     exps_ptr,
     whole_ptr,
@@ -153,44 +164,56 @@ def weights_kernel(
     TOKENS: tl.constexpr,
     QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     own = tl.program_id(0).to(tl.int64)
-    rows = tl.arange(0, BLOCK)
-    gram = tl.zeros([BLOCK, BLOCK], tl.float32)
-    linear = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, QUERIES, _QUERIES):
-        numbers = start + tl.arange(0, _QUERIES)
-        real = numbers < QUERIES
-        whole = tl.load(whole_ptr + own * QUERIES + numbers, mask=real, other=1.0)
-        missing = tl.load(lost_ptr + own * QUERIES + numbers, mask=real, other=0.0) / whole
-        at = exps_ptr + (own * TOKENS + rows)[:, None] * QUERIES + numbers[None, :]
-        shares = tl.load(at, mask=(rows < TOKENS)[:, None] & real[None, :], other=0.0) / whole[None, :]
-        gram += tl.dot(shares, tl.trans(shares), input_precision="ieee")
-        linear += tl.sum(shares * missing[None, :], axis=1)
-    same = rows[:, None] == rows[None, :]
-    gram += tl.where(same, ridge, 0.0)
+    exps_at, whole_at = exps_ptr + own * TOKENS * QUERIES, whole_ptr + own * QUERIES
+    rows, tile = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    # The matrix of products is too large for registers, so products with it go through the shares each time.
+    diagonal, linear = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, QUERIES, TILE):
+        numbers = start + tile
+        shares = _shares(exps_at, whole_at, numbers, TOKENS, QUERIES, BLOCK)
+        whole = tl.load(whole_at + numbers, mask=numbers < QUERIES, other=1.0)
+        lost = tl.load(lost_ptr + own * QUERIES + numbers, mask=numbers < QUERIES, other=0.0)
+        diagonal += tl.sum(shares * shares, axis=1)
+        linear += tl.sum(shares * (lost / whole)[None, :], axis=1)
     # Rows beyond the tokens have but the ridge, and go nowhere.
-    diagonal = tl.where(same, gram, 0.0)
-    unit, across = tl.sqrt(tl.sum(diagonal, axis=1)), tl.sqrt(tl.sum(diagonal, axis=0))
-    gram /= unit[:, None] * across[None, :]
+    diagonal += ridge
+    unit = tl.sqrt(diagonal)
     # No eigenvalue is larger than the largest sum of a row.
-    step = 1.0 / tl.max(tl.sum(gram, axis=1), axis=0)
-    gram = tl.where(same, 1.0, 0.0) - gram * step
+    sums = ridge / diagonal
+    for start in range(0, QUERIES, TILE):
+        shares = _shares(exps_at, whole_at, start + tile, TOKENS, QUERIES, BLOCK)
+        sums += tl.sum(shares * tl.sum(shares / unit[:, None], axis=0)[None, :], axis=1) / unit
+    step = 1.0 / tl.max(sums, axis=0)
     linear = linear / unit * step
     # How far weights are from 1, in units.
     now, ahead = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for number in tl.static_range(_STEPS):
-        moved = tl.sum(gram * ahead[None, :], axis=1) + linear
+        product = ahead * (ridge / diagonal)
+        if number > 0:
+            for start in range(0, QUERIES, TILE):
+                shares = _shares(exps_at, whole_at, start + tile, TOKENS, QUERIES, BLOCK)
+                product += tl.sum(shares * tl.sum(shares * (ahead / unit)[:, None], axis=0)[None, :], axis=1) / unit
+        moved = ahead - product * step + linear
         moved = tl.minimum(tl.maximum(moved, unit * (_LEAST - 1.0)), unit * (_MOST - 1.0))
         ahead = now + (moved - now) * _overshoot(number)
         now = moved
     tl.store(weights_ptr + own * TOKENS + rows, 1.0 + now / unit, mask=rows < TOKENS)
 
 
+def weights_tile(tokens: int) -> tuple[int, int]:
+    """Return tokens, a power of two, and queries that a CTA of `weights` holds at a time."""
+    block = max(triton.next_power_of_2(tokens), 16)
+    return block, max(min(4096 // block, 32), 1)
+
+
 def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: float) -> torch.Tensor:
     """Run `Steps.weights` in one launch."""
     found = torch.empty((*exps.shape[:-1], 1), dtype=torch.float32, device=exps.device)
     tokens, queries = exps.shape[-2:]
+    block, tile = weights_tile(tokens)
     weights_kernel[(found[..., 0, 0].numel(),)](
         exps.contiguous(),
         whole,
@@ -199,100 +222,75 @@ def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: 
         ridge,
         TOKENS=tokens,
         QUERIES=queries,
-        BLOCK=max(triton.next_power_of_2(tokens), 16),
+        BLOCK=block,
+        TILE=tile,
         num_warps=4,
     )
     return found
 
 
 @triton.jit
-def _loaded(rows_at, numbers, real, HEAD_DIM: tl.constexpr):
-    """Load the rows of a tile, zeros beyond the last one."""
-    at = rows_at + numbers[:, None].to(tl.int64) * HEAD_DIM + tl.arange(0, columns(HEAD_DIM))[None, :]
-    return tl.load(at, mask=cells(real, HEAD_DIM), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def stored_kernel(
-    rows_ptr,
-    ranks_ptr,
-    keys_ptr,
-    totals_ptr,
-    stored_ptr,
-    key_segment_step,
-    key_head_step,
-    TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+def feed_back_kernel(
+    units_ptr,
+    factor_ptr,
+    codes_ptr,
+    errors_ptr,
+    NUMBERS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BITS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    BLOCK_W: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = columns(HEAD_DIM)
-    segment, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    own = (segment * heads + head).to(tl.int64)
-    rows_at, tile = rows_ptr + own * TOKENS * HEAD_DIM, tl.arange(0, _ROWS)
-    mean, spread = tl.zeros([COLUMNS], tl.float32), tl.full([COLUMNS], 1.0, tl.float32)
-    if CENTRED:
-        # Moments are those of all that a head keeps.
-        total = tl.load(totals_ptr + head)
-        keys_at = keys_ptr + segment.to(tl.int64) * key_segment_step + head * key_head_step
-        for moment in tl.static_range(2):
-            added = tl.zeros([_ROWS, COLUMNS], tl.float32)
-            if ranks_ptr is not None:
-                for start in range(0, total, _ROWS):
-                    real = start + tile < total
-                    keys = _loaded(keys_at, start + tile, real, HEAD_DIM)
-                    added += (
-                        keys
-                        if moment == 0
-                        else tl.where(real[:, None], (keys - mean[None, :]) * (keys - mean[None, :]), 0.0)
-                    )
-            for start in range(0, TOKENS, _ROWS):
-                numbers = start + tile
-                real = numbers < TOKENS
-                new = _loaded(rows_at, numbers, real, HEAD_DIM)
-                if ranks_ptr is not None:
-                    ranks = tl.load(ranks_ptr + own * TOKENS + numbers, mask=real, other=0)
-                    real = real & (ranks < total)
-                    old = _loaded(keys_at, ranks, real, HEAD_DIM)
-                    change = new - old if moment == 0 else (new - old) * (new + old - 2.0 * mean[None, :])
-                else:
-                    real = real & (numbers < total)
-                    change = new if moment == 0 else (new - mean[None, :]) * (new - mean[None, :])
-                added += tl.where(real[:, None], change, 0.0)
-            averaged = tl.sum(added, axis=0) / total
-            if moment == 0:
-                mean = averaged.to(tl.float16).to(tl.float32)
-            else:
-                spread = tl.sqrt(tl.sqrt(tl.maximum(averaged, 0.0)))
-                spread = tl.maximum(spread, 2.0**-24).to(tl.float16).to(tl.float32)
-    for start in range(0, TOKENS, _ROWS):
-        numbers = start + tile
-        real = numbers < TOKENS
-        new = (_loaded(rows_at, numbers, real, HEAD_DIM) - mean[None, :]) / spread[None, :]
-        codes, scale = quantised(new, BITS, _ROWS, HEAD_DIM)
-        back = rotated(codes * scale.to(tl.float32)[:, None], _ROWS, HEAD_DIM) * spread[None, :] + mean[None, :]
-        at = stored_ptr + (own * TOKENS + numbers)[:, None] * HEAD_DIM + tl.arange(0, COLUMNS)[None, :]
-        tl.store(at, back, mask=cells(real, HEAD_DIM))
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    own = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = (column < WIDTH)[None, :]
+    rows = tl.arange(0, _NUMBERS)
+    factor_at = factor_ptr + own * NUMBERS * NUMBERS
+    errors_at = errors_ptr + own * NUMBERS * WIDTH + column[None, :]
+    for first in range(0, NUMBERS, _NUMBERS):
+        number = first + rows
+        real = number < NUMBERS
+        mask = real[:, None] & inside
+        at = (own * NUMBERS + number)[:, None] * WIDTH + column[None, :]
+        units = tl.load(units_ptr + at, mask=mask, other=0.0)
+        targets = units
+        for before in range(0, first, _NUMBERS):
+            earlier = (before + rows)[:, None]
+            factor = tl.load(factor_at + earlier * NUMBERS + number[None, :], mask=real[None, :], other=0.0)
+            errors = tl.load(errors_at + earlier * WIDTH, mask=inside, other=0.0)
+            targets += tl.dot(tl.trans(factor), errors, input_precision="ieee")
+        codes, errors = tl.zeros_like(units), tl.zeros_like(units)
+        for step in range(_NUMBERS):
+            this = (rows == step)[:, None]
+            code = tl.floor(tl.sum(tl.where(this, targets, 0.0), axis=0))
+            code = tl.minimum(tl.maximum(code, -HALF), HALF - 1)
+            error = tl.sum(tl.where(this, units, 0.0), axis=0) - code - 0.5
+            factor = tl.load(
+                factor_at + (first + step) * NUMBERS + number, mask=real & (first + step < NUMBERS), other=0.0
+            )
+            targets += factor[:, None] * error[None, :]
+            codes = tl.where(this, code[None, :], codes)
+            errors = tl.where(this, error[None, :], errors)
+        tl.store(codes_ptr + at, codes.to(tl.int8), mask=mask)
+        tl.store(errors_at + number[:, None] * WIDTH, errors, mask=mask)
+        # The next numbers read the errors of other threads.
+        tl.debug_barrier()
 
 
-def nearly_stored(
-    rows: torch.Tensor, ranks: torch.Tensor | None, keys: torch.Tensor, kept: Kept, bits: int, centred: bool
-) -> torch.Tensor:
-    """Run `Steps.nearly_stored` in one launch."""
-    segments, heads, tokens, dim = rows.shape
-    stored = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    stored_kernel[(segments, heads)](
-        rows.contiguous(),
-        ranks,
-        keys,
-        kept.totals,
-        stored,
-        keys.stride(0),
-        keys.stride(1),
-        TOKENS=tokens,
-        HEAD_DIM=dim,
+def feed_back(units: torch.Tensor, factor: torch.Tensor, bits: int) -> torch.Tensor:
+    """Run `Steps.feed_back` in one launch."""
+    units = units.contiguous()
+    numbers, width = units.shape[-2:]
+    codes, errors = torch.empty_like(units, dtype=torch.int8), torch.empty_like(units)
+    feed_back_kernel[(units[..., 0, 0].numel(), triton.cdiv(width, ROUNDED_COLUMNS))](
+        units,
+        factor.contiguous(),
+        codes,
+        errors,
+        NUMBERS=numbers,
+        WIDTH=width,
         BITS=bits,
-        CENTRED=centred,
+        BLOCK_W=ROUNDED_COLUMNS,
         num_warps=4,
     )
-    return stored
+    return codes

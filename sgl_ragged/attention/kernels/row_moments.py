@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from sgl_ragged.attention.kernels.primitives import begin_of, columns, row_starts
-from sgl_ragged.mem_pool.row_moments import BLOCK
+from sgl_ragged.mem_pool.row_moments import BLOCK, LEAST_SHARE
+from sgl_ragged.mem_pool.slab_format import SlabFormat
 
 if TYPE_CHECKING:
     from sgl_ragged.attention.kernels.seal import Source
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 OPTIONS = {"enable_fp_fusion": False}
 """For the compiler: squares are rounded before they are added, as in torch."""
 
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK, _LEAST_SHARE = tl.constexpr(BLOCK), tl.constexpr(LEAST_SHARE)
 
 
 @triton.jit
@@ -39,11 +40,20 @@ def load_moments(key_at, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def centred(keys, key_at, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """A tile of keys less their mean, in units of their spread, in float32."""
+def scales_at(key_at, row, kept, CODE_BYTES: tl.constexpr):
+    """Return the addresses of the scales, float16 [2 (K, V)], of a head's rows."""
+    return (key_at + kept * CODE_BYTES + row * 4).to(tl.pointer_type(tl.float16))
+
+
+@triton.jit
+def centred(keys, key_at, scale_at, inside, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """A tile of keys in units of their spread, less the mean where the sign at `scale_at` is positive, in float32; and
+    these signs."""
     mean, spread = load_moments(key_at, HEAD_DIM)
+    sign = tl.load(scale_at, mask=inside, other=1.0)
     wide = tl.broadcast_to(spread[None, :], [ROWS, columns(HEAD_DIM)])
-    return tl.div_rn(keys.to(tl.float32) - mean[None, :], wide)
+    own = tl.where((sign > 0)[:, None], mean[None, :], 0.0)
+    return tl.div_rn(keys.to(tl.float32) - own, wide), sign
 
 
 @triton.jit
@@ -54,13 +64,24 @@ def _folded(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _averaged(total, kept, COLUMNS: tl.constexpr):
+def _total_of_dims(x, COLUMNS: tl.constexpr):
+    """Sums [BLOCK] over the dimensions, half to half."""
+    for step in tl.static_range(8):
+        if (COLUMNS >> step) > 1:
+            x = tl.reshape(x, [_BLOCK, 2, COLUMNS >> (step + 1)])
+            one, other = tl.split(tl.permute(x, (0, 2, 1)))
+            x = one + other
+    return tl.reshape(x, [_BLOCK])
+
+
+@triton.jit
+def _averaged(total, count, COLUMNS: tl.constexpr):
     """Mean over the rows of what [BLOCK, COLUMNS] partial sums add up to, in a fixed order."""
     total = _folded(total, 16, COLUMNS)
     total = _folded(total, 8, COLUMNS)
     total = _folded(total, 4, COLUMNS)
     total = tl.reshape(_folded(total, 2, COLUMNS), [COLUMNS])
-    return tl.div_rn(total, tl.zeros([COLUMNS], tl.float32) + kept)
+    return tl.div_rn(total, tl.zeros([COLUMNS], tl.float32) + count)
 
 
 @triton.jit
@@ -92,6 +113,7 @@ def row_moments_kernel(
     UNIT: tl.constexpr,
     SEGMENT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = columns(HEAD_DIM)
     segment = tl.program_id(0)
@@ -101,30 +123,57 @@ def row_moments_kernel(
         return
     offset = head // HEADS * layer_stride + head % HEADS * head_stride
     keys_at = begin_of(keys_ptr, firsts_ptr, segment, key_first_step, offset, PAGES, UNIT)
-    tokens_at = positions_ptr + (segment * tl.num_programs(1) + head) * SEGMENT + tl.arange(0, _BLOCK)
+    rows = tl.arange(0, _BLOCK)
+    tokens_at = positions_ptr + (segment * tl.num_programs(1) + head) * SEGMENT + rows
+    slot = tl.load(slots_ptr + segment).to(tl.int64)
+    key_at = slabs_ptr + slot * slab_elems + tl.load(key_blocks_ptr + head) * 16
+
+    # Mean of all rows, then their distances from it, then the same of those rows that count.
+    mean, widths = tl.zeros([COLUMNS], tl.float32), tl.full([COLUMNS], 1.0, tl.float32)
+    own_mean, weights, spread = mean, mean, widths
+    counted = 0
+    for step in tl.static_range(4):
+        total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
+        for start in range(0, kept, _BLOCK):
+            token = tl.load(tokens_at + start)
+            at = row_starts(firsts_ptr, segment, token, token >= 0, key_first_step, key_stride, TOKENS, PAGES, UNIT)
+            x = _bounded(keys_at, at, HEAD_DIM)
+            if step == 1:
+                x = x - mean[None, :]
+                x = x * x
+            if step >= 2:
+                nearer = _total_of_dims((2.0 * x - mean[None, :]) * weights[None, :], COLUMNS)
+                counts = tl.where(nearer < 0.0, 0.0, 1.0)
+                if step == 2:
+                    counted += tl.sum(counts.to(tl.int32), axis=0)
+                    sign_at = scales_at(key_at, start + rows, kept, CODE_BYTES)
+                    tl.store(sign_at, (2.0 * counts - 1.0).to(tl.float16))
+                    x = x * counts[:, None]
+                else:
+                    x = (x - own_mean[None, :]) * counts[:, None]
+                    x = x * x
+            total += x
+        if step == 0:
+            mean = _averaged(total, kept, COLUMNS).to(tl.float16).to(tl.float32)
+        if step == 1:
+            widths = tl.sqrt_rn(_averaged(total, kept, COLUMNS))
+            weights = tl.div_rn(mean, tl.maximum(widths, 2.0**-24))
+        if step == 2:
+            own_mean = _averaged(total, tl.maximum(counted, 1), COLUMNS).to(tl.float16).to(tl.float32)
+        if step == 3:
+            spread = tl.sqrt_rn(_averaged(total, tl.maximum(counted, 1), COLUMNS))
+    spread = tl.maximum(tl.sqrt_rn(tl.maximum(spread, widths * _LEAST_SHARE)), 2.0**-24)
+
     dims = tl.arange(0, COLUMNS)
     inside = dims < HEAD_DIM
+    target = moments_at(key_at, HEAD_DIM)
+    tl.store(target + dims, own_mean.to(tl.float16), mask=inside)
+    tl.store(target + HEAD_DIM + dims, spread.to(tl.float16), mask=inside)
 
-    total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
-    for start in range(0, kept, _BLOCK):
-        token = tl.load(tokens_at + start)
-        at = row_starts(firsts_ptr, segment, token, token >= 0, key_first_step, key_stride, TOKENS, PAGES, UNIT)
-        total += _bounded(keys_at, at, HEAD_DIM)
-    mean = _averaged(total, kept, COLUMNS).to(tl.float16)
 
-    total = tl.zeros([_BLOCK, COLUMNS], tl.float32)
-    for start in range(0, kept, _BLOCK):
-        token = tl.load(tokens_at + start)
-        at = row_starts(firsts_ptr, segment, token, token >= 0, key_first_step, key_stride, TOKENS, PAGES, UNIT)
-        distance = _bounded(keys_at, at, HEAD_DIM) - mean.to(tl.float32)[None, :]
-        total += distance * distance
-    spread = tl.sqrt_rn(tl.sqrt_rn(_averaged(total, kept, COLUMNS)))
-    spread = tl.maximum(spread, 2.0**-24).to(tl.float16)
-
-    slot = tl.load(slots_ptr + segment).to(tl.int64)
-    target = moments_at(slabs_ptr + slot * slab_elems + tl.load(key_blocks_ptr + head) * 16, HEAD_DIM)
-    tl.store(target + dims, mean, mask=inside)
-    tl.store(target + HEAD_DIM + dims, spread, mask=inside)
+def moments_warps(head_dim: int) -> int:
+    """Return the warps of `row_moments_kernel`; four would spill where rows are wider."""
+    return 8 if head_dim > 128 else 4
 
 
 def write_moments(
@@ -135,8 +184,10 @@ def write_moments(
     kept: torch.Tensor,
     key_blocks: torch.Tensor,
     head_dim: int,
+    form: SlabFormat,
 ) -> None:
-    """Write the moments of each segment and head that keeps anything to its slab; arguments as in `seal.gather`."""
+    """Write the moments of each segment and head that keeps anything to its slab, and signs in place of its rows' key
+    scales, -1 for uncentred rows; arguments as in `seal.gather`."""
     row_moments_kernel[positions.shape[:2]](
         source.keys,
         source.firsts,
@@ -153,6 +204,7 @@ def write_moments(
         **source.constants,
         SEGMENT=positions.shape[2],
         HEAD_DIM=head_dim,
-        num_warps=4,
+        CODE_BYTES=form.code_bytes(head_dim),
+        num_warps=moments_warps(head_dim),
         **OPTIONS,
     )

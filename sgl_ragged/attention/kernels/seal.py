@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sgl_ragged.attention.kernels.codes import quantised, store_row_codes
 from sgl_ragged.attention.kernels.primitives import begin_of, cells, columns, page_units, row_starts, unit
-from sgl_ragged.attention.kernels.row_moments import centred, write_moments
+from sgl_ragged.attention.kernels.row_moments import centred, scales_at, write_moments
 from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
 from sgl_ragged.profiles.budgets import GUARD, SINKS
 
@@ -255,17 +255,18 @@ def gather_kernel(
         tl.store(target + rows_at, keys, mask=cells(inside, HEAD_DIM))
         tl.store(target + kept * HEAD_DIM + rows_at, values, mask=cells(inside, HEAD_DIM))
     else:
+        scale_at = scales_at(target, row, kept, HEAD_DIM * (KEY_BITS + VALUE_BITS) // 8)
         if CENTRED:
-            keys = centred(keys, target, BLOCK_R, HEAD_DIM)
+            keys, sign = centred(keys, target, scale_at, inside, BLOCK_R, HEAD_DIM)
         codes, key_scales = quantised(keys, KEY_BITS, BLOCK_R, HEAD_DIM)
-        store_row_codes(target, codes, row, inside, KEY_BITS, BLOCK_R, HEAD_DIM)
+        if CENTRED:
+            key_scales = tl.where(sign > 0, key_scales, -key_scales)
+        store_row_codes(target, codes, row, inside, kept, KEY_BITS, BLOCK_R, HEAD_DIM)
         target += kept * (HEAD_DIM * KEY_BITS // 8)
         codes, value_scales = quantised(values, VALUE_BITS, BLOCK_R, HEAD_DIM)
-        store_row_codes(target, codes, row, inside, VALUE_BITS, BLOCK_R, HEAD_DIM)
-        target += kept * (HEAD_DIM * VALUE_BITS // 8)
-        scales_at = (target + row * 4).to(tl.pointer_type(tl.float16))
-        tl.store(scales_at, key_scales, mask=inside)
-        tl.store(scales_at + 1, value_scales, mask=inside)
+        store_row_codes(target, codes, row, inside, kept, VALUE_BITS, BLOCK_R, HEAD_DIM)
+        tl.store(scale_at, key_scales, mask=inside)
+        tl.store(scale_at + 1, value_scales, mask=inside)
 
 
 def gather_rows(form: SlabFormat) -> int:
@@ -275,7 +276,7 @@ def gather_rows(form: SlabFormat) -> int:
 
 def gather_registers(form: SlabFormat, head_dim: int) -> int | None:
     """The most registers per thread of `gather`, where the compiler is to be told (`tiles.Tile`)."""
-    return 128 if form.quantised and head_dim <= 128 else None
+    return 168 if form.quantised and head_dim <= 128 else None
 
 
 def score_block(head_dim: int) -> int:
@@ -358,7 +359,7 @@ def gather(
     segments, heads, segment = positions.shape
     rows = gather_rows(form)
     if form.centred:
-        write_moments(source, slabs, slots, positions, kept, key_blocks, head_dim)
+        write_moments(source, slabs, slots, positions, kept, key_blocks, head_dim, form)
     gather_kernel[(segments, heads, triton.cdiv(most_kept, rows))](
         source.keys,
         source.values,
