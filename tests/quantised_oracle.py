@@ -74,8 +74,8 @@ def best_levels(rows: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
         units = rows / scales.astype(np.float32)
         levels = np.clip(np.floor(units), -half, half - 1) + np.float32(0.5)
         # Whole steps, so that the same scale wins in whatever order they are added.
-        steps = np.square(units - levels) * np.float32(factor**2 * 2**17)
-        errors = np.minimum(np.nan_to_num(steps), 2**22).astype(np.int64).sum(axis=-1, keepdims=True)
+        steps = np.square(units - levels) * (np.float32(factor) ** 2 * np.float32(2**13))
+        errors = np.minimum(np.nan_to_num(steps), 2**16).astype(np.int64).sum(axis=-1, keepdims=True)
         if found is None:
             found, chosen, least = levels, scales, errors
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from sgl_ragged.fitting.references import References
@@ -55,20 +56,27 @@ def _multiply_add(matrix: torch.Tensor, vector: torch.Tensor, summand: torch.Ten
 
 
 def feed_back(units: torch.Tensor, factor: torch.Tensor, bits: int) -> torch.Tensor:
-    """Implement `Steps.feed_back`."""
-    shape, half = units.shape, 2 ** (bits - 1)
-    units, factor = units.flatten(0, -3), factor.flatten(0, -3)
-    targets, codes, errors = units.clone(), torch.empty_like(units), torch.empty_like(units)
-    for first in range(0, shape[-2], AT_ONCE):
-        end = min(first + AT_ONCE, shape[-2])
+    """Implement `Steps.feed_back`, in numpy on the CPU: its small operations take a third of torch's time."""
+    half, count = 2 ** (bits - 1), units.shape[-2]
+    # Numbers first: what is rounded together is contiguous.
+    values = units.flatten(0, -3).transpose(0, 1).contiguous().cpu().numpy()
+    moved = factor.flatten(0, -3).permute(1, 2, 0).contiguous().cpu().numpy()[..., None]
+    targets, codes, errors = values.copy(), np.empty_like(values), np.empty_like(values)
+    scratch = np.empty_like(values[:AT_ONCE])
+    for first in range(0, count, AT_ONCE):
+        end = min(first + AT_ONCE, count)
         for number in range(first, end):
-            code, error = codes[:, number], errors[:, number]
-            torch.floor(targets[:, number], out=code).clamp_(-half, half - 1)
-            torch.sub(units[:, number], code, out=error).sub_(0.5)
-            if number + 1 < end:
-                later = factor[:, number, number + 1 : end, None]
-                targets[:, number + 1 : end].addcmul_(later, error[:, None])
-        if end < shape[-2]:
-            moved = factor[:, first:end, end:].transpose(1, 2)
-            targets[:, end:].baddbmm_(moved, errors[:, first:end])
-    return codes.to(torch.int8).view(shape)
+            code, error = codes[number], errors[number]
+            np.floor(targets[number], out=code)
+            np.maximum(code, -half, out=code)
+            np.minimum(code, half - 1, out=code)
+            np.subtract(values[number], code, out=error)
+            np.subtract(error, 0.5, out=error)
+            later = scratch[: end - number - 1]
+            np.multiply(moved[number, number + 1 : end], error, out=later)
+            np.add(targets[number + 1 : end], later, out=targets[number + 1 : end])
+        if end < count:
+            blocks = moved[first:end, end:, :, 0].transpose(2, 1, 0) @ errors[first:end].transpose(1, 0, 2)
+            targets[end:] += blocks.transpose(1, 0, 2)
+    rounded = torch.from_numpy(codes.astype(np.int8)).transpose(0, 1).reshape(units.shape)
+    return rounded.to(units.device)

@@ -6,6 +6,7 @@ are the same wherever it is sealed. Tiles are padded (`columns`) by whole blocks
 
 from __future__ import annotations
 
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -16,7 +17,7 @@ from sgl_ragged.mem_pool.slab_format import PLANES
 _STEPS = tl.constexpr(8)
 """Of rotations at most: head dimensions up to 256."""
 
-_ERROR_STEPS, _MOST_STEPS = tl.constexpr(float(ERROR_STEPS)), tl.constexpr(float(MOST_STEPS))
+_MOST_STEPS = tl.constexpr(MOST_STEPS)
 
 rotation_width = triton.constexpr_function(rotation_block)
 """Dimensions in each block of rotations."""
@@ -53,6 +54,13 @@ def factor(bits: int, number: int) -> float:
     return FACTORS[bits][number]
 
 
+@triton.constexpr_function
+def error_steps(bits: int, number: int) -> float:
+    """Return the steps of a squared error in units of one of the scales, as float32 multiplies."""
+    factor = np.float32(FACTORS[bits][number])
+    return float(factor * factor * np.float32(ERROR_STEPS))
+
+
 @triton.jit
 def _coded(x, scale, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Numbers in units of scales, and their codes, whole numbers in float32."""
@@ -69,7 +77,7 @@ def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr)
     undefined = tl.max((x != x).to(tl.int32), axis=1) > 0
     inside = (tl.arange(0, columns(HEAD_DIM)) < HEAD_DIM)[None, :]
     scale = tl.zeros([ROWS], tl.float16)
-    least = tl.full([ROWS], 2147483647, tl.int32)
+    least = tl.full([ROWS], float("inf"), tl.float32)
     for number in tl.static_range(tried(BITS)):
         one = tl.minimum(tl.maximum(largest * factor(BITS, number), 2.0**-24), 65504.0).to(tl.float16)
         if tried(BITS) == 1:
@@ -78,9 +86,9 @@ def quantised(x, BITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr)
             units, codes = _coded(x, one, BITS, ROWS, HEAD_DIM)
             error = units - codes - 0.5
             # Whole numbers, whose sum does not depend on its order.
-            steps = error * error * (factor(BITS, number) * factor(BITS, number) * _ERROR_STEPS)
-            steps = tl.minimum(tl.where(steps == steps, steps, 0.0), _MOST_STEPS).to(tl.int32)
-            steps = tl.sum(tl.where(inside, steps, 0), axis=1)
+            steps = error * error * error_steps(BITS, number)
+            steps = tl.floor(tl.minimum(tl.where(steps == steps, steps, 0.0), _MOST_STEPS))
+            steps = tl.sum(tl.where(inside, steps, 0.0), axis=1)
             scale = tl.where(steps < least, one, scale)
             least = tl.minimum(steps, least)
     scale = tl.where(undefined, float("nan"), scale.to(tl.float32)).to(tl.float16)
