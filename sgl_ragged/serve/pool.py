@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_ragged.attention.epilogue import Epilogue
 from sgl_ragged.attention.self_check import MakeStore, SelfCheck
@@ -14,6 +13,7 @@ from sgl_ragged.features.drafts.chains import require_chains
 from sgl_ragged.mem_pool.open_segments import OpenSegments
 from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.mem_pool.slab_store import SlabStore
+from sgl_ragged.serve.sglang_pools import MHATokenToKVPool
 
 
 @runtime_checkable

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from torch.nn.functional import scaled_dot_product_attention
+
+from sgl_ragged.serve.sglang_pools import KVWriteLoc
 
 
 def with_verification(original: Callable) -> Callable:

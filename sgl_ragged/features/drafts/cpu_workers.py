@@ -56,10 +56,10 @@ def _replace_verification() -> None:
     from sglang.kernels.ops.speculative import verify_sampling
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache import allocation
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative import eagle_utils
 
     from sgl_ragged.features.drafts.cpu_verify import with_verification
+    from sgl_ragged.serve.sglang_pools import MHATokenToKVPool
 
     _replace(
         (

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, to_fp8
+from sgl_ragged.serve.sglang_pools import KVWriteLoc
 
 
 def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:

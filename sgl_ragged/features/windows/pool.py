@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_ragged.profiles.geometry import WindowedLayers
 from sgl_ragged.serve.allocator import (
@@ -18,6 +17,7 @@ from sgl_ragged.serve.allocator import (
 )
 from sgl_ragged.serve.pool import RaggedTokenToKVPool, slab_pool
 from sgl_ragged.serve.prefill_budget import HybridBudget
+from sgl_ragged.serve.sglang_pools import SWAKVPool
 
 
 class RaggedHybridPool(SWAKVPool):
