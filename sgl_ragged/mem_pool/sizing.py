@@ -292,8 +292,12 @@ def fit_pool(
 
 
 def least_slots(open_pages: OpenPages) -> int:
-    """Return the pages that serve one request beyond its first segment, padding included."""
-    return open_pages.transient + 3
+    """Return the pages that serve one request whose prompt and whose answer fill at most a page, padding included.
+
+    SGLang sets aside a page of each request, in addition to the most that an open segment can take. With one page fewer
+    it would refuse every prompt (`allocator.clipped_new_tokens`).
+    """
+    return open_pages.transient + 4
 
 
 def check_limits(segment: int, max_requests: int | None, max_tokens: int | None) -> None:

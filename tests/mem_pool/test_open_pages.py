@@ -22,8 +22,16 @@ def test_a_small_pool_serves_few_requests():
     layout, pages = llama_layout(0.3)
     plan = fit_pool(layout, 2, pages, 80 * 10**9, None, max_tokens=4096)
     assert (plan.max_total_tokens, plan.max_requests) == (4096, 3)
-    with pytest.raises(RaggedConfigError, match="--max-total-tokens 2048 is too few for one request"):
-        fit_pool(layout, 2, pages, 80 * 10**9, None, max_tokens=2048)
+
+
+def test_the_smallest_pool_serves_a_page_of_prompt_and_a_page_of_answer():
+    """Both, and twice the pages of a full open segment; `tests/server/test_scarce_memory.py` asks such a server."""
+    layout, pages = llama_layout(0.3)
+    least = (1 + 1 + 2 * pages.most) * 256
+    assert fit_pool(layout, 2, pages, 80 * 10**9, None, max_tokens=least).max_total_tokens == least
+    words = f"--max-total-tokens {least - 1} is too few for one request: .* at least {least}"
+    with pytest.raises(RaggedConfigError, match=words):
+        fit_pool(layout, 2, pages, 80 * 10**9, None, max_tokens=least - 1)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.3, 0.1])

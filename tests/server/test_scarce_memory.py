@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from benchmarks.harness.errors import ServerFailed
 from benchmarks.recall import MODEL
 from benchmarks.storm.features import STRICT
 from benchmarks.storm.quiet import TOLERANCE, QuietServer
 from benchmarks.storm.traffic import VOCABULARY, Survivor
+from sgl_ragged.mem_pool.open_pages import OpenPages
 from tests.examples import USUAL, fewer
-from tests.server.client import flush, generate
+from tests.server.client import flush, generate, server_settings
 
 pytestmark = pytest.mark.server
 
@@ -78,3 +80,20 @@ def test_no_answer_lacks_a_token(servers, tmp_path, flags):
                 compared += 1
         print(compared, "compared")
         assert wrong == []
+
+
+def test_the_smallest_pool_answers(servers, tmp_path):
+    """A prompt of a page and an answer of nearly one. With a page less no prompt would be answered: it is refused."""
+    least = (1 + 1 + 2 * 4) * 64
+    common = ("--dtype", "float32", "--skip-tokenizer-init", *RAGGED)
+    with servers.serve(MODEL, *common, "--max-total-tokens", str(least), log=tmp_path / "log", env=STRICT) as server:
+        pages = OpenPages(64, server_settings(server)["open_page_tokens"])
+        assert pages.most == 4
+        for seed in range(2):
+            prompt = np.random.default_rng(seed).choice(np.array(VOCABULARY), 64).tolist()
+            assert len(generate(server, prompt, 63).tokens) == 63
+    with (
+        pytest.raises(ServerFailed, match="is too few for one request"),
+        servers.serve(MODEL, *common, "--max-total-tokens", str(least - 1), log=tmp_path / "refused"),
+    ):
+        pass
