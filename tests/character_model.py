@@ -24,12 +24,16 @@ CHAT_TEMPLATE = (
 """Prefix-stable, so that later turns find the earlier ones in the radix cache."""
 
 
-def make_character_model(folder: Path) -> Path:
-    """Save the model and its tokenizer in `folder`: 2 layers, 4 KV heads of dimension 32, contexts of 8,192 tokens."""
+def make_character_model(folder: Path, *, vocabulary: int = 0) -> Path:
+    """Save the model and its tokenizer in `folder`: 2 layers, 4 KV heads of dimension 32, contexts of 8,192 tokens.
+
+    Args:
+        vocabulary: least number of token ids; those beyond the characters have no text. For clients that send ids.
+    """
     tokenizer = character_tokenizer()
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=max(len(tokenizer), vocabulary),
         hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -46,6 +50,7 @@ def make_character_model(folder: Path) -> Path:
     model = LlamaForCausalLM(config).to(torch.float32)
     # A logit of zero is never the largest: answers are characters up to their limit, or until a grammar is through.
     model.lm_head.weight.data[: len(SPECIALS)] = 0
+    model.lm_head.weight.data[len(tokenizer) :] = 0
     model.save_pretrained(folder)
     return folder
 

@@ -23,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--architectures", action="store_true", help="every model family, not those alone that differ most"
     )
+    parser.addoption("--kits", action="store_true", help="SGLang's test kits that `make test` leaves out")
+    parser.addoption("--kit-pool", choices=("ragged", "token"), default="ragged", help="the pool that kits run on")
     parser.addoption("--margin", type=float, default=1.0, help="divide tolerances of assert_allclose and assert_close")
 
 
@@ -56,6 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="make test-all"))
         if item.get_closest_marker("architecture") and not config.getoption("architectures"):
             item.add_marker(pytest.mark.skip(reason="make architectures"))
+        if item.get_closest_marker("kit") and not config.getoption("kits"):
+            item.add_marker(pytest.mark.skip(reason="make kits"))
 
 
 @pytest.hookimpl(optionalhook=True)
