@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `make setup` creates from nothing; only python3 (3.11 or newer) is needed.
 PYTHON := .venv/bin/python
 
-.PHONY: setup demo quick test test-all processors gpu-contract architectures peers wheel lint clean
+.PHONY: setup demo quick test test-all kits digests processors gpu-contract architectures peers wheel lint clean
 
 setup: .venv/.ready
 
@@ -31,6 +31,16 @@ test: setup
 # Every example of the property tests, and the variants that seldom break on their own.
 test-all: setup
 	$(PYTHON) -m pytest -n 2 --dist loadscope --thorough $(ARGS)
+
+# SGLang's own test kits on its pool and on ours (docs/evaluation.md#sglangs-own-test-kits); POOLS=ragged for one of them.
+POOLS ?= token ragged
+KITS := tests/server/test_sglang_kits.py tests/server/test_more_kits.py tests/server/test_scripted_runtime.py
+kits: setup
+	for pool in $(POOLS); do OMP_NUM_THREADS=1 $(PYTHON) -m pytest --kits --kit-pool $$pool $(KITS) $(ARGS) || exit 1; done
+
+# Digests of SGLang's functions that the plugin needs, as installed: the last step of a new release.
+digests: setup
+	$(PYTHON) -W ignore -m tests.sglang_digests
 
 # Tests of fit, formats and scorers as processors with fewer instructions would run them; ARGS="--margin 3" names those
 # that are within a factor of three of their tolerance.

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sgl_ragged.contract_checks import check_contract, installed_release
+from sgl_ragged.check_command import add_check_flags, check_installation
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.calibration_process import calibrator
 from sgl_ragged.launch.command_line import all_flags, make_options
@@ -36,7 +36,6 @@ from sgl_ragged.mem_pool.sizing import LOADS_TOKENS, PoolSizes, check_limits, pa
 from sgl_ragged.profiles.profile import load_profile
 from sgl_ragged.profiles.quality import MeasuredQuality
 from sgl_ragged.rank_sizes import fit_all_ranks, summary
-from sgl_ragged.sglang_contract import SERVING
 from sgl_ragged.verify.command import add_verify_flags, verify
 
 CHUNK = 8192
@@ -124,6 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     layout.add_argument("--json", action="store_true")
     layout.set_defaults(run=show_layout)
     check = commands.add_parser("check", help="whether the plugin serves on the installed SGLang")
+    add_check_flags(check)
     check.set_defaults(run=check_installation)
     verifying = commands.add_parser("verify", help="how far a running server's distributions are from another server's")
     add_verify_flags(verifying)
@@ -278,12 +278,6 @@ def pool_sizes(plan: ServingPlan, start: ModelStart, options: argparse.Namespace
         (options.max_running_requests, options.max_total_tokens),
     )
     return fit_all_ranks(plan, prefill, start.kv_dtype, queries, start.options.kv_bytes, *limits)
-
-
-def check_installation(_: argparse.Namespace) -> None:
-    """Print one line if the release is supported and all functions match, else raise RaggedConfigError."""
-    check_contract(SERVING)
-    print(f"SGLang {installed_release()} is supported: all {len(SERVING)} functions match")
 
 
 def calibrate(options: argparse.Namespace) -> None:

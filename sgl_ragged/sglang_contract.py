@@ -2,22 +2,24 @@
 
 Data alone, which imports nothing. `contract_checks` compares it with the installed SGLang, and `serve.hooks` and the
 features wrap some of these functions. The others are called, or are methods that classes of ours override: SGLang has a
-default for each, so an override under another name would never be called.
+default for each, so an override under another name would never be called. `sglang_digests.json` has digests of their
+sources in the last of RELEASES.
 """
 
 from __future__ import annotations
 
 RELEASES = ("0.5.23",)
-"""Releases of SGLang that real servers are tested with; pyproject.toml asks for these and their post releases.
+"""Releases of SGLang that real servers are tested with; pyproject.toml asks for the first of them or later ones.
 
-Others are refused: equal parameters do not prove that a server works. Up to 0.5.22 SGLang asks no allocator how much a
-prefill needs, and counts a page more for each request: open segments would not be paid for by use.
+Equal parameters do not prove that a server works, so a start on another release compares sources, too, and warns. Up to
+0.5.22 SGLang asks no allocator how much a prefill needs, and counts a page more for each request: open segments would
+not be paid for by use. These releases lack functions of this file.
 """
 
 REMEDY = f"install sglang=={RELEASES[-1]}, or a release of sgl-ragged made for this one"
 
-Functions = dict[str, tuple[str, ...]]
-"""Parameters of functions, `self` included, by dotted path."""
+Functions = dict[str, tuple[str, ...] | None]
+"""Parameters of functions, `self` included, by dotted path; None where the source alone is compared."""
 
 _BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
 _ALLOCATOR = "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator"
@@ -25,6 +27,10 @@ _BUDGETS = "sglang.srt.mem_cache.prefill_budget"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _PD = "sglang.srt.disaggregation"
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache"
+_HOST_STACK = "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler.StackStrategy"
+_PLATFORM = "sglang.srt.platforms.interface.SRTPlatform"
+_DEVICE = "sglang.srt.platforms.device_mixin.DeviceMixin"
+_TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
@@ -33,7 +39,9 @@ BATCH = f"{SCHEDULE_BATCH}.ScheduleBatch"
 CHECKER = "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
 TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 REGISTRY = "sglang.srt.mem_cache.registry"
+POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool.SWAKVPool"
+SWA_ALLOCATOR = "sglang.srt.mem_cache.allocator.swa.SWATokenToKVPoolAllocator"
 PAGED_ALLOCATOR = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
 PREALLOC_QUEUE = f"{_PD}.decode.DecodePreallocQueue"
 HOST_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
@@ -59,6 +67,11 @@ SAMPLE_DRAFTS = "sglang.srt.speculative.eagle_utils.eagle_sample"
 PD_MEMORY = f"{_PD}.utils.setup_state_kv_args"
 PD_SENDER = f"{_PD}.prefill.PrefillBootstrapQueue.create_sender"
 PD_PEER = f"{_PD}.nixl.conn.NixlKVManager._add_remote_peer"
+
+
+def _sources(owner: str, *names: str) -> Functions:
+    """Methods or functions of which the source alone is compared."""
+    return dict.fromkeys(f"{owner}.{name}" for name in names)
 
 
 def _budget(name: str) -> Functions:
@@ -133,6 +146,24 @@ SERVING: Functions = {
     f"{_BACKEND}.init_cuda_graph_state": ("self", "max_bs", "max_num_tokens"),
     f"{_BACKEND}.get_cuda_graph_seq_len_fill_value": ("self",),
     f"{_BACKEND}.shared_read_ends": ("self", "fm"),
+    # Overridden, or called by way of `super`.
+    **_sources(_BACKEND, "init_forward_metadata_in_graph", "forward_extend", "forward_decode"),
+    **_sources(POOL, "__init__", "_create_buffers", "_clear_buffers", "get_kv_size_bytes", "move_kv_cache"),
+    **_sources(PAGED_ALLOCATOR, "__init__", "available_size", "clear", "alloc", "alloc_extend", "alloc_decode"),
+    **_sources(TREE, "__init__", "init_load_back", "load_back_is_cache_owned"),
+    **_sources(_BUDGETS, "PrefillBudget.__init__"),
+    **_sources(_PLATFORM, "get_default_attention_backend", "get_dispatch_key_name", "init_backend"),
+    **_sources(_PLATFORM, "get_speculative_cache_locs_fn", "get_speculative_worker_cls"),
+    **_sources(_PLATFORM, "supports_speculative_algorithm"),
+    **_sources("sglang.srt.platforms.cpu.CpuDeviceMixin", "get_device"),
+    **_sources(_DEVICE, "get_torch_profiler_activity", "get_torch_profiler_activity_str"),
+    # They decide when the functions above are called.
+    **_sources("sglang.srt.plugins.hook_registry.HookRegistry", "register", "apply_hooks"),
+    **_sources("sglang.srt.server_args.ServerArgs", "add_cli_args", "from_cli_args", "resolve_once"),
+    **_sources("sglang.srt.runtime_context", "publish"),
+    **_sources(SCHEDULER, "get_new_batch_prefill", "update_running_batch"),
+    **_sources(BATCH, "prepare_for_extend", "prepare_for_decode", "retract_decode"),
+    **_sources(ADDER, "add_one_req"),
 }
 """For every server with --kv-pool ragged."""
 
@@ -175,6 +206,7 @@ WINDOWS: Functions = {
         *("window_kv_indptr", "translator", "plan", "req_pool_indices", "sliding_window_size", "seq_lens"),
         *("bs", "device", "token_to_kv_pool", "window_kv_indices"),
     ),
+    **_sources(SWA_ALLOCATOR, "__init__", "alloc_extend", "create_prefill_budget"),
 }
 
 HISTORY: Functions = {
@@ -219,6 +251,8 @@ DRAFTS: Functions = {
     "sglang.srt.speculative.spec_utils.move_accept_tokens_to_target_kvcache": (
         *("batch", "accept_index", "num_correct_drafts", "token_to_kv_pool_allocator"),
     ),
+    **_sources(_TORCH_ATTENTION, "__init__", "_run_sdpa_forward_decode", "forward_extend"),
+    **_sources(POOL, "_init_kv_copy_and_warmup"),
 }
 
 HOST_TIER: Functions = {
@@ -233,6 +267,11 @@ HOST_TIER: Functions = {
         *("dcp_size", "dcp_rank", "pool_label", "is_dummy", "host_token_capacity"),
     ),
     f"{_HOST_POOL}._allocate_host_buffer": ("self",),
+    **_sources(HOST_CONTROLLER, "__init__", "load", "_storage_hit_query", "attach_storage_backend"),
+    **_sources(_HOST_POOL, "backup_from_device_all_layer", "load_to_device_per_layer", "init_kv_buffer"),
+    **_sources(_HOST_POOL, "get_data_page", "get_dummy_flat_data_page", "set_from_flat_data_page"),
+    **_sources(_HOST_POOL, "get_size_per_token"),
+    **_sources(_HOST_STACK, "matches", "build"),
     **_BEFORE_BATCH,
 }
 

@@ -12,7 +12,10 @@ from sgl_ragged.features import load_halves
 from sgl_ragged.launch.plan import FeatureSettings, Rank, ServingPlan
 from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.sglang_contract import Functions
+from sgl_ragged.sglang_contract import CONTROLLER, SERVING, Functions
+
+EVERY_SERVER = "every server"
+"""What needs the functions of `SERVING`."""
 
 REFUSED = "the server does not start"
 STAYS_WIDE = "`auto` stays `wide`; a format that was asked for is refused"
@@ -88,3 +91,9 @@ class LaunchFeature:
 def launch_features() -> tuple[LaunchFeature, ...]:
     """Return all features, in the order in which they join. Raises RaggedConfigError as `load_halves` does."""
     return load_halves("launch")
+
+
+def contracts() -> dict[str, Functions]:
+    """Return the functions of SGLang that the plugin needs, by the words for what needs them."""
+    groups = {EVERY_SERVER: SERVING, "--dp-size": CONTROLLER}
+    return groups | {feature.case: feature.contract for feature in launch_features() if feature.contract}

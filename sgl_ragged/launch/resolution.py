@@ -10,7 +10,7 @@ from typing import Any
 
 from sgl_ragged import sglang_contract as sglang
 from sgl_ragged.attention.kernel_choice import check_cache, choose_kernel, device_capability
-from sgl_ragged.contract_checks import check_contract, wrap
+from sgl_ragged.contract_checks import check_contract, warn_if_untested, wrap
 from sgl_ragged.errors import TO_COMMAND_LINE, TO_ENGINE, RaggedConfigError
 from sgl_ragged.launch.checks import (
     refuse_bytes,
@@ -51,6 +51,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
     )
     if not options.ragged:
         check_contract(sglang.KV_BYTES)
+        warn_if_untested([sglang.KV_BYTES])
         original(server_args)
         setattr(server_args, ATTRIBUTE, serving)
         return
@@ -96,6 +97,7 @@ def resolve_with_options(original: Callable[[Any], None], server_args: Any, opti
         check_cache(kernel, with_model.kv_dtype, device_capability(view.device))
     refuse_conflicts(with_model)
     joining |= settle_features(with_model, known=joining)
+    warn_if_untested([sglang.SERVING, *(feature.contract for feature in joining)])
     for feature, settings in joining.items():
         declare_resolution(server_args, "sgl_ragged", **feature.sglang_settings(settings, with_model))
     # A feature may have changed what SGLang makes of the model.

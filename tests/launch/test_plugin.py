@@ -336,7 +336,7 @@ def test_mla_model_is_refused(tmp_path):
     assert "MLA attention" in refusal(tmp_path, "--kv-pool", "ragged")
 
 
-@pytest.mark.parametrize("target", SERVING)
+@pytest.mark.parametrize("target", [target for target, parameters in SERVING.items() if parameters is not None])
 def test_renamed_function_is_refused(llama, monkeypatch, target):
     """A hook target that upstream has renamed, or whose parameters changed."""
     owner, name = target.rsplit(".", 1)

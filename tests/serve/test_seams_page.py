@@ -1,11 +1,17 @@
-"""docs/sglang-seams.md lists every function of SGLang that is wrapped, and the contract has its parameters."""
+"""The contract has every function that is wrapped or overridden; docs/sglang-seams.md lists those that are wrapped."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 
+import sgl_ragged
 from sgl_ragged import sglang_contract
+from sgl_ragged.contract_checks import resolve
 from sgl_ragged.serve.feature import serve_features
 from sgl_ragged.serve.hooks import CONTROLLER_HOOKS, HOOKS, KV_BYTES_HOOKS, RANKS_HOOKS
 from sgl_ragged.serve.worker import configurator_class
@@ -38,3 +44,24 @@ def test_the_page_lists_every_wrapped_function():
 def test_the_contract_has_every_wrapped_function():
     functions = {target for group in GROUPS for target in group if target.startswith("sglang.")}
     assert set(wrapped()) <= functions
+
+
+def overridden() -> Iterator[str]:
+    """Methods of SGLang that classes of ours override, by dotted path, but for those that only refuse."""
+    for module in pkgutil.walk_packages(sgl_ragged.__path__, "sgl_ragged."):
+        for owner in vars(importlib.import_module(module.name)).values():
+            if not isinstance(owner, type) or owner.__module__ != module.name:
+                continue
+            for name, method in vars(owner).items():
+                if inspect.isfunction(method) and method.__name__ == name:
+                    bases = (base for base in owner.__mro__[1:] if name in vars(base))
+                    base = next(bases, object)
+                    if base.__module__.startswith("sglang."):
+                        yield f"{base.__module__}.{base.__qualname__}.{name}"
+
+
+def test_the_contract_has_every_overridden_method():
+    functions = [resolve(target) for group in GROUPS for target in group if target.startswith("sglang.")]
+    found = set(overridden())
+    assert len(found) > 40
+    assert {target for target in found if resolve(target) not in functions} == set()

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from benchmarks.character_model import character_tokenizer
 from calib.codebook import PER_QUERY_HEAD
 from calib.output_error import error_curves, left_over, query_positions, weighed
 from sgl_ragged.features.retrieval.roles import head_roles
@@ -26,6 +25,7 @@ from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile, profile
 from sgl_ragged.profiles.reference import LIKELIEST
 from sgl_ragged.scorers import rank_positions
 from sgl_ragged.verify.prompts import BUILT_IN
+from tests.character_model import character_tokenizer
 from tests.models import make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate

@@ -20,9 +20,9 @@ from sglang.test.kits.unified_radix_cache_kit import UnifiedRadixTreeTestMixin
 from sglang.test.server_fixtures import disaggregation_fixture
 from transformers import AutoTokenizer
 
-from benchmarks.character_model import make_character_model
 from benchmarks.harness.launch import Server, free_port
 from benchmarks.real_model import ROOT, ensure
+from tests.character_model import make_character_model
 from tests.server.kit_server import pool_flags, use_server
 from tests.server.test_sglang_kits import NGRAM, Drafted
 

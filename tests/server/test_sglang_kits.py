@@ -15,8 +15,8 @@ from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 from sglang.test.kits.spec_server_kits import SpecLogprobKit, SpecPenaltyKit, SpecSamplingMaskKit
 from sglang.test.server_fixtures import spec_eagle_fixture
 
-from benchmarks.character_model import make_character_model
 from benchmarks.harness.launch import Server
+from tests.character_model import make_character_model
 from tests.server.kit_server import conversations, pool_flags, use_server
 
 pytestmark = pytest.mark.server
