@@ -18,6 +18,7 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.command_line import OBSERVER, add_flags, all_flags, make_options
 from sgl_ragged.launch.options import RaggedOptions
 from sgl_ragged.launch.plan import ATTRIBUTE, WorkerSettings
+from sgl_ragged.serve.refusal import end_worker
 from sgl_ragged.sglang_contract import REMEDY
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -119,7 +120,6 @@ def _install_in_worker(server_args: Any, *, role: str, **_: Any) -> None:
         install_check(serving.check)
     if isinstance(serving, WorkerSettings) and role in ("scheduler", "dp_controller"):
         from sgl_ragged.serve.hooks import install, install_in_controller
-        from sgl_ragged.serve.refusal import end_worker
 
         try:
             (install if role == "scheduler" else install_in_controller)(serving)

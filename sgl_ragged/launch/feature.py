@@ -12,7 +12,7 @@ from sgl_ragged.features import load_halves
 from sgl_ragged.launch.plan import FeatureSettings, Rank, ServingPlan
 from sgl_ragged.launch.start import BudgetedStart, ModelStart, Start
 from sgl_ragged.mem_pool.sizing import PoolSizes
-from sgl_ragged.sglang_contract import CONTROLLER, SERVING, Functions
+from sgl_ragged.sglang_contract import CONTROLLER, SERVING, START_CHECK, Functions
 
 EVERY_SERVER = "every server"
 """What needs the functions of `SERVING`."""
@@ -95,5 +95,5 @@ def launch_features() -> tuple[LaunchFeature, ...]:
 
 def contracts() -> dict[str, Functions]:
     """Return the functions of SGLang that the plugin needs, by the words for what needs them."""
-    groups = {EVERY_SERVER: SERVING, "--dp-size": CONTROLLER}
+    groups = {EVERY_SERVER: SERVING, "--ragged-check": START_CHECK, "--dp-size": CONTROLLER}
     return groups | {feature.case: feature.contract for feature in launch_features() if feature.contract}

@@ -247,12 +247,14 @@ WARM_UP = "sgl_ragged_check"
 class StartCheck:
     """A check of answers before a server is healthy.
 
-    profile: file with the reference. strict: end the start beyond the limits, instead of a warning. seconds: longest
-    time that it may take; fewer texts are asked for, or none, where they would take longer.
+    profile: file with the reference. strict: end the start beyond the limits, instead of a warning. required: end it
+    also where nothing was compared. seconds: longest time that it may take; fewer texts are asked for, or none, where
+    they would take longer.
     """
 
     profile: Path
     strict: bool
+    required: bool
     seconds: float
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sgl_ragged.contract_checks import installed_release, is_tested
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.conflicts import CHECKED, against
 from sgl_ragged.launch.options import CHECKS
@@ -22,7 +23,10 @@ def choose_check(start: ModelStart, plan: ServingPlan) -> StartCheck | str:
     """
     options, why = start.options, _why_not(start, plan)
     if why is None:
-        return StartCheck(Path(plan.profile), options.check == STRICT, options.check_seconds)
+        # What an untested release computes is not known, so its answers must be near.
+        required = options.check == STRICT
+        strict = required or not is_tested(installed_release())
+        return StartCheck(Path(plan.profile), strict, required, options.check_seconds)
     if options.check == STRICT:
         raise RaggedConfigError(f"--ragged-check strict cannot be honoured: {why}; use --ragged-check auto")
     return why

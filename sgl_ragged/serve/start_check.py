@@ -170,7 +170,7 @@ def install(check: StartCheck | str) -> None:
 
 
 def _report(outcome: Outcome, check: StartCheck, manager: Any) -> None:
-    faults = "; ".join(outcome.faults) or (outcome.skipped if check.strict else "")
+    faults = "; ".join(outcome.faults) or (outcome.skipped if check.required else "")
     if outcome.found is not None and manager.enable_metrics:
         _write_gauges(outcome.found, manager.served_model_name)
     if not faults:

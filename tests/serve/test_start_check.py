@@ -53,7 +53,7 @@ def profile(tmp_path, texts):
 
 
 def test_equal_predictions_have_no_faults(profile, texts):
-    outcome = check_answers(Echo(texts), StartCheck(profile, False, 60), 4096)
+    outcome = check_answers(Echo(texts), StartCheck(profile, False, False, 60), 4096)
     found = outcome.as_json()
     assert found["texts"] == ["code", "german"]
     assert found["faults"] == []
@@ -64,7 +64,7 @@ def test_equal_predictions_have_no_faults(profile, texts):
 
 
 def test_other_predictions_are_faults(profile, texts):
-    outcome = check_answers(Echo(texts, shift=2.0), StartCheck(profile, False, 60), 4096)
+    outcome = check_answers(Echo(texts, shift=2.0), StartCheck(profile, False, False, 60), 4096)
     (fault,) = outcome.faults
     assert fault.startswith("KL to the reference is ")
 
@@ -72,7 +72,7 @@ def test_other_predictions_are_faults(profile, texts):
 @pytest.mark.parametrize(("seconds", "asked"), [(60, 2), (0.06, 1), (0.01, 0)])
 def test_the_time_decides_how_many_texts_are_asked_for(profile, texts, monkeypatch, seconds, asked):
     monkeypatch.setattr(start_check, "_seconds_per_token", lambda server, ids: 2e-5)
-    outcome = check_answers(Echo(texts), StartCheck(profile, False, seconds), 4096)
+    outcome = check_answers(Echo(texts), StartCheck(profile, False, False, seconds), 4096)
     if asked:
         assert len(outcome.found.prompts) == asked
     else:
@@ -80,6 +80,6 @@ def test_the_time_decides_how_many_texts_are_asked_for(profile, texts, monkeypat
 
 
 def test_texts_that_are_too_long_are_not_asked_for(profile, texts):
-    outcome = check_answers(Echo(texts), StartCheck(profile, False, 60), TOKENS)
+    outcome = check_answers(Echo(texts), StartCheck(profile, False, False, 60), TOKENS)
     assert outcome == Outcome(None, skipped=f"texts are longer than {TOKENS} tokens, the longest prompt that it takes")
     assert str(outcome).startswith("answers were not compared")
