@@ -122,6 +122,8 @@ SERVING: Functions = {
     f"{TREE}.full_protected_size": ("self",),
     f"{TREE}.on_release": ("self", "req", "checkpointed"),
     f"{TREE}.reset": ("self",),
+    f"{PAGED_ALLOCATOR}._release_page_ids": ("self", "page_ids"),
+    f"{PAGED_ALLOCATOR}.clear": ("self",),
     f"{_ALLOCATOR}.request_slot_reserve": ("self", "has_req_pool_slot", "prefill_tokens"),
     f"{_ALLOCATOR}.max_new_tokens_for_memory": (
         *("self", "input_tokens", "max_new_tokens", "token_capacity", "sliding_window_size", "chunk_size"),
@@ -229,8 +231,6 @@ HISTORY: Functions = {
 RETRIEVAL: Functions = {
     f"{BATCH}.prepare_for_extend": ("self",),
     **_BEFORE_BATCH,
-    f"{PAGED_ALLOCATOR}._release_page_ids": ("self", "page_ids"),
-    f"{PAGED_ALLOCATOR}.clear": ("self",),
     **_OWN_TREE,
     f"{TREE}.swa_reprefill_tail_tokens": ("self", "req"),
 }

@@ -92,7 +92,7 @@ class PoolMachine(RuleBasedStateMachine):
             page_size=SEGMENT,
             dtype=torch.float32,
             device="cpu",
-            kvcache=SimpleNamespace(open_segments=self.open, on_flush=[]),
+            kvcache=SimpleNamespace(open_segments=self.open, on_flush=[], on_free=[]),
             need_sort=False,
         )
         self.table = ReqToTokenPool(

@@ -52,6 +52,12 @@ class SlabAllocator(PagedTokenToKVPoolAllocator):
         for flushed in self.get_kvcache().on_flush:
             flushed()
 
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        for told in self.get_kvcache().on_free:
+            for pages in page_ids:
+                told(pages)
+        super()._release_page_ids(*page_ids)
+
     def alloc(self, need_size: int) -> torch.Tensor | None:
         self._take_back()
         return super().alloc(need_size)

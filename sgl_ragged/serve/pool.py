@@ -66,8 +66,9 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
     Page i is slab i of `store`. There is no buffer that can be indexed by token, so methods that return
     one raise: their callers would read or write the wrong bytes. Features put what they run here: `attached` by their
     names, `views` where requests do not see all of their history, `epilogues` after attention, and `fixed_weights`: why
-    weights cannot be updated at run time. `on_flush` is called when the cache has been flushed. `self_check` has the
-    result of the kernels' check; `make_small_store` makes its store, and is None afterwards.
+    weights cannot be updated at run time. `on_flush` is called when the cache was flushed, `on_free` with the pages
+    that are freed, int64. `self_check` has the result of the kernels' check; `make_small_store` makes its store, and is
+    None afterwards.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class RaggedTokenToKVPool(MHATokenToKVPool):
         self.make_small_store: MakeStore | None = None
         self.self_check: SelfCheck | None = None
         self.on_flush: list[Callable[[], None]] = []
+        self.on_free: list[Callable[[torch.Tensor], None]] = []
         super().__init__(
             size=sizes.max_total_tokens,
             page_size=sizes.layout.segment,

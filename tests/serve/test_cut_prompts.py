@@ -6,6 +6,7 @@ from array import array
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.managers import schedule_policy
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -119,3 +120,12 @@ def test_an_empty_salt_is_none(salt):
     req = Req("salted", "", request("", SEGMENT + 40).origin_input_ids, SamplingParams(), cache_salt=salt)
     req.init_next_round_input(life.tree)
     assert req.prefix_len == SEGMENT + 30
+
+
+def test_freed_pages_are_told():
+    """The reservoir of retrieval forgets them."""
+    life, told = OpenMachine(), []
+    life.allocator.get_kvcache().on_free.append(told.append)
+    tokens = life.allocator.alloc(3 * SEGMENT)
+    life.allocator.free(tokens)
+    assert sorted(torch.cat(told).tolist()) == sorted(set((tokens // SEGMENT).tolist()))

@@ -37,19 +37,6 @@ def name_requests(original: Callable, worker: Any, batch: Any, *args: Any, **mor
         retriever.running = ()
 
 
-def forget_pages(original: Callable, allocator: Any, *page_ids: torch.Tensor) -> Any:
-    """Forget the reservoir's entries of freed pages."""
-    for pages in page_ids:
-        allocator.get_kvcache().attached["retrieval"].reservoir.forget(pages)
-    return original(allocator, *page_ids)
-
-
-def forget_all_pages(original: Callable, allocator: Any) -> Any:
-    """Forget all entries of the reservoir, when all pages are freed at once."""
-    allocator.get_kvcache().attached["retrieval"].reservoir.clear()
-    return original(allocator)
-
-
 def make_retriever(settings: RetrievalPlan, worker: Worker) -> Retriever:
     """Make the retriever of a worker; each pivot's rank broadcasts its tokens."""
     plan, store = worker.rank.plan, worker.pool.store
@@ -73,13 +60,13 @@ class Retrieving(ServeFeature):
     hooks = (
         Hook(f"{sglang.BATCH}.prepare_for_extend", begin_prefill),
         Hook(sglang.RUN_BATCH, name_requests),
-        Hook(f"{sglang.PAGED_ALLOCATOR}._release_page_ids", forget_pages),
-        Hook(f"{sglang.PAGED_ALLOCATOR}.clear", forget_all_pages),
     )
 
     def attach(self, settings: RetrievalPlan, worker: Worker) -> Any:
         worker.pool.attached[self.name] = retriever = make_retriever(settings, worker)
         worker.pool.epilogues.append(Watching(retriever))
+        worker.pool.on_free.append(retriever.reservoir.forget)
+        worker.pool.on_flush.append(retriever.reservoir.clear)
         return worker.outer
 
     def server_info(self, settings: RetrievalPlan | None, pool: Any) -> dict[str, Any]:
