@@ -36,8 +36,7 @@ class ScriptedProcess:
         return self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE
 
     def join(self, timeout: float) -> None:
-        with contextlib.suppress(psutil.TimeoutExpired):
-            self._process.wait(timeout)
+        """Do not wait: the launcher outlives a scheduler that a script has ended, and `terminate` waits for it."""
 
     def terminate(self) -> None:
         stop(self._process)
