@@ -84,7 +84,7 @@ def test_kernels_compile_without_spills_and_pipelined(architecture, dtype, head_
             # A row of FP8 or codes takes half the loads or fewer, beside as many loads of slots. Some of decode's load
             # the new token, once.
             assert found.wide_loads >= found.narrow_loads // (8 if dtype in FP8 or dtype in CODES else 1), found
-            assert found.async_depth >= 2, found
+            assert found.async_depth >= 2 or build.constants["STAGES"] == 2, found
             # The fp32 tile of 256 dimensions computes in plain float32.
             assert found.tensor_core or build.constants["PRECISION"] == "ieee", found
 

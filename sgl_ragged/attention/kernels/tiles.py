@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sgl_ragged.errors import RaggedConfigError
-from sgl_ragged.mem_pool.slab_format import WIDE, SlabFormat
+from sgl_ragged.mem_pool.slab_format import PLANES, WIDE, SlabFormat
 
 HEAD_DIM_STEP, MOST_HEAD_DIM = 16, 256
 """Head dimensions are multiples of the one, for rows that are aligned, up to the other."""
@@ -74,7 +74,8 @@ def extend_tile(head_dim: int, itemsize: int, architecture: int, *, fp8: bool = 
         return Tile(32, 16, 8) if head_dim <= 128 else Tile(16, 16, 4, precision="ieee")
     if form.centred:
         if head_dim > 128:
-            return Tile(16, 16, 8)
+            # Values in two planes take registers, too: three stages would spill there, and two are not pipelined.
+            return Tile(16, 16, 8, stages=2 if architecture < 9 and len(PLANES[form.value_bits]) > 1 else 3)
         if form.key_bits == 6 and architecture >= 10 and head_dim % 32:
             return Tile(32, 32, 8)
         return Tile(64, 32, 8) if architecture >= 9 or head_dim <= 64 else Tile(32, 32, 8)
