@@ -294,18 +294,16 @@ def _fit_builds() -> Iterator[Build]:
 
     tokens = int(MOST_KEPT * SEGMENT)
     block, tile = fit.weights_tile(tokens)
-    weighed = {"TOKENS": tokens, "QUERIES": CODED_QUERIES, "BLOCK": block, "TILE": tile}
+    weighed = {"QUERIES": CODED_QUERIES, "BLOCK": block, "TILE": tile}
+    of_codes = types(fit.feed_back_kernel, codes_ptr="*i8")
+    rounded = {"BITS": 4, "BLOCK_W": fit.ROUNDED_COLUMNS}
+    yield Build(fit.feed_back_kernel, of_codes, rounded, 4, "fp32", 0)
     yield Build(fit.weights_kernel, types(fit.weights_kernel), weighed, 4, "fp32", 0)
     halves = dict.fromkeys(("queries_ptr", "across_ptr", "outputs_ptr"), "*fp16")
     seen = types(fit.seen_from_kernel, frequencies_ptr="*fp64", numbers_ptr="*i32", **halves)
     for dim in head_dims("fp32"):
         constants = {"SEGMENT": SEGMENT, "QUERIES": CODED_QUERIES, "HEAD_DIM": dim}
         yield Build(fit.seen_from_kernel, seen, constants, fit.seen_from_warps(dim), "fp32", dim)
-        of_codes = types(fit.feed_back_kernel, codes_ptr="*i8")
-        for label, sizes in (("keys", (dim, tokens)), ("values", (tokens, dim))):
-            constants = dict(zip(("NUMBERS", "WIDTH"), sizes, strict=True)) | {"BITS": 4}
-            constants["BLOCK_W"] = fit.ROUNDED_COLUMNS
-            yield Build(fit.feed_back_kernel, of_codes, constants, 4, "fp32", dim, f"feed_back of {label}")
 
 
 def _pages(dtype: str) -> dict[str, int]:

@@ -62,6 +62,12 @@ ERROR_STEPS, MOST_STEPS = 2.0**13, 2.0**16
 numbers of steps, and float32 adds those of 256 numbers exactly in any order."""
 
 
+@functools.cache
+def _factors(bits: int, device: torch.device) -> torch.Tensor:
+    """Return FACTORS on a device, copied there once."""
+    return torch.tensor(FACTORS[bits], device=device)
+
+
 @dataclass(frozen=True)
 class Codes:
     """Rows in codes.
@@ -102,7 +108,7 @@ def best_scales(rows: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.T
     Args:
         largest: float32 [...], scale with which no number of the row saturates.
     """
-    factors = torch.tensor(FACTORS[bits], device=rows.device).view(-1, *[1] * largest.ndim)
+    factors = _factors(bits, rows.device).view(-1, *[1] * largest.ndim)
     scales = (largest * factors).clamp_(LEAST_SCALE, MOST_SCALE).half()
     if len(factors) == 1:
         return scales[0]

@@ -145,13 +145,13 @@ def _overshoot(step: int) -> float:
 
 
 @triton.jit
-def _shares(exps_at, whole_at, numbers, TOKENS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+def _shares(exps_at, whole_at, numbers, tokens, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
     """Load shares of attention [BLOCK, queries of a tile], 0 beyond the tokens and the queries."""
     rows = tl.arange(0, BLOCK)
     real = numbers < QUERIES
     whole = tl.load(whole_at + numbers, mask=real, other=1.0)
     at = exps_at + rows[:, None] * QUERIES + numbers[None, :]
-    return tl.load(at, mask=(rows < TOKENS)[:, None] & real[None, :], other=0.0) / whole[None, :]
+    return tl.load(at, mask=(rows < tokens)[:, None] & real[None, :], other=0.0) / whole[None, :]
 
 
 @triton.jit
@@ -161,19 +161,19 @@ def weights_kernel(
     lost_ptr,
     weights_ptr,
     ridge,
-    TOKENS: tl.constexpr,
+    tokens,
     QUERIES: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
     own = tl.program_id(0).to(tl.int64)
-    exps_at, whole_at = exps_ptr + own * TOKENS * QUERIES, whole_ptr + own * QUERIES
+    exps_at, whole_at = exps_ptr + own * tokens * QUERIES, whole_ptr + own * QUERIES
     rows, tile = tl.arange(0, BLOCK), tl.arange(0, TILE)
     # The matrix of products is too large for registers, so products with it go through the shares each time.
     diagonal, linear = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, QUERIES, TILE):
         numbers = start + tile
-        shares = _shares(exps_at, whole_at, numbers, TOKENS, QUERIES, BLOCK)
+        shares = _shares(exps_at, whole_at, numbers, tokens, QUERIES, BLOCK)
         whole = tl.load(whole_at + numbers, mask=numbers < QUERIES, other=1.0)
         lost = tl.load(lost_ptr + own * QUERIES + numbers, mask=numbers < QUERIES, other=0.0)
         diagonal += tl.sum(shares * shares, axis=1)
@@ -184,7 +184,7 @@ def weights_kernel(
     # No eigenvalue is larger than the largest sum of a row.
     sums = ridge / diagonal
     for start in range(0, QUERIES, TILE):
-        shares = _shares(exps_at, whole_at, start + tile, TOKENS, QUERIES, BLOCK)
+        shares = _shares(exps_at, whole_at, start + tile, tokens, QUERIES, BLOCK)
         sums += tl.sum(shares * tl.sum(shares / unit[:, None], axis=0)[None, :], axis=1) / unit
     step = 1.0 / tl.max(sums, axis=0)
     linear = linear / unit * step
@@ -194,18 +194,18 @@ def weights_kernel(
         product = ahead * (ridge / diagonal)
         if number > 0:
             for start in range(0, QUERIES, TILE):
-                shares = _shares(exps_at, whole_at, start + tile, TOKENS, QUERIES, BLOCK)
+                shares = _shares(exps_at, whole_at, start + tile, tokens, QUERIES, BLOCK)
                 product += tl.sum(shares * tl.sum(shares * (ahead / unit)[:, None], axis=0)[None, :], axis=1) / unit
         moved = ahead - product * step + linear
         moved = tl.minimum(tl.maximum(moved, unit * (_LEAST - 1.0)), unit * (_MOST - 1.0))
         ahead = now + (moved - now) * _overshoot(number)
         now = moved
-    tl.store(weights_ptr + own * TOKENS + rows, 1.0 + now / unit, mask=rows < TOKENS)
+    tl.store(weights_ptr + own * tokens + rows, 1.0 + now / unit, mask=rows < tokens)
 
 
 def weights_tile(tokens: int) -> tuple[int, int]:
     """Return tokens, a power of two, and queries that a CTA of `weights` holds at a time."""
-    block = max(triton.next_power_of_2(tokens), 16)
+    block = max(triton.next_power_of_2(tokens), 256)
     return block, max(min(4096 // block, 32), 1)
 
 
@@ -220,7 +220,7 @@ def weights(exps: torch.Tensor, whole: torch.Tensor, lost: torch.Tensor, ridge: 
         lost,
         found,
         ridge,
-        TOKENS=tokens,
+        tokens,
         QUERIES=queries,
         BLOCK=block,
         TILE=tile,
@@ -235,29 +235,29 @@ def feed_back_kernel(
     factor_ptr,
     codes_ptr,
     errors_ptr,
-    NUMBERS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    count,
+    width,
     BITS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
     HALF: tl.constexpr = 2 ** (BITS - 1)
     own = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
-    inside = (column < WIDTH)[None, :]
+    inside = (column < width)[None, :]
     rows = tl.arange(0, _NUMBERS)
-    factor_at = factor_ptr + own * NUMBERS * NUMBERS
-    errors_at = errors_ptr + own * NUMBERS * WIDTH + column[None, :]
-    for first in range(0, NUMBERS, _NUMBERS):
+    factor_at = factor_ptr + own * count * count
+    errors_at = errors_ptr + own * count * width + column[None, :]
+    for first in range(0, count, _NUMBERS):
         number = first + rows
-        real = number < NUMBERS
+        real = number < count
         mask = real[:, None] & inside
-        at = (own * NUMBERS + number)[:, None] * WIDTH + column[None, :]
+        at = (own * count + number)[:, None] * width + column[None, :]
         units = tl.load(units_ptr + at, mask=mask, other=0.0)
         targets = units
         for before in range(0, first, _NUMBERS):
             earlier = (before + rows)[:, None]
-            factor = tl.load(factor_at + earlier * NUMBERS + number[None, :], mask=real[None, :], other=0.0)
-            errors = tl.load(errors_at + earlier * WIDTH, mask=inside, other=0.0)
+            factor = tl.load(factor_at + earlier * count + number[None, :], mask=real[None, :], other=0.0)
+            errors = tl.load(errors_at + earlier * width, mask=inside, other=0.0)
             targets += tl.dot(tl.trans(factor), errors, input_precision="ieee")
         codes, errors = tl.zeros_like(units), tl.zeros_like(units)
         for step in range(_NUMBERS):
@@ -265,14 +265,12 @@ def feed_back_kernel(
             code = tl.floor(tl.sum(tl.where(this, targets, 0.0), axis=0))
             code = tl.minimum(tl.maximum(code, -HALF), HALF - 1)
             error = tl.sum(tl.where(this, units, 0.0), axis=0) - code - 0.5
-            factor = tl.load(
-                factor_at + (first + step) * NUMBERS + number, mask=real & (first + step < NUMBERS), other=0.0
-            )
+            factor = tl.load(factor_at + (first + step) * count + number, mask=real & (first + step < count), other=0.0)
             targets += factor[:, None] * error[None, :]
             codes = tl.where(this, code[None, :], codes)
             errors = tl.where(this, error[None, :], errors)
         tl.store(codes_ptr + at, codes.to(tl.int8), mask=mask)
-        tl.store(errors_at + number[:, None] * WIDTH, errors, mask=mask)
+        tl.store(errors_at + number[:, None] * width, errors, mask=mask)
         # The next numbers read the errors of other threads.
         tl.debug_barrier()
 
@@ -287,8 +285,8 @@ def feed_back(units: torch.Tensor, factor: torch.Tensor, bits: int) -> torch.Ten
         factor.contiguous(),
         codes,
         errors,
-        NUMBERS=numbers,
-        WIDTH=width,
+        numbers,
+        width,
         BITS=bits,
         BLOCK_W=ROUNDED_COLUMNS,
         num_warps=4,
