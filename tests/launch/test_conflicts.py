@@ -27,6 +27,7 @@ from sgl_ragged.launch.conflicts import (
     MANY_RANKS,
     MIXED,
     NODES,
+    QUALITY,
     SINKS,
     SPLIT,
     STAGES,
@@ -41,7 +42,7 @@ from sgl_ragged.launch.start import ModelStart, Start
 
 RETRIEVAL, HISTORY, WINDOWS, DRAFTS, DISAGGREGATION, HOST_TIER = launch_features()
 
-ASKED = {SPLIT: {"fairkv": "split"}, FLASHINFER: {"kernel": "flashinfer"}}
+ASKED = {SPLIT: {"fairkv": "split"}, FLASHINFER: {"kernel": "flashinfer"}, QUALITY: {"quality": 0.01}}
 OF_FEATURES = {
     HISTORY.case: HistoryFlags(history=1024),
     RETRIEVAL.case: RetrievalFlags(reservoir=1 << 30),

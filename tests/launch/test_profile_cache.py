@@ -286,7 +286,7 @@ def test_what_an_ended_calibration_left_is_handed_to_the_next(llama, calibration
     monkeypatch.setattr(calibration_process, "_run", finish)
     settled(llama, *AUTO)
     (command,) = calibrations
-    assert command[command.index("--resume-from") + 1 : command.index("--ends-with-input")] == left
+    assert command[command.index("--resume-from") + 1 : command.index("--quality-ratios")] == left
     assert command[command.index("--work") + 1] not in left
 
 
@@ -359,7 +359,7 @@ def test_a_cache_that_may_not_be_entered_is_one_line(cache, writing):
     view = SimpleNamespace(model_path="m")
     words = "cannot be written to" if writing else "cannot be read"
     with as_nobody(), pytest.raises(RaggedConfigError, match=rf"{words} \(Permission denied\)") as refused:
-        calibrating.calibrate_if_missing("gate", CachedProfile(KEY.path), options, view, SimpleNamespace())
+        calibrating.calibrate_if_missing("gate", CachedProfile(KEY.path), options, view, SimpleNamespace(), 0.3)
     assert f"set {VARIABLE} to another folder" in str(refused.value)
     assert str(cache) in str(refused.value)
     assert "\n" not in str(refused.value)

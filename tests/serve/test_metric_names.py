@@ -12,12 +12,12 @@ from sgl_ragged.features.disaggregation.meter import SendMeter
 from sgl_ragged.features.history.histories import Histories
 from sgl_ragged.features.host_tier.restoring import Restorer
 from sgl_ragged.features.retrieval.retriever import Retriever
-from sgl_ragged.serve import metrics
+from sgl_ragged.serve import metrics, start_check
 from sgl_ragged.serve.weight_updates import ServedWeights
 
 DOCS = Path(__file__).parents[2] / "docs"
 FEATURES = (SendMeter, Histories, Restorer, Retriever, ServedWeights)
-GAUGES = dict(metrics._GAUGES)
+GAUGES = metrics._GAUGES | {name: text for name, (_, text) in start_check.GAUGES.items()}
 COUNTERS = dict(metrics._COUNTERS)
 for feature in FEATURES:
     GAUGES |= feature.gauges
