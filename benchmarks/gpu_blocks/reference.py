@@ -54,7 +54,7 @@ def rows_of(slab: torch.Tensor, kept: int, head_dim: int, form: SlabFormat) -> t
     """int32 [n, words]: the bits of each of the rows in a head's part of a slab."""
     if form.quantised:
         rows = QuantisedRows.of(slab, kept, head_dim, form)
-        return torch.cat([rows.keys, rows.values, rows.scales.view(torch.uint8)], dim=1).view(torch.int32)
+        return torch.cat([*rows.keys, *rows.values, rows.scales.view(torch.uint8)], dim=1).view(torch.int32)
     return _bits(*slab.view(2, kept, head_dim))
 
 

@@ -86,7 +86,8 @@ def test_no_answer_lacks_a_token(servers, tmp_path, flags):
 def test_the_smallest_pool_answers(servers, tmp_path):
     """A prompt of a page and an answer of nearly one. With a page less no prompt would be answered: it is refused."""
     least = (1 + 1 + 2 * 4) * 64
-    common = ("--dtype", "float32", "--skip-tokenizer-init", *RAGGED)
+    flags = ("--kv-pool", "ragged", "--ragged-ratio", "0.3", "--ragged-segment", "64")
+    common = ("--dtype", "float32", "--skip-tokenizer-init", *flags)
     with servers.serve(MODEL, *common, "--max-total-tokens", str(least), log=tmp_path / "log", env=STRICT) as server:
         pages = OpenPages(64, server_settings(server)["open_page_tokens"])
         assert pages.most == 4

@@ -60,11 +60,11 @@ def flags(form: str, *more: str) -> list[str]:
 
 
 def close(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
-    """Where chunks or batches move the last bit of a key, a code may move by one."""
+    """Where chunks or batches move the last bit of a key, a code, a row's scale or its centring may be the next one."""
     assert [one.tokens for one in found] == [one.tokens for one in expected]
     pairs = zip(found, expected, strict=True)
     difference = np.abs(np.concatenate([one.output_logprobs - other.output_logprobs for one, other in pairs]))
-    assert (difference < 1e-4).mean() >= 0.99
+    assert (difference < 1e-4).mean() >= 0.97
     assert difference.max() < 1e-2
 
 
