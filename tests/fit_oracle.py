@@ -48,7 +48,7 @@ def weights(shares: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is kept of a segment: keys before they are rounded, values, and by what their errors are fed back.
+    """Kept rows of a segment: keys before they are rounded, values, and the matrices by which errors are fed back.
 
     asked: [d, d], second moments of queries. gram: [n, n], of the kept rows' weights; None if nothing was corrected.
     """

@@ -171,7 +171,7 @@ def test_another_release_with_equal_functions_starts_with_one_warning(monkeypatc
 
 
 def test_other_sources_are_named_in_the_warning(monkeypatch, tmp_path, warned):
-    """Those of a feature only where a server has it."""
+    """Functions of a feature are compared only for a server that has it."""
     model = make_llama(tmp_path / "model")
     pretend(monkeypatch, "0.5.24")
     for target in (EVICT, LEFT_WINDOWS):

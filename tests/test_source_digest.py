@@ -61,7 +61,7 @@ def test_a_method_with_a_string_of_several_lines():
 
 
 def test_the_digest_is_the_same_in_all_versions_of_python():
-    """Of one function, taken with Python 3.11: what another version writes otherwise fails here."""
+    """Digest of one function, taken with Python 3.11. Another version must give the same."""
     assert digest_of(FUNCTION) == "4d4a46fdc3bdb76c"
 
 

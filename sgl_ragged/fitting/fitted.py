@@ -19,9 +19,10 @@ from sgl_ragged.fitting.attention_matching import (
     corrections,
 )
 from sgl_ragged.fitting.references import References
+from sgl_ragged.mem_pool.corrected import CodedHeads, CorrectedRows, Rows
 from sgl_ragged.mem_pool.kv_dtype import movable
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
-from sgl_ragged.mem_pool.slab_store import CodedHeads, CorrectedRows, Rows, SlabStore
+from sgl_ragged.mem_pool.slab_store import SlabStore
 from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
 

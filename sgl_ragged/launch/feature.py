@@ -15,7 +15,7 @@ from sgl_ragged.mem_pool.sizing import PoolSizes
 from sgl_ragged.sglang_contract import CONTROLLER, SERVING, START_CHECK, Functions
 
 EVERY_SERVER = "every server"
-"""What needs the functions of `SERVING`."""
+"""Name of the part that needs the functions of `SERVING`."""
 
 REFUSED = "the server does not start"
 STAYS_WIDE = "`auto` stays `wide`; a format that was asked for is refused"

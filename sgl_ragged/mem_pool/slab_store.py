@@ -9,46 +9,18 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
 
+from sgl_ragged.mem_pool.corrected import CodedHeads, CorrectedRows, Rows
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, movable, to_fp8
 from sgl_ragged.mem_pool.layout import Band, SlabLayout
 from sgl_ragged.mem_pool.open_pages import OpenPages
-from sgl_ragged.mem_pool.quantise import QuantisedRows, RowCodes, stored_rows
+from sgl_ragged.mem_pool.quantise import QuantisedRows, stored_rows
 from sgl_ragged.mem_pool.segments import Finished, InChunk, InTails, Sealed
 from sgl_ragged.mem_pool.tails import Tails, token_bytes
 from sgl_ragged.scorers import Scorer, SegmentData, keep_positions, rank_positions
-
-Rows = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [segments, heads, S, head_dim], as the cache holds them, FP8 as bytes."""
-
-
-@dataclass(frozen=True)
-class CorrectedRows:
-    """Rows of segments with corrections.
-
-    rows: keys and values of whole segments.
-    parts: by number of a band, what slabs store of its heads, uint8 [segments, heads of band, part bytes], where rows
-        were corrected in codes.
-    """
-
-    rows: Rows
-    parts: Mapping[int, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class CodedHeads:
-    """Corrected heads in codes.
-
-    heads: int64 [heads], numbers of the heads among those that are sealed together.
-    codes: [segments, heads, rows, d], rows that each head keeps on all ranks, followed by undefined ones.
-    """
-
-    heads: torch.Tensor
-    codes: RowCodes
 
 
 class Corrector(Protocol):

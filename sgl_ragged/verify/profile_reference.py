@@ -16,7 +16,7 @@ NO_REFERENCE = "has no reference for sgl-ragged verify: calibrate again to recor
 
 
 class ProfileReference:
-    """What calibration recorded of the uncompressed model.
+    """Recorded predictions of the uncompressed model, read from a profile.
 
     Args:
         segment: tokens per segment of the profile.

@@ -105,7 +105,7 @@ def test_edges_are_bounded():
 
 
 def test_a_row_that_is_nearer_to_zero_stays_uncentred():
-    """As the first token of a sequence is; it does not count for the others' moments, nor do they spoil its codes."""
+    """A row near zero, like a first token, is left out of the moments of the others, and keeps precise codes."""
     form = FORMATS["k4v4"]
     generator = torch.Generator().manual_seed(4)
     others = torch.randn(63, 16, generator=generator) + 20 * torch.randn(16, generator=generator)

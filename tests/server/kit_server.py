@@ -1,4 +1,4 @@
-"""What SGLang's test kits (`sglang.test.kits`) read of the class that they are mixed into, for servers of ours."""
+"""Attributes that SGLang's test kits (`sglang.test.kits`) need on a test class, for servers of this suite."""
 
 from __future__ import annotations
 

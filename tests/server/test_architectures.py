@@ -25,7 +25,7 @@ SEGMENT, NEW = 32, 24
 PROMPT = np.random.default_rng(5).integers(16, 512, 5 * SEGMENT + 7).tolist()
 
 ALWAYS = ("qwen3_moe", "glm4")
-"""Those that differ most: experts and norms of queries and keys; half of a key rotated, in pairs, with biases. Models
+"""Models that differ most: experts and norms of queries and keys; half of a key rotated, in pairs, with biases. Models
 with windows, and with M-RoPE, have tests of their own. The others run in `make architectures`."""
 
 

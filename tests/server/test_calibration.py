@@ -130,7 +130,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
 
 @torch.no_grad()
 def check_reference(model: Path, profile: Profile) -> None:
-    """What was recorded for the held-out texts is what transformers' model predicts."""
+    """The recorded reference equals the predictions of transformers' model."""
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert {text.name for text in profile.reference} == set(BUILT_IN)
     for text in profile.reference:

@@ -1,4 +1,4 @@
-"""What is measured: returns of conversations, by the tier that they are on."""
+"""Measured stages: returns of conversations, by the tier that they are on."""
 
 from __future__ import annotations
 

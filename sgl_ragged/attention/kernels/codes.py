@@ -182,7 +182,7 @@ def float16_of(bits):
 
 @triton.jit
 def _byte_of(WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Of each dimension in the first halves of blocks: its byte in a row of a plane, and its place in the byte."""
+    """Return the byte in a row of a plane and the place in it, for dimensions in the first halves of blocks."""
     HALF: tl.constexpr = rotation_width(HEAD_DIM) // 2
     BYTES: tl.constexpr = rotation_width(HEAD_DIM) * WIDTH // 8
     dims = tl.arange(0, columns(HEAD_DIM // 2))
@@ -253,7 +253,7 @@ def accumulate_codes(
     PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """As `primitives.accumulate`, of values in codes: the new (best, total, output, other).
+    """Accumulate values in codes like `primitives.accumulate`; return the new (best, total, output, other).
 
     Logits are to base 2, and -inf where there is no row; every query has one. `packed` and `second` are the bytes of
     both planes, of 8 bits the codes. Of less than 8 bits, `output` and `other` are the dimensions of the first and of

@@ -9,8 +9,8 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.codes import store_row_codes
 from sgl_ragged.attention.kernels.primitives import cells, columns
 from sgl_ragged.attention.kernels.row_moments import moments_at, scales_at
+from sgl_ragged.mem_pool.corrected import CodedHeads
 from sgl_ragged.mem_pool.slab_format import SlabFormat
-from sgl_ragged.mem_pool.slab_store import CodedHeads
 
 ROWS = 16
 """Rows that one CTA writes."""
