@@ -58,6 +58,15 @@ class EngineServer(Server):
         return self._engine.generate(**{name: value for name, value in body.items() if name != "extra_key"})
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a model that SGLang's engine loads."""
+    add = parser.add_argument
+    add("--model", required=True, help="model path, as for the server")
+    add("--dtype", default="auto", help="as for the server [auto]")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, as for the server [1]")
+    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for SGLang's engine")
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to the front end."""
     parser = commands.add_parser(
@@ -67,11 +76,8 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("profile", type=Path, metavar="PROFILE", help="a profile with a reference; it is replaced")
-    add("--model", required=True, help="model path, as for the server")
     add("--ratios", nargs="+", type=float, default=RATIOS, metavar="R", help=f"[{' '.join(map(str, RATIOS))}]")
-    add("--dtype", default="auto", help="as for the server [auto]")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, as for the server [1]")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for SGLang's engine")
+    add_model_flags(parser)
     add("--plot", type=Path, metavar="FILE", help="draw KL by ratio, .png or .svg")
     add("--json", action="store_true", help="print the rows as JSON")
     parser.set_defaults(run=run)

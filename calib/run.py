@@ -36,7 +36,7 @@ from calib.measure import (
     value_mean,
 )
 from calib.progress import Bars, PlainLines, show_progress
-from calib.quality import ServedModel, measure_quality
+from calib.quality import ServedModel, add_model_flags, measure_quality
 from calib.recordings_folder import Settings, claim
 from calib.reference import Texts, held_out_texts, record_reference
 from calib.roles import TAU_SIM, TAU_STABLE, head_statistics
@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
         description="Runs sample contexts through SGLang and writes a profile of head budgets.",
     )
     add = parser.add_argument
-    add("--model", required=True, help="model path, as for the server")
+    add_model_flags(parser)
     add("--scorer", nargs="+", default=["gate"], metavar="NAME", help=f"{', '.join(scorer_names())} [gate]")
     add("--scorer-weights", metavar="FILE", help="gate weights, for scorers that need them")
     add("--ratio", type=float, default=0.3, help="kept / full KV bytes, for the reported budgets [0.3]")
@@ -94,10 +94,7 @@ def add_parser(commands: Any) -> None:
     add("--trust-remote-code", action="store_true", help="as for the server")
     add("--tokenizer-path", metavar="PATH", help="as for the server [that of the model]")
     add("--revision", help="as for the server")
-    add("--engine-args", type=json.loads, default={}, metavar="JSON", help="further arguments for SGLang's engine")
     add("--seed", type=int, default=0, help="seed of the built-in samples [0]")
-    add("--dtype", default="auto", help="as for the server [auto]")
-    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks, as for the server [1]")
     add("--work", type=Path, help="folder of recordings, to resume from [OUTPUT.recordings]")
     add(
         "--resume-from",

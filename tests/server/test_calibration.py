@@ -96,8 +96,12 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
         again = servers.run([*command, "--json"], timeout=400)
         assert again.returncode == 0, again.stderr[-3000:]
         assert json.loads(again.stdout) == list(reports.values())
-    plain = servers.run([*command, "--error-samples", "0"], timeout=400)
+    plain = servers.run([*command, "--error-samples", "0", "--quality-ratios", str(RATIO)], timeout=400)
     assert plain.returncode == 0, plain.stderr[-3000:]
+    for scorer in reports:
+        (measured,) = load_profile(tmp_path / f"{scorer}.safetensors").quality
+        assert (measured.ratio, set(measured.kl_by_text)) == (RATIO, set(BUILT_IN))
+        assert measured.kl > 0
     curves = error_curves(output_errors(model, samples, work, profile), SEGMENT)
     expected = weighed(load_profile(tmp_path / "keydiff.safetensors").coverage, curves)
     np.testing.assert_allclose(profile.coverage, expected, rtol=0.02, atol=1e-5)
