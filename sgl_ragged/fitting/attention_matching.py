@@ -30,7 +30,8 @@ MASS_RIDGE, VALUE_RIDGE = 1e-6, 1e-5
 """Ridges per query, in squared shares of attention, that hold weights near 1 and values near the original ones."""
 
 MOST_KEPT = 3 / 4
-"""Maximum kept share of a segment for a fit. Heads that keep more drop little and are not fitted."""
+"""Maximum kept share of a segment for a fit in wide slabs, where heads that keep more lose little. In codes all heads
+are fitted, since what rounding loses is made good, too."""
 
 MOST_GROWTH = 4.0
 """Maximum size of fitted values, relative to the largest kept one; beyond it the head is not corrected."""
@@ -222,7 +223,12 @@ def _correct(
     regression = _ridge_regression(error, _gather_rows(new_exps, order), VALUE_RIDGE * references.count)
     back = order.argsort(dim=-1)
 
-    improves = (_squares(regression.residual) < _squares(uncorrected_error)) & (regression.failed == 0)
+    loss = _squares(uncorrected_error)
+    if form.quantised:
+        # Without corrections keys are rounded all the same.
+        loss = torch.maximum(loss, _squares(error))
+    solved = regression.failed == 0
+    improves = (_squares(regression.residual) < loss) & solved
     fitted_values = kept_values + _gather_rows(regression.solution.transpose(2, 3), back)
     held = fitted_values if kept.own is None else fitted_values * kept.own
     improves &= held.abs().amax(dim=(2, 3)) <= MOST_GROWTH * held_values.abs().amax(dim=(2, 3))
@@ -234,7 +240,7 @@ def _correct(
         plain = round_keys(kept_keys, kept.own, asked, form, steps.feed_back)
         key_codes = _choose_keys(improves, key_codes, plain)
     in_order = _gather_rows(new_values, order)
-    values_in_order = round_values(in_order, regression.factor, improves, form.value_bits, steps.feed_back)
+    values_in_order = round_values(in_order, regression.factor, solved, form.value_bits, steps.feed_back)
     value_codes = Codes(
         _gather_rows(values_in_order.codes, back), _gather_rows(values_in_order.scales[..., None], back)[..., 0]
     )

@@ -61,7 +61,8 @@ def is_fitted(layout: SlabLayout, band: Band) -> bool:
     """Return whether the heads of a band are fitted."""
     # Centred formats need the moments of all kept rows, and a rank does not have other ranks' parts of a head.
     divided = band.partial and layout.form.centred
-    return band.kept > 0 and band.total <= MOST_KEPT * layout.segment and not divided
+    most = 1.0 if layout.form.quantised else MOST_KEPT
+    return band.kept > 0 and band.total <= most * layout.segment and not divided
 
 
 def _kept_counts(layout: SlabLayout, chosen: Sequence[tuple[int, int]], device: torch.device) -> Kept:

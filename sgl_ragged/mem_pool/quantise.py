@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sgl_ragged.mem_pool import compiled
 from sgl_ragged.mem_pool.row_moments import centred, row_moments
 from sgl_ragged.mem_pool.slab_format import LEAST_SCALE, MOST_SCALE, PLANES, SCALE_BYTES, SlabFormat
 
@@ -112,10 +113,31 @@ def best_scales(rows: torch.Tensor, largest: torch.Tensor, bits: int) -> torch.T
     scales = (largest * factors).clamp_(LEAST_SCALE, MOST_SCALE).half()
     if len(factors) == 1:
         return scales[0]
+    steps = factors * factors * ERROR_STEPS
+    best = (compiled_choice if rows.device.type == "cpu" else choice)(rows, scales, steps, bits)
+    return scales.gather(0, best[None])[0]
+
+
+def choice(rows: torch.Tensor, scales: torch.Tensor, steps: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the numbers, int64 [...], of the scales with the least squared errors, the first of equals.
+
+    Args:
+        rows: float32 [..., d].
+        scales: float16 [candidates, ...].
+        steps: float32 [candidates, ...], steps of a squared error in units of the scale.
+    """
     units = rows / scales.float()[..., None]
     errors = units.sub_(_levels(units, bits)).sub_(0.5).square_()
-    errors.mul_((factors * factors * ERROR_STEPS)[..., None]).nan_to_num_(0.0).clamp_(max=MOST_STEPS).trunc_()
-    return scales.gather(0, errors.sum(dim=-1).argmin(dim=0, keepdim=True))[0]
+    errors.mul_(steps[..., None]).nan_to_num_(0.0).clamp_(max=MOST_STEPS).trunc_()
+    return errors.sum(dim=-1).argmin(dim=0)
+
+
+def compiled_choice(rows: torch.Tensor, scales: torch.Tensor, steps: torch.Tensor, bits: int) -> torch.Tensor:
+    """Compute `choice` on CPUs in one pass."""
+    best = torch.empty(scales.shape[1:], dtype=torch.int64)
+    flat = rows.reshape(-1, rows.shape[-1]).contiguous(), scales.view(len(steps), -1).float(), steps.view(-1)
+    compiled.best_of_scales(*(x.numpy() for x in flat), bits, MOST_STEPS, best.view(-1).numpy())
+    return best
 
 
 def packed(codes: torch.Tensor, bits: int) -> list[torch.Tensor]:
