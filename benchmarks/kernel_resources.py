@@ -41,7 +41,6 @@ from sgl_ragged.attention.kernels import (
     tiles,
     write_codes,
 )
-from sgl_ragged.fitting.attention_matching import MOST_KEPT
 from sgl_ragged.mem_pool import slab_format
 
 ARCHITECTURES = (80, 90, 100)
@@ -292,7 +291,7 @@ def _fit_builds() -> Iterator[Build]:
         given = {"ridge": "fp32"} | others
         return {name: given.get(name, "*fp32" if name.endswith("_ptr") else "i32") for name in names}
 
-    tokens = int(MOST_KEPT * SEGMENT)
+    tokens = SEGMENT
     block, tile = fit.weights_tile(tokens)
     weighed = {"QUERIES": CODED_QUERIES, "BLOCK": block, "TILE": tile}
     of_codes = types(fit.feed_back_kernel, codes_ptr="*i8")

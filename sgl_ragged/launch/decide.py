@@ -201,7 +201,7 @@ def choose_share(start: ModelStart) -> Share:
     options, reason = start.options, against(CODES, start)
     ratio = options.ratio if options.quality is None else ratio_by_quality(start, options.quality)
     head_dim, itemsize = start.geometry.head_dim, start.kv_dtype.itemsize
-    share = settle_share(options.slab_dtype, ratio, head_dim, itemsize, options.segment, reason is None)
+    share = settle_share(options.slab_dtype, ratio, head_dim, itemsize, reason is None)
     if share.form.quantised and reason is not None:
         raise RaggedConfigError(
             f"--ragged-slab-dtype {share.form.name} is not available here: {reason.why}; {reason.advice}"

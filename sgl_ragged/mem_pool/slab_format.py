@@ -99,16 +99,20 @@ class SlabFormat:
         part = self.part_elems(kept, head_dim) * self.itemsize(cache_itemsize)
         return part / (kept * 2 * head_dim * cache_itemsize)
 
-    def check_head_dim(self, head_dim: int) -> None:
-        """Raise RaggedConfigError for heads whose rows this format cannot lay out in whole bytes."""
+    @property
+    def divisor(self) -> int:
+        """Number that head dimensions must be a multiple of."""
         if not self.quantised:
-            return
+            return 1
         # Parts of heads begin at multiples of 16 bytes, and kept rows come in sixteens.
         narrowest = min(*PLANES[self.key_bits], *PLANES[self.value_bits])
-        divisor = max(8 // narrowest, 4 if self.centred else 2)
-        if head_dim % divisor:
+        return max(8 // narrowest, 4 if self.centred else 2)
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raise RaggedConfigError for heads whose rows this format cannot lay out in whole bytes."""
+        if head_dim % self.divisor:
             raise RaggedConfigError(
-                f"--ragged-slab-dtype {self.name} needs a head dimension that {divisor} divides, not {head_dim}; "
+                f"--ragged-slab-dtype {self.name} needs a head dimension that {self.divisor} divides, not {head_dim}; "
                 "use wide"
             )
 
@@ -129,17 +133,9 @@ AUTO = "auto"
 ASKED = (AUTO, *FORMATS)
 """Values of --ragged-slab-dtype."""
 
-EIGHT_BIT_TOKENS = 0.75
-"""The least share of the tokens that `auto` keeps in eight bits. Where they hold fewer, values take four: measured on
-SmolLM2-135M, eight bits lose less at .78 of the tokens and more at .58 (docs/slab-formats.md)."""
-
-SIX_BIT_TOKENS = 0.6
-"""Share of the tokens in K8V4 below which `auto` gives keys six bits: measured on the same model,
-eight bits lose less where K8V4 holds .77, six where it holds .51 and less."""
-
-FOUR_BIT_TOKENS = 0.25
-"""Share of the tokens in K8V4 below which `auto` gives keys four bits, which lose less where it holds
-.13."""
+BY_BITS = ((7.5, "int8"), (4.0, "k6v6"), (2.8, "k5v4"), (1.4, "k4v4"), (1.0, "k4v3"), (0.0, "k3v3"))
+"""What `auto` chooses: least bits that the ratio gives to each number of an uncompressed cache, and the format. Widest
+first; each lost least at the ratios around it (docs/slab-formats.md)."""
 
 CODED_RATIO, WIDE_RATIO = 0.3, 0.5
 """Defaults of --ragged-ratio by format, since codes lose less of three tenths of the bytes than wide
@@ -154,13 +150,10 @@ class Share:
     form: SlabFormat
 
 
-def settle_share(
-    asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, segment: int, readable: bool = True
-) -> Share:
+def settle_share(asked: str, ratio: float | None, head_dim: int, cache_itemsize: int, readable: bool = True) -> Share:
     """Return share and format for --ragged-slab-dtype and --ragged-ratio; ratio: None if it was not given.
 
-    `auto` is wide at ratio 1, where exactness is promised; else eight bits where most tokens fit in them, else eight
-    for keys and four for values, and six or four for keys where few tokens fit in those.
+    `auto` is wide at ratio 1, where exactness is promised, else the first of BY_BITS whose bits the ratio gives.
 
     Args:
         readable: whether what serves can read codes; else `auto` is `wide`.
@@ -177,10 +170,6 @@ def settle_share(
         return Share(ratio, FORMATS[asked])
     if wide or ratio == 1 or head_dim % 2:
         return Share(ratio, WIDE)
-    sizes = (ratio, head_dim, cache_itemsize, segment)
-    if INT8.token_share(*sizes) >= EIGHT_BIT_TOKENS:
-        return Share(ratio, INT8)
-    tokens = BY_WIDTHS[8, 4].token_share(*sizes)
-    if tokens >= SIX_BIT_TOKENS or head_dim % 4:
-        return Share(ratio, BY_WIDTHS[8, 4])
-    return Share(ratio, BY_WIDTHS[6 if tokens >= FOUR_BIT_TOKENS else 4, 4])
+    name = next(name for least, name in BY_BITS if ratio * 8 * cache_itemsize >= least)
+    form = FORMATS[name]
+    return Share(ratio, BY_WIDTHS[8, 4] if head_dim % form.divisor else form)

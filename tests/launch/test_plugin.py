@@ -71,7 +71,7 @@ def test_one_flag_is_enough(llama):
     options, view = getattr(args, ATTRIBUTE), resolving_view(args)
     plan = options.plan
     assert (plan.ratio, plan.segment, plan.scorer, plan.kernel) == (0.3, 256, "keydiff", "torch")
-    assert plan.form.name == "k8v4"
+    assert plan.form.name == "k6v6"
     assert (view.page_size, view.attention_backend) == (256, "ragged")
 
 
@@ -133,7 +133,7 @@ CHAINS = ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-bread
             (*WIDE, "--ragged-ratio", "0.3", "--ragged-segment", "32"),
             "a ratio of 0.5; use that ratio, or segments of 64",
         ),
-        (("--ragged-ratio", "0.001"), "a ratio of 0.0206; use that ratio, or segments of 8192 tokens"),
+        (("--ragged-ratio", "0.001"), "a ratio of 0.0167; use that ratio, or segments of 8192 tokens"),
         (("--ragged-scorer", "best"), "known: expected_attention, fastkvzip, gate, h2o, key_norm, keydiff"),
         (("--ragged-scorer", "fastkvzip"), "pass --ragged-scorer-weights FILE"),
         (("--ragged-scorer", "expected_attention"), "python -m calib run --scorer expected_attention"),

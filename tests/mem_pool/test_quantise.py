@@ -161,25 +161,23 @@ def test_layouts_of_codes_are_counted_in_bytes():
 
 def test_formats_by_name_and_by_ratio():
     with pytest.raises(RaggedConfigError, match="'int3'; known: auto, wide, int8, k8v6, k8v5, k8v4"):
-        settle_share("int3", 0.5, 128, 2, 256)
+        settle_share("int3", 0.5, 128, 2)
     for name, form in FORMATS.items():
-        assert settle_share(name, 0.3, 128, 2, 256) == Share(0.3, form)
-    chosen = {
-        ratio: settle_share("auto", ratio, 128, 2, 256).form for ratio in (1, 0.9, 0.4, 0.38, 0.24, 0.2, 0.1, 0.09)
-    }
-    assert chosen == {1: WIDE, 0.9: INT8, 0.4: INT8, 0.38: K8V4, 0.24: K8V4, 0.2: K6V4, 0.1: K6V4, 0.09: K4V4}
-    # Eight bits are a quarter of 32.
-    assert settle_share("auto", 0.3, 128, 4, 256).form is INT8
-    assert settle_share("auto", 0.3, 128, 2, 256, readable=False).form is WIDE
-    assert settle_share("auto", 0.3, 7, 2, 256).form is WIDE
-    assert settle_share("auto", 0.05, 6, 2, 256).form is K8V4
-    # Nobody said a ratio.
-    assert settle_share("auto", None, 128, 2, 256) == settle_share("k8v4", None, 128, 2, 256) == Share(0.3, K8V4)
-    assert (
-        settle_share("wide", None, 128, 2, 256)
-        == settle_share("auto", None, 128, 1, 256, readable=False)
-        == Share(0.5, WIDE)
-    )
+        assert settle_share(name, 0.3, 128, 2) == Share(0.3, form)
+    ratios = (1, 0.9, 0.47, 0.46, 0.3, 0.25, 0.2, 0.15, 0.1, 0.075, 0.05)
+    chosen = {ratio: settle_share("auto", ratio, 128, 2).form.name for ratio in ratios}
+    names = ["wide", *["int8"] * 2, *["k6v6"] * 3, "k5v4", *["k4v4"] * 2, "k4v3", "k3v3"]
+    assert chosen == dict(zip(ratios, names, strict=True))
+    # Of 32 bits the same bytes are half the ratio.
+    assert settle_share("auto", 0.15, 128, 4).form.name == "k6v6"
+    assert settle_share("auto", 0.3, 128, 2, readable=False).form is WIDE
+    assert settle_share("auto", 0.3, 7, 2).form is WIDE
+    assert settle_share("auto", 0.05, 6, 2).form is settle_share("auto", 0.3, 6, 2).form is K8V4
+    assert settle_share("auto", 0.2, 12, 2).form is K8V4
+    # Without a ratio.
+    assert settle_share("auto", None, 128, 2) == Share(0.3, FORMATS["k6v6"])
+    assert settle_share("k8v4", None, 128, 2) == Share(0.3, K8V4)
+    assert settle_share("wide", None, 128, 2) == settle_share("auto", None, 128, 1, readable=False) == Share(0.5, WIDE)
 
 
 @pytest.mark.parametrize("form", QUANTISED, ids=lambda one: one.name)

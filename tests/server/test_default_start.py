@@ -34,7 +34,7 @@ def test_a_cached_profile_is_served_and_layout_says_the_same(servers, tmp_path, 
     env = {VARIABLE: str(tmp_path / "cache")}
     with servers.serve(MODEL, *flags, log=tmp_path / "server.log", env=env) as server:
         settings = server_settings(server)
-    assert (settings["scorer"], settings["fitted"], settings["slab_dtype"]) == ("gate", True, "k8v4")
+    assert (settings["scorer"], settings["fitted"], settings["slab_dtype"]) == ("gate", True, "k6v6")
     assert Path(settings["profile"]).parent == tmp_path / "cache"
     assert settings["profile_source"].startswith(f"budgets from profile {settings['profile']}")
 

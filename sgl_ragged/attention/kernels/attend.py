@@ -11,7 +11,7 @@ import triton.language as tl
 from sgl_ragged.attention.kernels.codes import (
     accumulate_codes,
     float16_of,
-    joined,
+    halves,
     levels,
     load_planes,
     outputs_of,
@@ -250,6 +250,10 @@ def attend_centred(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BYTE_COLUMNS], tl.float32)
     other = tl.zeros([BLOCK_M, BYTE_COLUMNS], tl.float32)
+    # Queries as a segment's keys are stored, first and second halves of blocks, and their products with its mean.
+    first = tl.zeros([BLOCK_M, BYTE_COLUMNS], query.dtype)
+    second = tl.zeros([BLOCK_M, BYTE_COLUMNS], query.dtype)
+    bias = tl.zeros([BLOCK_M], tl.float32)
     key_at = tl.load(key_blocks_at) * 16
     value_at = kept * (HEAD_DIM * KEY_BITS // 8)
     scale_at = value_at + kept * (HEAD_DIM * VALUE_BITS // 8)
@@ -276,13 +280,17 @@ def attend_centred(
         following = tile + 1
         slot = tl.load(slots_at + following // per_segment, mask=following < end_tile, other=0)
 
-        low, high = levels(key_bytes, more_key_bytes, tl.float32, KEY_BITS, HEAD_DIM)
-        codes = joined(low, high, BLOCK_N, HEAD_DIM)
+        if (tile == first_tile) | (tile == segment * per_segment):
+            wide = query.to(tl.float32)
+            turned = rotated(wide * spread[None, :], BLOCK_M, HEAD_DIM).to(query.dtype)
+            first, second = halves(turned, BLOCK_M, HEAD_DIM)
+            bias = tl.sum(wide * mean[None, :], axis=1) * scale2
+        low, high = levels(key_bytes, more_key_bytes, query.dtype, KEY_BITS, HEAD_DIM)
+        logits = tl.dot(first, tl.trans(low), input_precision=PRECISION)
+        logits += tl.dot(second, tl.trans(high), input_precision=PRECISION)
         # Negative where the mean was not subtracted.
-        scale = float16_of(scales & 0xFFFF)[:, None]
-        keys = rotated(codes, BLOCK_N, HEAD_DIM) * tl.abs(scale)
-        keys = (keys * spread[None, :] + tl.where(scale > 0, mean[None, :], 0.0)).to(query.dtype)
-        logits = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scale2
+        scale = float16_of(scales & 0xFFFF)[None, :]
+        logits = logits * (tl.abs(scale) * scale2) + tl.where(scale > 0, bias[:, None], 0.0)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         best, total, output, other = accumulate_codes(
             logits,

@@ -227,15 +227,32 @@ def _unfolded(loaded, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
         return shifted & (2**WIDTH - 1), (shifted >> 4) & (2**WIDTH - 1)
 
 
+@triton.constexpr_function
+def half_numbers(dtype: tl.dtype) -> tuple[int, int] | None:
+    """Return the bits of 64 in a dtype of 16 bits, and those of 1/2 between 64 and 128; None for other dtypes."""
+    return {tl.bfloat16: (0x4280, 0x01), tl.float16: (0x5400, 0x08)}.get(dtype)
+
+
+@triton.jit
+def _level(code, dtype: tl.constexpr, BITS: tl.constexpr):
+    """Codes plus 1/2 as numbers, which are exact, for codes uint8 plus 2^(BITS - 1)."""
+    if half_numbers(dtype) is None:
+        return code.to(dtype) - (2**BITS - 1) / 2
+    else:
+        # A code is the last bits of a number between 64 and 128: that takes half as long as a conversion.
+        WHOLE: tl.constexpr = 2 * half_numbers(dtype)[1]
+        numbers = code.to(tl.uint16) * WHOLE | (half_numbers(dtype)[0] | half_numbers(dtype)[1])
+        return numbers.to(dtype, bitcast=True) - (64.0 + 2 ** (BITS - 1))
+
+
 @triton.jit
 def levels(first, second, dtype: tl.constexpr, BITS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Codes plus 1/2 of the first and second halves of blocks, from `load_planes`. They are exact in every dtype."""
-    MIDDLE: tl.constexpr = (2**BITS - 1) / 2
+    """Codes plus 1/2 of the first and second halves of blocks, from `load_planes`."""
     low, high = _unfolded(first, plane(BITS, 0), HEAD_DIM)
     if plane(BITS, 1) > 0:
         more_low, more_high = _unfolded(second, plane(BITS, 1), HEAD_DIM)
         low, high = low | (more_low << plane(BITS, 0)), high | (more_high << plane(BITS, 0))
-    return low.to(dtype) - MIDDLE, high.to(dtype) - MIDDLE
+    return _level(low, dtype, BITS), _level(high, dtype, BITS)
 
 
 @triton.jit
