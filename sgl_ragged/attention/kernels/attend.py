@@ -288,9 +288,9 @@ def attend_centred(
         low, high = levels(key_bytes, more_key_bytes, query.dtype, KEY_BITS, HEAD_DIM)
         logits = tl.dot(first, tl.trans(low), input_precision=PRECISION)
         logits += tl.dot(second, tl.trans(high), input_precision=PRECISION)
-        # Negative where the mean was not subtracted.
-        scale = float16_of(scales & 0xFFFF)[None, :]
-        logits = logits * (tl.abs(scale) * scale2) + tl.where(scale > 0, bias[:, None], 0.0)
+        # The sign says where the mean was not subtracted.
+        logits *= (float16_of(scales & 0x7FFF) * scale2)[None, :]
+        logits += tl.where(((scales & 0x8000) == 0)[None, :], bias[:, None], 0.0)
         logits = tl.where(valid[None, :], logits, float("-inf"))
         best, total, output, other = accumulate_codes(
             logits,
