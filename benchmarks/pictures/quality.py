@@ -10,12 +10,18 @@ from typing import Any
 
 from benchmarks.pictures.chart import Axes, Scale, log_scale, ticks
 from benchmarks.pictures.svg import Drawing
+from sgl_ragged.mem_pool.slab_format import AUTO as AUTO_FORMAT
+from sgl_ragged.mem_pool.slab_format import settle_share
 
 RESULTS = "benchmarks/results"
+AUTO = "quality-auto-smollm2-135m-cpu.json"
 FITTED = "quality-weighed-smollm2-135m-cpu.json"
 CHOICE = "quality-smollm2-135m-cpu.json"
 WIDTHS = "quality-slab-widths-smollm2-135m-cpu.json"
 ASKED = 96
+HEAD_DIM = 64
+"""The model's."""
+
 SHARES = (0.3, 0.2)
 """Shares of the bytes at which methods are compared: filled and hollow markers."""
 
@@ -28,7 +34,7 @@ Entries = list[dict[str, Any]]
 
 def draw(root: Path) -> str:
     """Return the picture."""
-    results = {name: _entries(root / RESULTS / name) for name in (FITTED, CHOICE, WIDTHS)}
+    results = {name: _entries(root / RESULTS / name) for name in (AUTO, FITTED, CHOICE, WIDTHS)}
     methods = _methods(results)
     height = max(400, 96 + 21 * len(methods))
     drawing = Drawing(
@@ -54,15 +60,21 @@ def _served(entries: Entries, **wanted: object) -> Entries:
     return [one for one in served if wanted.items() <= one["configuration"].items()]
 
 
+def _as_chosen(entries: Entries) -> Entries:
+    """Return fitted servers whose slab format is what `auto` chooses at their ratio, of 16-bit caches."""
+    fitted = _served(entries, fit="auto")
+    chosen = [settle_share(AUTO_FORMAT, row["configuration"]["ratio"], HEAD_DIM, 2).form.name for row in fitted]
+    return [row for row, name in zip(fitted, chosen, strict=True) if row["configuration"]["slabs"] == name]
+
+
 def _curve(rows: Entries, scale: float = 1) -> Points:
     """Return KL by share of the bytes of a 16-bit cache, in order."""
     return sorted((row["configuration"]["ratio"] * scale, mean(row["texts"]["kl"])) for row in rows)
 
 
 def _divergence(drawing: Drawing, results: dict[str, Entries]) -> None:
-    quantised = [row for row in _served(results[FITTED]) if row["configuration"]["slabs"] != "wide"]
-    fitted = _curve([row for row in quantised if row["configuration"]["fit"] == "auto"])
-    unfitted = _curve([row for row in quantised if row["configuration"]["fit"] == "none"])
+    fitted = _curve(_as_chosen(results[AUTO]))
+    unfitted = _curve([row for row in _served(results[FITTED], fit="none") if row["configuration"]["slabs"] != "wide"])
     wide = _curve(_served(results[FITTED], slabs="wide", fit="auto"))
     keydiff = _curve(_served(results[CHOICE], scorer="keydiff", budgets="uniform"))
     cached = _served(results[CHOICE], cache="fp8_e4m3") + _served(results[WIDTHS], cache="fp8_e4m3")
@@ -82,7 +94,7 @@ def _divergence(drawing: Drawing, results: dict[str, Entries]) -> None:
     axes.series(keydiff, "ours", hollow=True)
     axes.series(fitted, "ours")
     axes.label(fitted[-1], "default", "ours", 10, 4)
-    axes.label(unfitted[0], "not fitted", "ours", 10, -4)
+    axes.label(unfitted[0], "not fitted, 4 to 8 bits", "ours", 10, -4)
     axes.label(wide[-1], "wide slabs, fitted", "fourth", 8, 27)
     axes.label(fp8[-1], "FP8 cache", "host", 6, -15, "end")
     axes.label(keydiff[-1], "keydiff, equal budgets", "ours", 6, 22, "end")
@@ -113,7 +125,7 @@ def _known(result: dict[str, Any]) -> int:
 def _methods(results: dict[str, Entries]) -> list[tuple[str, bool, dict[float, int]]]:
     """Return name, whether it is this plugin's, and facts by share; the best at the first share come first."""
     ours = {
-        "default": [row for row in _served(results[FITTED], fit="auto") if row["configuration"]["slabs"] != "wide"],
+        "default": _as_chosen(results[AUTO]),
         "not fitted, wide slabs": _served(results[FITTED], fit="none", slabs="wide"),
         "keydiff, equal budgets": _served(results[CHOICE], scorer="keydiff", budgets="uniform"),
     }
