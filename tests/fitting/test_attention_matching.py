@@ -112,6 +112,20 @@ def test_keys_and_values_are_what_the_definition_says(form, kept):
     assert corrected_heads >= 3 * HEADS - 1, "one may have grown too much"
 
 
+def test_the_regression_is_as_exact_as_with_more_digits():
+    """Shares of keys that all queries attend to alike, so that the normal equations have a large condition number."""
+    rng = np.random.default_rng(3)
+    kept, count, ridge = 96, 168, 1e-5 * 168
+    exps = np.exp(3 * rng.normal(size=(8, kept, 1)) + 0.2 * rng.normal(size=(8, kept, count)))
+    shares = torch.from_numpy(exps / exps.sum(axis=1, keepdims=True)).float()
+    target = (torch.from_numpy(1 + rng.normal(size=(8, DIM, kept))) @ shares.double()).float()
+    found = attention_matching._ridge_regression(target, shares, ridge)
+    own, columns = target.double().numpy(), shares.double().numpy()
+    rows = columns.swapaxes(1, 2)
+    wanted = np.linalg.solve(columns @ rows + ridge * np.eye(kept), (own @ rows).swapaxes(1, 2)).swapaxes(1, 2)
+    np.testing.assert_allclose(found.solution.numpy(), wanted, rtol=0, atol=1e-4)
+
+
 def decode(codes, form) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that slabs give back."""
     _, _, kept, dim = codes.keys.codes.shape

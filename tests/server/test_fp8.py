@@ -17,6 +17,7 @@ from sgl_ragged.profiles.profile import profile_kept
 from tests.harness import LARGEST
 from tests.models import make_profile
 from tests.oracle import Oracle
+from tests.rounded import mostly_close
 from tests.server.client import flush, found_of, generate, generate_all, ragged_metrics, wait_until
 from tests.server.test_semantics import document
 
@@ -90,10 +91,9 @@ def test_server_agrees_with_the_oracle_and_a_hit_with_a_miss(servers, tmp_path, 
         np.testing.assert_allclose(have.output_logprobs, want.output_logprobs, atol=1e-4)
     found = np.concatenate([cold[2].input_logprobs, cold[2].output_logprobs])
     sequence = prompts[2] + cold[2].tokens
-    away = np.abs(found - Oracle(str(MODEL), kept, SEGMENT, "keydiff", stored=stored).logprobs(sequence))
+    wanted = Oracle(str(MODEL), kept, SEGMENT, "keydiff", stored=stored).logprobs(sequence)
     # Where two computations of a key differ in the last bit, they may be rounded to neighbours: a sixteenth apart.
-    assert np.quantile(away, 0.9) < 5e-5
-    assert away.max() < 3e-2
+    mostly_close(found, wanted, share=0.9, atol=5e-5, most=3e-2)
     wide = Oracle(str(MODEL), kept, SEGMENT, "keydiff").logprobs(sequence)
     assert np.quantile(np.abs(found - wide), 0.5) > 1e-3, "without rounding the same positions look different"
     assert f"pages of {int(kept.sum()) * 2 * 32 / 2**20:.2f} MiB" in log

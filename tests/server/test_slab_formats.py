@@ -16,6 +16,7 @@ from sgl_ragged.profiles.profile import profile_kept
 from tests.models import make_profile
 from tests.oracle import Oracle, Tokens
 from tests.quantised_oracle import restored_past
+from tests.rounded import mostly_close
 from tests.server.client import Answer, flush, generate, generate_all, ragged_metrics, server_settings
 from tests.server.test_host_tier import conversation
 
@@ -62,10 +63,8 @@ def flags(form: str, *more: str) -> list[str]:
 def close(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Where chunks or batches move the last bit of a key, a code, a row's scale or its centring may be the next one."""
     assert [one.tokens for one in found] == [one.tokens for one in expected]
-    pairs = zip(found, expected, strict=True)
-    difference = np.abs(np.concatenate([one.output_logprobs - other.output_logprobs for one, other in pairs]))
-    assert (difference < 1e-4).mean() >= 0.97
-    assert difference.max() < 1e-2
+    logprobs = (np.concatenate([one.output_logprobs for one in answers]) for answers in (found, expected))
+    mostly_close(*logprobs, share=0.97, atol=1e-4, most=1e-2)
 
 
 def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
@@ -108,9 +107,8 @@ def test_hits_equal_misses_and_both_what_the_codes_say(servers, tmp_path, form):
     kept = profile_kept(profile, share, SEGMENT)
     oracle = CodedOracle(form, str(MODEL), kept, SEGMENT, "keydiff")
     expected = oracle.logprobs(PROMPTS[1])
-    difference = np.abs(every.input_logprobs - expected[-len(every.input_logprobs) :])
-    assert (difference < 1e-3).mean() > 0.99
-    assert difference.max() < 2e-2
+    wanted = expected[-len(every.input_logprobs) :]
+    mostly_close(every.input_logprobs, wanted, share=0.99, atol=1e-3, most=2e-2)
 
 
 @pytest.mark.thorough
