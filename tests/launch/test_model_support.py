@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
+from sglang.srt.configs import InklingMMConfig
 from sglang.srt.plugins import load_plugins
 
 from calib.__main__ import main as calibrate
@@ -66,16 +67,29 @@ def make_config(folder, name: str, architecture: str, more: dict) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("name", "architecture", "more", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_launcher_and_command_line_refuse_alike(tmp_path, monkeypatch, name, architecture, more, reason):
-    model = make_config(tmp_path, name, architecture, more)
+def refused_alike(model: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The words of the launcher, which are those of the command line."""
     said = refusal(model, "--kv-pool", "ragged").removeprefix("sgl_ragged: ")
-    assert said.startswith(f"{architecture} cannot be served with --kv-pool ragged: ")
-    assert reason in said
     monkeypatch.setattr(sys, "argv", ["sgl-ragged", "layout", "--model", model, "--kv-bytes", "1GiB"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == f"sgl-ragged: {said}"
+    return said
+
+
+@pytest.mark.parametrize(("name", "architecture", "more", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
+def test_launcher_and_command_line_refuse_alike(tmp_path, monkeypatch, name, architecture, more, reason):
+    said = refused_alike(make_config(tmp_path, name, architecture, more), monkeypatch)
+    assert said.startswith(f"{architecture} cannot be served with --kv-pool ragged: ")
+    assert reason in said
+
+
+def test_a_config_that_raises_is_refused_in_one_line(tmp_path, monkeypatch):
+    """This one reads settings that SGLang has only in its workers."""
+    InklingMMConfig(architectures=["InklingForConditionalGeneration"]).save_pretrained(tmp_path)
+    said = refused_alike(str(tmp_path), monkeypatch)
+    assert "reading its configuration failed (ValueError: " in said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize(
