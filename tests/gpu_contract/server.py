@@ -45,10 +45,14 @@ def kept_counts(ratio: float, layers: int = LAYERS) -> np.ndarray:
 
 
 def make_store(
-    layout: SlabLayout, scorer: str, dtype: torch.dtype, statistics: Sequence[Mapping[str, torch.Tensor]]
+    layout: SlabLayout,
+    scorer: str,
+    dtype: torch.dtype,
+    statistics: Sequence[Mapping[str, torch.Tensor]],
+    per_head: int = PER_HEAD,
 ) -> SlabStore:
     """A store on the device, sealed by kernels, as the worker makes it."""
-    scales = [DIM**-0.5] * layout.num_layers
+    scales = [layout.head_dim**-0.5] * layout.num_layers
     return SlabStore(
         layout,
         get_scorer(scorer),
@@ -56,7 +60,7 @@ def make_store(
         ROWS,
         dtype,
         "cuda",
-        q_per_kv=PER_HEAD,
+        q_per_kv=per_head,
         statistics=without_codebook(statistics),
         query_dtype=torch.bfloat16,
         softmax_scales=scales,

@@ -84,7 +84,7 @@ class HybridServer:
         full, windowed = tuple(range(1, LAYERS, 2)), tuple(range(0, LAYERS, 2))
         layout = SlabLayout(kept_counts(0.5, len(full)), DIM, SEGMENT)
         with REC.quiet():
-            store = make_store(layout, "keydiff", torch.bfloat16, [{}] * len(full))
+            store = make_store(layout, "keydiff", torch.bfloat16, [{}] * len(full), PER_HEAD)
             sizes = PoolSizes(layout, 2, store.tails.open_pages, SLOTS, ROWS)
             slabs = RaggedTokenToKVPool(sizes, store, device="cuda", layer_numbers=full)
             pool = RaggedHybridPool(
