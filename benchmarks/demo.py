@@ -51,6 +51,8 @@ class Asked:
 
     Attributes:
         virtual_tokens: tokens that the pool holds, as SGLang counts them.
+        kept: least, median and most tokens that heads keep of a segment, and tokens of a segment; None if every token
+            is kept in 16 bits.
         answers: texts, one for each question.
         held: conversations before the first eviction; None if there was none.
         new_s: time to first token of the document when nothing of it was cached.
@@ -60,6 +62,7 @@ class Asked:
 
     pool: str
     virtual_tokens: int
+    kept: tuple[int, float, int, int] | None
     answers: tuple[str, ...]
     held: int | None
     new_s: float
@@ -127,7 +130,15 @@ def ask(
             break
     assert back is not None
     progress.update(bar, completed=progress.tasks[bar].total)
-    return Asked(name, client.pool_tokens(), tuple(answers), held, new_s, *back)
+    return Asked(name, client.pool_tokens(), budgets(client), tuple(answers), held, new_s, *back)
+
+
+def budgets(client: ServerClient) -> tuple[int, float, int, int] | None:
+    """`Asked.kept` of the server."""
+    settings = client.ragged()
+    if not settings:
+        return None
+    return settings["kept_min"], settings["kept_median"], settings["kept_max"], settings["segment"]
 
 
 def show(found: Sequence[Asked], document: Interview, options: argparse.Namespace, console: Console) -> None:
@@ -142,14 +153,25 @@ def show(found: Sequence[Asked], document: Interview, options: argparse.Namespac
     Table(f"{len(questions)} facts of a document of {len(document.context)} tokens", ("fact", *names), rows).show(
         console
     )
-    columns = ("pool", "tokens held", "conversations before eviction", "new: TTFT ms", "back: TTFT ms", "back: cached")
+    columns = (
+        *("pool", "kept per head", "tokens held", "conversations before eviction"),
+        *("new: TTFT ms", "back: TTFT ms", "back: cached"),
+    )
     rows = []
     for one in found:
         held = f"more than {options.limit}" if one.held is None else str(one.held)
         times = f"{1000 * one.new_s:.0f}", f"{1000 * one.back_s:.0f}", f"{one.back_cached:.0%}"
-        rows.append((one.pool, str(one.virtual_tokens), held, *times))
+        rows.append((one.pool, kept_text(one), str(one.virtual_tokens), held, *times))
     Table(f"The same {options.kv_bytes} of KV cache", columns, rows).show(console)
     console.print(claim(found, document, options), highlight=False, soft_wrap=True)
+
+
+def kept_text(one: Asked) -> str:
+    """Least, median and most tokens that heads keep of a segment, in words."""
+    if one.kept is None:
+        return "all in 16 bits"
+    low, middle, high, segment = one.kept
+    return f"{low}, {middle:g}, {high} of {segment}"
 
 
 def right(one: Asked, document: Interview) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from rich.console import Console
 
-from benchmarks.demo import Asked, claim
+from benchmarks.demo import Asked, claim, show
 from benchmarks.quality.facts import Interview, Question
 from benchmarks.real_model import ROOT, ensure
 
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.server
 
 
 def answered(pool: str, held: int | None, back_s: float, answers: tuple[str, ...]) -> Asked:
-    return Asked(pool, 1000 if held else 3000, answers, held, 2.0, back_s, 1 - back_s / 2)
+    kept = None if held else (4, 51.5, 256, 256)
+    return Asked(pool, 1000 if held else 3000, kept, answers, held, 2.0, back_s, 1 - back_s / 2)
 
 
 def test_it_says_what_was_shown():
@@ -39,6 +42,12 @@ def test_it_says_what_was_shown():
         "(SGLang's pool: 0% cached and 1.00 times).",
         "Facts: 2 of 2 on SGLang's pool, 2 with b, 1 with c.",
     ]
+    printed = io.StringIO()
+    options.limit = 10
+    show(found, document, options, Console(file=printed, width=200))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.getvalue().splitlines()]
+    assert ["a", "all in 16 bits", "1000", "1", "2000", "2000", "0%"] in rows
+    assert ["b", "4, 51.5, 256 of 256", "3000", "more than 10", "2000", "200", "90%"] in rows
 
 
 @pytest.mark.parametrize(("sign", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
