@@ -121,7 +121,8 @@ def calibrated(request, calibrated_server, smollm2, tmp_path_factory) -> None:
     request.cls.input_ids = [tokens[start : start + PIECE_TOKENS] for start in range(0, PIECES * 2000, 2000)]
     folder = tmp_path_factory.mktemp("longbench")
     name = str(smollm2).replace("/", "_")
-    (folder / f"input_ids_{name}_3000_{PIECES}.json").write_text(json.dumps(request.cls.input_ids))
+    kind = f"{kl_test_utils.DEFAULT_PROMPT_TOKENS}_{kl_test_utils.DEFAULT_NUM_SAMPLES}"
+    (folder / f"input_ids_{name}_{kind}.json").write_text(json.dumps(request.cls.input_ids))
     kl_test_utils.CACHE_DIR = str(folder)
 
 
