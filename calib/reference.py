@@ -9,6 +9,7 @@ import numpy as np
 
 from calib.engine import Engine
 from sgl_ragged.profiles.reference import LIKELIEST, SEGMENTS, ReferenceText
+from sgl_ragged.verify.comparison import DECODED
 from sgl_ragged.verify.prompts import built_in_texts
 
 Texts = dict[str, Sequence[int]]
@@ -16,8 +17,12 @@ Texts = dict[str, Sequence[int]]
 
 
 def held_out_texts(tokenizer: Any, segment: int, max_tokens: int) -> Texts:
-    """Tokenize the built-in texts and cut them to SEGMENTS segments and a token; leave out those of one segment."""
-    length = min(SEGMENTS * segment + 1, max_tokens)
+    """Tokenize the built-in texts and cut them to SEGMENTS segments and a token; leave out those of one segment.
+
+    Args:
+        max_tokens: longest prompt of the model; `sgl-ragged verify` also decodes some tokens after each text.
+    """
+    length = min(SEGMENTS * segment + 1, max_tokens - DECODED)
     texts = {name: tokenizer.encode(text)[:length] for name, text in built_in_texts().items()}
     return {name: ids for name, ids in texts.items() if len(ids) > segment + 1}
 

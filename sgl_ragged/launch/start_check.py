@@ -21,6 +21,9 @@ def choose_check(start: ModelStart, plan: ServingPlan) -> StartCheck | str:
     Raises:
         RaggedConfigError: --ragged-check strict was given, and there can be none.
     """
+    if start.view.node_rank > 0:
+        # It has no HTTP server, and may not have the profile's file.
+        return "the first node does that"
     options, why = start.options, _why_not(start, plan)
     if why is None:
         # What an untested release computes is not known, so its answers must be near.

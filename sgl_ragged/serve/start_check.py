@@ -50,7 +50,7 @@ class StartingServer(Server):
         self._manager, self._loop, self._facts = manager, loop, facts
 
     def info(self) -> dict[str, Any]:
-        return self._facts
+        return {"dp_size": self._manager.server_args.dp_size, **self._facts}
 
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         from sglang.srt.managers.io_struct import GenerateReqInput
@@ -170,13 +170,14 @@ def install(check: StartCheck | str) -> None:
 
 
 def _report(outcome: Outcome, check: StartCheck, manager: Any) -> None:
-    faults = "; ".join(outcome.faults) or (outcome.skipped if check.required else "")
+    faults, advice = "; ".join(outcome.faults), "serve with a higher --ragged-ratio, or calibrate again"
+    if check.required and outcome.skipped:
+        faults, advice = f"answers were not compared: {outcome.skipped}", "use --ragged-check auto"
     if outcome.found is not None and manager.enable_metrics:
         _write_gauges(outcome.found, manager.served_model_name)
     if not faults:
         logger.info("%s", outcome)
         return
-    advice = "serve with a higher --ragged-ratio, or calibrate again"
     if check.strict:
         from sglang.srt.utils import kill_process_tree
 

@@ -11,14 +11,15 @@ from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profiles.profile_choice import UNIFORM
 from sgl_ragged.verify.comparison import Comparison, PromptResult, Reference, compare
 from sgl_ragged.verify.distributions import Distance
-from sgl_ragged.verify.limits import MAX_KL, MAX_OWN_KL, limits_exceeded
+from sgl_ragged.verify.limits import MAX_KL, MAX_OWN_KL, MEASURED_FACTOR, allowed_kl, limits_exceeded
 from sgl_ragged.verify.profile_reference import ProfileReference
 from sgl_ragged.verify.prompts import TokenizedPrompt, built_in_prompts, read_prompts
-from sgl_ragged.verify.running_server import RunningServer
+from sgl_ragged.verify.running_server import RunningServer, ServersApart
 
 
 def add_verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", required=True, help="the server to verify, or a router")
+    parser.add_argument("--decode", metavar="URL", help="the decode server, where --url is the prefill server")
     parser.add_argument(
         "--against", metavar="URL", help="a server of the same model to compare with, such as one with SGLang's pool"
     )
@@ -37,7 +38,10 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
         "[four built-in texts]",
     )
     parser.add_argument(
-        "--max-kl", type=float, default=MAX_KL, help=f"exit 1 if the mean KL to the reference is larger [{MAX_KL}]"
+        "--max-kl",
+        type=float,
+        help=f"exit 1 if the mean KL to the reference is larger [{MEASURED_FACTOR} times what calibration measured at "
+        f"the server's ratio; else {MAX_KL}]",
     )
     parser.add_argument(
         "--max-own-kl",
@@ -51,9 +55,11 @@ def add_verify_flags(parser: argparse.ArgumentParser) -> None:
 def verify(options: argparse.Namespace) -> None:
     """Ask, print, and end the process with status 1 beyond a limit. Raises RaggedConfigError as `compare` does."""
     for name in ("max_kl", "max_own_kl"):
-        if not getattr(options, name) > 0:
-            raise RaggedConfigError(f"--{name.replace('_', '-')} {getattr(options, name)} must be positive")
-    server = RunningServer(options.url)
+        limit = getattr(options, name)
+        # The negation refuses NaN, too.
+        if limit is not None and not limit > 0:
+            raise RaggedConfigError(f"--{name.replace('_', '-')} {limit} must be positive")
+    server = RunningServer(options.url) if options.decode is None else ServersApart(options.url, options.decode)
     reference, prompts = choose_reference(server, options)
 
     def report(line: str) -> None:
@@ -62,8 +68,13 @@ def verify(options: argparse.Namespace) -> None:
 
     found = compare(server, reference, prompts, report)
     report("")
-    faults = limits_exceeded(found, options.max_kl, options.max_own_kl)
-    print(json.dumps(found.as_json() | {"faults": faults}) if options.json else table(found))
+    measured = _measured_kl(reference, found)
+    max_kl = allowed_kl(measured) if options.max_kl is None else options.max_kl
+    faults = limits_exceeded(found, max_kl, options.max_own_kl)
+    if options.json:
+        print(json.dumps(found.as_json() | {"measured_kl": measured, "max_kl": max_kl, "faults": faults}))
+    else:
+        print(table(found, measured))
     for line in faults:
         print(f"sgl-ragged: {line}", file=sys.stderr)
     if faults:
@@ -104,8 +115,18 @@ def _reference_of(server: RunningServer) -> ProfileReference | None:
         return None
 
 
-def table(found: Comparison) -> str:
-    """Return the table that people read."""
+def _measured_kl(reference: Reference | None, found: Comparison) -> float | None:
+    """Return what was measured for the reference's profile at the server's ratio, if both are known."""
+    ratio = found.cache.get("ratio")
+    return reference.measured_kl(ratio) if isinstance(reference, ProfileReference) and ratio is not None else None
+
+
+def table(found: Comparison, measured: float | None = None) -> str:
+    """Return the table that people read.
+
+    Args:
+        measured: KL that was measured for the reference's profile at the server's ratio.
+    """
     lines = [
         f"{'prompt':<16} {'tokens':>7} {'KL':>9} {'delta NLL':>10} {'same top-1':>10} {'hit/miss':>9} {'decode':>9}"
     ]
@@ -126,6 +147,8 @@ def table(found: Comparison) -> str:
         )
     else:
         lines.append(f"KL, delta NLL and same top-1 from {found.against}, after each prompt's first segment; nats.")
+    if measured is not None:
+        lines.append(f"Calibration measured KL {measured:.5f} for this profile at ratio {found.cache['ratio']:g}.")
     lines.append("hit/miss: KL of predictions with the prefix from the cache to those without. decode: to prefill.")
     if found.weight_updates:
         lines.append(

@@ -86,6 +86,7 @@ def compare(
         RaggedConfigError: a server cannot be reached, refuses, or has another vocabulary.
     """
     info, other_info = server.info(), {} if reference is None else reference.info()
+    server.replicas = int(info.get("dp_size") or 1)
     segment = int((info.get("ragged") or {}).get("segment", (reference or server).segment))
     results = []
     for number, prompt in enumerate(prompts, start=1):

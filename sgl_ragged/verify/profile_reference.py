@@ -8,6 +8,7 @@ from typing import Any
 
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profiles.profile import load_profile
+from sgl_ragged.profiles.quality import MeasuredQuality, kl_at
 from sgl_ragged.profiles.reference import ReferenceText
 from sgl_ragged.verify.distributions import Distributions
 from sgl_ragged.verify.prompts import TokenizedPrompt
@@ -21,10 +22,13 @@ class ProfileReference:
     Args:
         segment: tokens per segment of the profile.
         name: for tables and messages.
+        quality: what was measured of servers with the profile.
     """
 
-    def __init__(self, texts: Sequence[ReferenceText], segment: int, name: str) -> None:
-        self.url, self.segment, self._texts = name, segment, texts
+    def __init__(
+        self, texts: Sequence[ReferenceText], segment: int, name: str, quality: Sequence[MeasuredQuality] = ()
+    ) -> None:
+        self.url, self.segment, self._texts, self._quality = name, segment, texts, quality
 
     @classmethod
     def from_file(cls, path: Path) -> ProfileReference:
@@ -32,7 +36,7 @@ class ProfileReference:
         profile = load_profile(path)
         if not profile.reference:
             raise RaggedConfigError(f"profile {path} {NO_REFERENCE}")
-        return cls(profile.reference, profile.segment, f"profile {path}")
+        return cls(profile.reference, profile.segment, f"profile {path}", profile.quality)
 
     @property
     def likeliest(self) -> int:
@@ -43,6 +47,10 @@ class ProfileReference:
     def prompts(self) -> list[TokenizedPrompt]:
         """The texts for which predictions were recorded."""
         return [TokenizedPrompt(text.name, text.tokens.tolist()) for text in self._texts]
+
+    def measured_kl(self, ratio: float) -> float | None:
+        """Return the KL that was measured at a ratio, or interpolated; None outside of what was measured."""
+        return kl_at(self._quality, ratio)
 
     def info(self) -> dict[str, Any]:
         return {}

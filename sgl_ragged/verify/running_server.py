@@ -1,8 +1,11 @@
-"""Ask a running SGLang server for tokens and distributions."""
+"""Ask a running SGLang server, or a prefill and a decode server, for tokens and distributions."""
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -48,3 +51,26 @@ class RunningServer(Server):
         if answer.status_code != 200:
             raise RaggedConfigError(f"{self.url}{path} answered {answer.status_code}: {answer.text[:300]}")
         return answer.json()
+
+
+class ServersApart(RunningServer):
+    """A prefill and a decode server, each asked as a router asks it.
+
+    A router would not return the likeliest tokens of prompts: only the prefill server has them.
+    """
+
+    def __init__(self, prefill_url: str, decode_url: str) -> None:
+        super().__init__(prefill_url)
+        self._decode = RunningServer(decode_url)
+        port = self.info().get("disaggregation_bootstrap_port")
+        self._bootstrap = {"bootstrap_host": urlsplit(self.url).hostname, "bootstrap_port": port}
+
+    def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        body = body | self._bootstrap | {"bootstrap_room": random.getrandbits(62)}
+        threads = ThreadPoolExecutor(1)
+        decoding = threads.submit(self._decode.generate, body)
+        # If the prefill server refuses, the decode server is not waited for.
+        threads.shutdown(wait=False)
+        prefilled, decoded = super().generate(body)["meta_info"], decoding.result()
+        names = ("input_token_logprobs", "input_top_logprobs")
+        return decoded | {"meta_info": decoded["meta_info"] | {name: prefilled[name] for name in names}}

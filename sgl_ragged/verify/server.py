@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import uuid
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.profiles.reference import LIKELIEST
 from sgl_ragged.verify.distributions import Distributions
 
@@ -22,6 +24,9 @@ class Server(ABC):
 
     segment = 256
     """Tokens per segment where /server_info does not say, as with SGLang's pool."""
+
+    replicas = 1
+    """Number of replicas (--dp-size). Requests of a namespace go to one of them, since each has a cache of its own."""
 
     likeliest = LIKELIEST
     """Tokens per position whose log-probabilities are asked for; at most as many as the model has."""
@@ -40,7 +45,12 @@ class Server(ABC):
         Tokens before `start` come from the cache where the namespace has them; a new namespace has nothing.
         """
         meta = self._ask(ids, 1, namespace, logprob_start_len=start)["meta_info"]
-        own, top = meta["input_token_logprobs"], meta["input_top_logprobs"]
+        own, top = meta["input_token_logprobs"], meta.get("input_top_logprobs") or []
+        if len(own) != len(top):
+            raise RaggedConfigError(
+                f"{self.url} does not return the likeliest tokens of prompts, as routers of prefill and decode servers "
+                f"do not; use --url PREFILL --decode DECODE"
+            )
         # The first entry is the token at `start`, which is not predicted.
         return Distributions.from_meta(start + 1, own[1:], top[1:])
 
@@ -56,10 +66,11 @@ class Server(ABC):
     ) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": ignore_eos}
         body = {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **more}
-        return self.generate(
-            body
-            | {"top_logprobs_num": self.likeliest, "extra_key": new_namespace() if namespace is None else namespace}
-        )
+        namespace = namespace or new_namespace()
+        body |= {"top_logprobs_num": self.likeliest, "extra_key": namespace}
+        if self.replicas > 1:
+            body["routed_dp_rank"] = zlib.crc32(namespace.encode()) % self.replicas
+        return self.generate(body)
 
 
 def new_namespace() -> str:

@@ -13,7 +13,7 @@ from tests.profiles.test_reference import make_profile, make_text
 
 def choose(path: object, check: str = "auto", **more: object) -> StartCheck | str:
     options = RaggedOptions(kv_pool="ragged", check=check, from_command_line=True)
-    start = SimpleNamespace(options=options, view=SimpleNamespace(**{"tokenizer_worker_num": 1} | more))
+    start = SimpleNamespace(options=options, view=SimpleNamespace(**{"tokenizer_worker_num": 1, "node_rank": 0} | more))
     return start_check.choose_check(start, SimpleNamespace(profile=str(path)))
 
 
@@ -35,6 +35,12 @@ def path(tmp_path):
 def test_an_untested_release_is_checked_strictly(path, monkeypatch, check, tested, strict, required):
     monkeypatch.setattr(start_check, "is_tested", lambda release: tested)
     assert choose(path, check) == StartCheck(path, strict, required, 20.0)
+
+
+@pytest.mark.parametrize("check", ["auto", "strict"])
+def test_other_nodes_leave_it_to_the_first(check):
+    """They may not have the profile's file."""
+    assert choose("/missing/p.safetensors", check, node_rank=1) == "the first node does that"
 
 
 def test_reasons_against_it(path, tmp_path):

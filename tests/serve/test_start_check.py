@@ -6,6 +6,8 @@ import pytest
 from sgl_ragged.launch.plan import StartCheck
 from sgl_ragged.serve import start_check
 from sgl_ragged.serve.start_check import Outcome, check_answers
+from sgl_ragged.verify.comparison import compare
+from sgl_ragged.verify.profile_reference import ProfileReference
 from sgl_ragged.verify.server import Server
 from tests.profiles.test_reference import make_profile, make_text
 
@@ -83,3 +85,20 @@ def test_texts_that_are_too_long_are_not_asked_for(profile, texts):
     outcome = check_answers(Echo(texts), StartCheck(profile, False, False, 60), TOKENS)
     assert outcome == Outcome(None, skipped=f"texts are longer than {TOKENS} tokens, the longest prompt that it takes")
     assert str(outcome).startswith("answers were not compared")
+
+
+def test_requests_of_a_namespace_ask_one_replica(texts):
+    asked: dict[str, set[int]] = {}
+
+    class Replicas(Echo):
+        def info(self):
+            return super().info() | {"dp_size": 2}
+
+        def generate(self, body):
+            asked.setdefault(body["extra_key"], set()).add(body["routed_dp_rank"])
+            return super().generate(body)
+
+    reference = ProfileReference(texts, 256, "p")
+    compare(Replicas(texts), reference, reference.prompts * 5)
+    assert {len(replicas) for replicas in asked.values()} == {1}
+    assert set.union(*asked.values()) == {0, 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +16,22 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.harness.launch import Server
 from calib.codebook import PER_QUERY_HEAD
 from calib.output_error import error_curves, left_over, query_positions, weighed
+from sgl_ragged import cli
 from sgl_ragged.features.retrieval.roles import head_roles
 from sgl_ragged.fitting.references import References
 from sgl_ragged.profiles.codebook import CODEBOOK, MASSES, QUERIES, ROPE
 from sgl_ragged.profiles.head_statistics import HEAD_STATISTICS
 from sgl_ragged.profiles.profile import HELD_OUT, Profile, load_profile, profile_kept
+from sgl_ragged.profiles.quality import MeasuredQuality
 from sgl_ragged.profiles.reference import LIKELIEST
 from sgl_ragged.scorers import rank_positions
+from sgl_ragged.verify.comparison import DECODED
 from sgl_ragged.verify.prompts import BUILT_IN
 from tests.character_model import character_tokenizer
-from tests.models import make_qwen3
+from tests.models import make_profile, make_qwen3
 from tests.oracle import Oracle
 from tests.server.client import flush, generate
 
@@ -38,7 +43,7 @@ CONTEXT, LONGEST = 640, 632
 """Tokens of the model's context, and of the longest sample that is recorded."""
 
 
-def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
+def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers, monkeypatch, capsys):
     model = make_qwen3(tmp_path / "qwen3", max_position_embeddings=CONTEXT)
     character_tokenizer().save_pretrained(model)
     rng = np.random.default_rng(0)
@@ -109,7 +114,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
 
     serving = ["--dtype", "float32", "--skip-tokenizer-init", "--kv-bytes", "64MiB", "--max-running-requests", "2"]
     serving += ["--kv-pool", "ragged", "--ragged-ratio", str(RATIO), "--ragged-segment", str(SEGMENT)]
-    serving += ["--ragged-profile", str(tmp_path / "profile.safetensors")]
+    serving += ["--ragged-check", "off", "--ragged-profile", str(tmp_path / "profile.safetensors")]
     # What the oracle knows: what is kept stays as it is.
     with servers.serve(model, *serving, "--ragged-fit", "none", log=tmp_path / "server.log") as server:
         prompt = rng.integers(3, 512, 500).tolist()
@@ -118,6 +123,7 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     # A profile brings its scorer; what was found in the cache answers as what is computed anew.
     serving[-1] = str(tmp_path / "trained.safetensors")
     with servers.serve(model, *serving, log=tmp_path / "gate.log") as server:
+        right = replace_quality(server, gate, tmp_path / "expected.safetensors", monkeypatch, capsys)
         assert "scorer gate" in server.log_text()
         assert f"fitted to {3 * PER_QUERY_HEAD} queries per head" in server.log_text()
         turn = prompt + generate(server, prompt, 20).tokens
@@ -130,6 +136,46 @@ def test_calibrate_and_serve_a_qwen3(request, tmp_path, servers):
     kept = profile_kept(profile, RATIO, SEGMENT)
     want = Oracle(str(model), kept, SEGMENT, "keydiff").logprobs(prompt + answer.tokens)
     np.testing.assert_allclose(np.concatenate([answer.input_logprobs, answer.output_logprobs]), want, atol=1e-3)
+    # Servers that are not as they were calibrated.
+    other = tmp_path / "other.safetensors"
+    make_profile(model, other, segment=SEGMENT, seed=7, codebook=True)
+    for name, more in {
+        "unfitted": (*serving, "--ragged-fit", "none"),
+        "uniform": (*serving[:-1], "uniform"),
+        "of another model": (*serving[:-1], str(other)),
+    }.items():
+        with servers.serve(model, *more, log=tmp_path / "wrong.log") as server:
+            found = verified(server, tmp_path / "expected.safetensors", monkeypatch, capsys)
+        assert found["mean"]["to_reference"]["kl"] > 1.5 * right["mean"]["to_reference"]["kl"], name
+        (fault,) = found["faults"]
+        assert fault.startswith("KL to the reference is "), name
+
+
+def verified(server: Server, profile: Path, monkeypatch, capsys) -> dict:
+    """Return what `sgl-ragged verify` finds with the reference of a profile; it must exit 1 if there are faults."""
+    monkeypatch.setattr("sys.argv", ["sgl-ragged", "verify", "--url", server.url, "--profile", str(profile), "--json"])
+    capsys.readouterr()
+    try:
+        cli.main()
+    except SystemExit as end:
+        status = end.code
+    else:
+        status = 0
+    found = json.loads(capsys.readouterr().out)
+    assert status == (1 if found["faults"] else 0)
+    return found
+
+
+def replace_quality(server: Server, profile: Profile, path: Path, monkeypatch, capsys) -> dict:
+    """Save the profile at `path` with one text and the KL that a server has for it, and return what `verify` finds."""
+    profile = replace(profile, reference=profile.reference[:1], quality=())
+    profile.save(path)
+    (text,), kl = profile.reference, verified(server, path, monkeypatch, capsys)["mean"]["to_reference"]["kl"]
+    row = MeasuredQuality(RATIO, "wide", RATIO, kl, 0.0, 0.5, {text.name: kl})
+    replace(profile, quality=(row,)).save(path)
+    found = verified(server, path, monkeypatch, capsys)
+    assert (found["faults"], found["measured_kl"]) == ([], kl)
+    return found
 
 
 @torch.no_grad()
@@ -138,7 +184,7 @@ def check_reference(model: Path, profile: Profile) -> None:
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     assert {text.name for text in profile.reference} == set(BUILT_IN)
     for text in profile.reference:
-        assert (len(text.tokens), text.first) == (LONGEST, SEGMENT + 1)
+        assert (len(text.tokens), text.first) == (LONGEST - DECODED, SEGMENT + 1)
         logprobs = made(torch.from_numpy(text.tokens)[None]).logits[0, SEGMENT:-1].log_softmax(-1)
         top = logprobs.topk(LIKELIEST).values
         # In float16.

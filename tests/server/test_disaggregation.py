@@ -5,10 +5,13 @@ SGLang's own strict checks run after every batch: no page is lost on either side
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from benchmarks.recall import MODEL, task
+from sgl_ragged import cli
 from sgl_ragged.mem_pool.open_pages import OpenPages
 from tests.models import make_profile
 from tests.server.client import flush, found_of, generate, ragged_metrics, server_settings, wait_until
@@ -122,3 +125,17 @@ def test_what_is_sent_is_said(pair):
         assert f"{mode} server, share of the token pool's bytes that is sent" in one["summary"]
     assert said["prefill"]["disaggregation"]["agreement"] == said["decode"]["disaggregation"]["agreement"]
     assert said["prefill"]["plan_digest"] == said["decode"]["plan_digest"]
+
+
+def test_verify_asks_both(pair, prompts, monkeypatch, capsys, tmp_path):
+    """Hits equal misses, and what was decoded on one server a prefill on the other."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"input_ids": prompts[-1]}))
+    flags = ("--url", pair.prefill.url, "--decode", pair.decode.url, "--prompts", str(path), "--json")
+    monkeypatch.setattr("sys.argv", ["sgl-ragged", "verify", *flags])
+    capsys.readouterr()
+    cli.main()
+    mean = json.loads(capsys.readouterr().out)["mean"]
+    assert mean["hit_to_miss"]["positions"] == len(prompts[-1]) - (len(prompts[-1]) - 2) // SEGMENT * SEGMENT - 1
+    for kind in ("hit_to_miss", "decode_to_prefill"):
+        assert abs(mean[kind]["kl"]) < 1e-6, kind

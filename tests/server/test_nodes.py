@@ -10,8 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.harness.errors import ServerFailed
 from benchmarks.harness.launch import Server, free_port, stop, wait_until_healthy
 from benchmarks.harness.server_pool import ServerPool
+from sgl_ragged.profiles.profile import load_profile
+from tests.models import with_reference
+from tests.server.client import server_settings
 from tests.server.unequal_heads import RATIO, SEGMENT, Model, converse, difference_to_oracle, flags, make_model
 
 pytestmark = pytest.mark.server
@@ -77,6 +81,25 @@ def test_two_nodes_are_one_server(servers, model, tmp_path, mode, killed):
     assert told == "sgl_ragged: " + ENDED.format(killed, host, 1 - killed, host)
     after = left.log_text().removeprefix(logs[1 - killed])
     assert "Traceback" not in after, after
+
+
+@pytest.mark.thorough
+def test_the_first_node_checks_the_answers(servers, model, tmp_path):
+    """With everything kept they pass; beyond the limits the first node ends with its line."""
+    profile = load_profile(model.profile)
+    strict = ("--ragged-check", "strict", "--ragged-check-seconds", "600")
+    with_reference(profile, model.path, model.profile)
+    try:
+        with two_nodes(servers, model, "permute", tmp_path, *strict, "--ragged-ratio", "1") as nodes:
+            found = server_settings(nodes[0])["quality"]
+        with pytest.raises(ServerFailed), two_nodes(servers, model, "permute", tmp_path, *strict):
+            pass
+    finally:
+        profile.save(model.profile)
+    assert all(abs(found[kind]["kl"]) < 1e-5 for kind in ("to_reference", "hit_to_miss", "decode_to_prefill"))
+    first, other = ((tmp_path / f"node-{number}.log").read_text() for number in (0, 1))
+    assert "sgl_ragged: --ragged-check strict: KL to the reference is" in first
+    assert "Traceback" not in first + other
 
 
 @pytest.mark.thorough

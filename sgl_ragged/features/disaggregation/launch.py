@@ -81,7 +81,9 @@ class Disaggregation(LaunchFeature):
         Conflict(CASE, "--speculative-algorithm", "drafts on a decode server have not been tested"),
         Conflict(CASE, NODES, "it has been tested on one node only"),
         Conflict(CASE, M_ROPE, "positions of pictures on two servers have not been tested", "drop it"),
-        Conflict(CHECKED, CASE, "no server answers alone", "ask the router: `sgl-ragged verify`", UNCHECKED),
+        Conflict(
+            CHECKED, CASE, "neither server answers alone", "ask both with `sgl-ragged verify --decode`", UNCHECKED
+        ),
     )
 
     def asked(self, start: Start) -> bool:
