@@ -60,12 +60,15 @@ def kl_at(rows: Sequence[MeasuredQuality], ratio: float) -> float | None:
 def least_ratio(rows: Sequence[MeasuredQuality], kl: float) -> float | None:
     """Return the least ratio that has at most this KL, as have all higher ones; None if the highest measured has more.
 
-    Between measured ratios the crossing is interpolated in logarithms; nothing is extrapolated below the lowest.
+    Between measured ratios of one format the crossing is interpolated in logarithms. Where the format changes between
+    them, KL jumps at an unknown ratio, so the higher one is returned. Nothing is extrapolated below the lowest.
     """
     if not rows or rows[0].kl > kl:
         return None
     for high, low in pairwise(rows):
         if low.kl > kl:
+            if low.slab_dtype != high.slab_dtype:
+                return high.ratio
             return _interpolate(kl, (high.kl, high.ratio), (low.kl, low.ratio))
     return rows[-1].ratio
 

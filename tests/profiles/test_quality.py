@@ -13,8 +13,8 @@ from sgl_ragged.profiles.quality import MeasuredQuality, kl_at, least_ratio, mer
 from tests.profiles.test_reference import make_profile
 
 
-def row(ratio: float, kl: float, **more: object) -> MeasuredQuality:
-    return MeasuredQuality(ratio, "k8v4", 0.7, kl, 0.001, 0.98, {"prose": kl}, **more)
+def row(ratio: float, kl: float, slab_dtype: str = "k8v4") -> MeasuredQuality:
+    return MeasuredQuality(ratio, slab_dtype, 0.7, kl, 0.001, 0.98, {"prose": kl})
 
 
 # A power law: each quarter of the bytes loses sixteen times as much.
@@ -34,6 +34,14 @@ def test_nothing_is_extrapolated():
     assert least_ratio(ROWS, 1.0) == 0.1
     assert least_ratio((), 1.0) is None
     assert kl_at(ROWS, 0.05) is kl_at(ROWS, 0.5) is kl_at((), 0.2) is None
+
+
+def test_where_the_format_changes_the_higher_ratio_is_taken():
+    """Between k5v4 at 0.2 and k4v4 at 0.1 SmolLM2 lost 13 % more than interpolation says."""
+    rows = (row(0.3, 0.0005, "k6v6"), row(0.2, 0.002, "k5v4"), row(0.1, 0.006, "k4v4"), row(0.05, 0.02, "k4v4"))
+    assert least_ratio(rows, 0.003) == 0.2
+    assert least_ratio(rows, 0.001) == 0.3
+    assert 0.05 < least_ratio(rows, 0.01) < 0.1
 
 
 def test_a_ratio_below_a_worse_one_is_not_chosen():
