@@ -67,11 +67,14 @@ def fitted(
     book: Book,
     scale: float,
     stored: Callable[[np.ndarray, np.ndarray], np.ndarray] = lambda x, _: x,
+    coded: bool = False,
 ) -> Fitted:
     """Correct what is kept of a segment [S, d], its number counted from 0.
 
     Args:
         stored: gives keys back as slabs do, with second moments of queries.
+        coded: whether slabs have codes. Keys are rounded then with and without corrections, and errors of values are
+            fed back in any case.
     """
     end = (number + 1) * len(keys) - 1
     queries = turned(book.queries * scale, end, book.frequencies)
@@ -98,7 +101,9 @@ def fitted(
     normal = shares.T @ shares + VALUE_RIDGE * len(queries) * np.eye(len(kept))
     moved = values[kept] + np.linalg.solve(normal, shares.T @ (true - now))
     before = ((outputs(keys[kept], values[kept])[1] - true) ** 2).sum()
+    if coded:
+        before = max(before, ((now - true) ** 2).sum())
     after = ((outputs(in_slabs, moved)[1] - true) ** 2).sum()
     if after < before and np.abs(moved).max() <= 4 * np.abs(values[kept]).max():
         return Fitted(longer, moved, asked, normal)
-    return Fitted(keys[kept], values[kept], asked, None)
+    return Fitted(keys[kept], values[kept], asked, normal if coded else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -71,8 +73,10 @@ def chosen(count: int, kept: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.stack(every)).view(count, HEADS, kept)
 
 
-@pytest.mark.parametrize("kept", [16, 48])
-@pytest.mark.parametrize("form", [None, FORMATS["k8v4"], FORMATS["k6v4"], FORMATS["k4v4"]])
+@pytest.mark.parametrize(
+    ("form", "kept"),
+    [(None, 16), (None, 48), *itertools.product(map(FORMATS.get, ("k8v4", "k6v4", "k4v4")), (16, 48, SEGMENT))],
+)
 def test_keys_and_values_are_what_the_definition_says(form, kept):
     (keys, values), places, numbers = segments(3), chosen(3, kept), torch.tensor([0, 5, 1])
     statistics = codebook()
@@ -96,6 +100,7 @@ def test_keys_and_values_are_what_the_definition_says(form, kept):
                 book(statistics, head),
                 SCALE,
                 stored,
+                form is not None,
             )
             corrected_heads += expected.gram is not None
             pairs = [(fitted[0], expected.keys), (fitted[1], expected.values)]

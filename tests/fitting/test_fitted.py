@@ -121,10 +121,10 @@ def test_what_is_stored_is_nearer_than_what_was_chosen(form):
         assert error(fitted, layer, head) < 0.8 * error(plain, layer, head)
 
 
+@pytest.mark.parametrize(("layer", "head", "kept"), [(0, 1, 48), (1, 0, SEGMENT), (1, 1, 32)])
 @pytest.mark.parametrize("form", ["k8v4", "k5v4", "k4v4"])
-def test_slabs_have_the_codes_of_the_fit(form):
-    """Of a head that keeps 48 tokens: what the definition makes of what was chosen, in codes."""
-    layer, head, kept = 0, 1, 48
+def test_slabs_have_the_codes_of_the_fit(form, layer, head, kept):
+    """What the definition makes of what was chosen, in codes, also beside a head that keeps more or all."""
     (keys, values), coded = segments(len(NUMBERS), layer), FORMATS[form]
     scores = get_scorer("keydiff").score(SegmentData(keys, values, segment_indices=NUMBERS))
     own = torch.tensor([head])
