@@ -16,26 +16,31 @@ if TYPE_CHECKING:
     from sgl_ragged.mem_pool.layout import SlabLayout
     from sgl_ragged.mem_pool.slab_store import Sealer, SlabStore
 
-KERNELS = ("auto", "torch", "triton", "flashinfer")
+KERNELS = ("auto", "torch", "numba", "triton", "flashinfer")
+
+PREFILL_IN_TORCH = ("torch", "numba")
+"""Operations that prefill and seal in torch, whatever decodes."""
 
 INTERPRETED_CTAS = 16
 """CTAs that the CTA map hands out in Triton's interpreter, where there is no GPU to fill."""
 
 
 def choose_kernel(asked: str, device: str) -> str:
-    """Return torch, triton or flashinfer for one of KERNELS and a device type such as "cuda".
+    """Return one of KERNELS but auto, for one of them and a device type such as "cuda".
 
     Raises:
         RaggedConfigError: the device cannot run these kernels.
     """
     if asked == "auto":
-        return "triton" if device == "cuda" else "torch"
-    if asked == "torch" or device == "cuda":
+        return {"cuda": "triton", "cpu": "numba"}.get(device, "torch")
+    if asked == "numba" and device != "cpu":
+        raise RaggedConfigError(f"--ragged-kernel numba needs a CPU, the device is {device}; use auto")
+    if asked in PREFILL_IN_TORCH or device == "cuda":
         return asked
     # For tests: the interpreter runs Triton kernels on CPU tensors, a thousand times slower than a GPU.
     if asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
         return asked
-    raise RaggedConfigError(f"--ragged-kernel {asked} needs an NVIDIA GPU, the device is {device}; use torch or auto")
+    raise RaggedConfigError(f"--ragged-kernel {asked} needs an NVIDIA GPU, the device is {device}; use auto")
 
 
 def check_cache(kernel: str, dtype: torch.dtype, capability: tuple[int, int] | None) -> None:
@@ -76,7 +81,7 @@ def make_sealer(kernel: str, layout: SlabLayout, device: str | torch.device) -> 
         layout: of the store.
         device: of the store.
     """
-    if kernel == "torch":
+    if kernel in PREFILL_IN_TORCH:
         from sgl_ragged.mem_pool.slab_store import seal_in_torch
 
         return seal_in_torch
@@ -107,6 +112,10 @@ def make_operations(
         from sgl_ragged.attention.torch_ops import TorchOps
 
         return TorchOps(store, in_view)
+    if kernel == "numba":
+        from sgl_ragged.attention.numba_ops import NumbaOps
+
+        return NumbaOps(store, in_view)
     if kernel == "flashinfer":
         from sgl_ragged.attention.flashinfer_ops import FlashInferOps
 

@@ -162,7 +162,7 @@ class TorchOps(Operations):
         keys, values = keys.to(queries.dtype), values.to(queries.dtype)
         for _, pieces in itertools.groupby(batch.view.pieces, key=lambda piece: (piece.request, piece.listed)):
             _attend_pieces(self.store, layer, queries, keys, values, batch, list(pieces), output, lse)
-        _scale_values(output, self.store.value_scale(layer))
+        scale_values(output, self.store.value_scale(layer))
 
     def decode(
         self,
@@ -179,7 +179,7 @@ class TorchOps(Operations):
             own = part.requests
             _append(store, layer, part, keys[own], values[own], None if scorer_inputs is None else scorer_inputs[own])
             output[own] = _attend_part_of_batch(store, layer, queries[own], part, None if lse is None else lse[own])
-        _scale_values(output, store.value_scale(layer))
+        scale_values(output, store.value_scale(layer))
         return output
 
 
@@ -201,7 +201,7 @@ def _append(
         store.tails.append_inputs(layer, pages, rows, places, scorer_inputs)
 
 
-def _scale_values(output: torch.Tensor, scale: float | None) -> None:
+def scale_values(output: torch.Tensor, scale: float | None) -> None:
     """Scale means of stored values to outputs, in place. Log-sum-exps do not depend on values."""
     if scale is not None:
         output.mul_(scale)

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
+from sgl_ragged.attention.kernel_choice import PREFILL_IN_TORCH
 from sgl_ragged.attention.kernels.tiles import check_shape
 from sgl_ragged.errors import RaggedConfigError
 from sgl_ragged.launch.calibrating import calibrate_if_missing, is_missing, settle_profile
@@ -192,7 +193,7 @@ def _check(start: ModelStart, kernel: str, scorer: str) -> None:
     """Raise RaggedConfigError for what the scorer or the kernels cannot serve of this model."""
     refuse_ranks(start.geometry, start.view.tp_size, scorer)
     refuse_positions(start.model.hf_text_config, scorer)
-    if kernel != "torch":
+    if kernel not in PREFILL_IN_TORCH:
         check_shape(start.geometry.head_dim, start.geometry.q_per_kv)
 
 

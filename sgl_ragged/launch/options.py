@@ -106,7 +106,7 @@ class RaggedOptions:
         "codebook; none: as it is.",
         choices=(FITTED, "none"),
     )
-    kernel: str = flag("auto", "Attention kernels; auto: triton on CUDA, torch elsewhere.", choices=KERNELS)
+    kernel: str = flag("auto", "Attention kernels; auto: triton on CUDA, numba on CPUs.", choices=KERNELS)
     fairkv: str | None = flag(
         None,
         "Which rank of --tp serves which heads. none: in the checkpoint's order; permute: so that ranks store and read "

@@ -16,13 +16,15 @@ from sgl_ragged.errors import RaggedConfigError
     ("asked", "device", "chosen"),
     [
         ("auto", "cuda", "triton"),
-        ("auto", "cpu", "torch"),
+        ("auto", "cpu", "numba"),
+        ("auto", "xpu", "torch"),
+        ("torch", "cpu", "torch"),
         ("torch", "cuda", "torch"),
         ("triton", "cuda", "triton"),
         ("flashinfer", "cuda", "flashinfer"),
     ],
 )
-def test_auto_is_triton_on_gpus_and_torch_elsewhere(asked, device, chosen):
+def test_auto_is_triton_on_gpus_and_numba_on_cpus(asked, device, chosen):
     assert choose_kernel(asked, device) == chosen
 
 
@@ -30,6 +32,11 @@ def test_auto_is_triton_on_gpus_and_torch_elsewhere(asked, device, chosen):
 def test_gpu_kernels_are_refused_without_a_gpu(asked):
     with pytest.raises(RaggedConfigError, match=f"--ragged-kernel {asked} needs an NVIDIA GPU, the device is cpu"):
         choose_kernel(asked, "cpu")
+
+
+def test_numba_is_refused_on_a_gpu():
+    with pytest.raises(RaggedConfigError, match="--ragged-kernel numba needs a CPU, the device is cuda; use auto"):
+        choose_kernel("numba", "cuda")
 
 
 @pytest.mark.parametrize(("head_dim", "q_per_kv"), [(72, 4), (0, 4), (272, 4), (512, 4), (128, 17)])

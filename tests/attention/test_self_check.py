@@ -63,7 +63,7 @@ FAULTS = {
         lambda original: lambda *args: (*(one := original(*args))[:2], one[2] & one[2].roll(1, -1)),
     ),
     "pages of open segments are stale": (Tails, "pages", first_pages),
-    "values are not scaled": (torch_ops, "_scale_values", lambda original: lambda output, scale: None),
+    "values are not scaled": (torch_ops, "scale_values", lambda original: lambda output, scale: None),
     "tokens are appended one place late": (
         SlabStore,
         "append",

@@ -70,7 +70,7 @@ def test_one_flag_is_enough(llama):
     args = resolved(llama, "--kv-pool", "ragged")
     options, view = getattr(args, ATTRIBUTE), resolving_view(args)
     plan = options.plan
-    assert (plan.ratio, plan.segment, plan.scorer, plan.kernel) == (0.3, 256, "keydiff", "torch")
+    assert (plan.ratio, plan.segment, plan.scorer, plan.kernel) == (0.3, 256, "keydiff", "numba")
     assert plan.form.name == "k6v6"
     assert (view.page_size, view.attention_backend) == (256, "ragged")
 
@@ -379,7 +379,7 @@ def test_help_shows_every_flag_with_its_default(capsys):
     [
         ({"ragged_ratio": "much"}, "--ragged-ratio 'much' is not a number"),
         ({"ragged_segment": 2.5}, "multiple of 16"),
-        ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, triton, flashinfer"),
+        ({"ragged_kernel": "best"}, "unknown --ragged-kernel 'best'; known: auto, torch, numba, triton, flashinfer"),
         (
             {"ragged_slab_dtype": "int2"},
             "unknown --ragged-slab-dtype 'int2'; known: auto, wide, int8, k8v6, k8v5, k8v4",

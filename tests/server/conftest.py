@@ -12,14 +12,16 @@ from benchmarks.harness.launch import Server
 from benchmarks.harness.server_pool import ServerPool
 from tests.character_model import make_character_model
 
+DEFAULTS = {"--ragged-profile": "uniform", "--ragged-slab-dtype": "wide", "--ragged-kernel": "torch"}
+"""Calibration takes minutes, wide slabs are compared to 1e-4, and numba compiles for seconds."""
+
 
 class QuietServerPool(ServerPool):
-    """Its servers leave the cores to others while nobody asks. Unless a test says otherwise they have equal budgets,
-    since calibration takes minutes, and wide slabs, since those are compared to 1e-4."""
+    """Its servers leave the cores to others while nobody asks, and have DEFAULTS unless a test says otherwise."""
 
     def serve(self, model: str | Path, *args: str, **more: object) -> contextlib.AbstractContextManager[Server]:
         if "ragged" in args:
-            for flag, value in (("--ragged-profile", "uniform"), ("--ragged-slab-dtype", "wide")):
+            for flag, value in DEFAULTS.items():
                 args = args if flag in args else (*args, flag, value)
         return super().serve(model, *args, "--sleep-on-idle", **more)
 

@@ -29,13 +29,16 @@ def test_a_cached_profile_is_served_and_layout_says_the_same(servers, tmp_path, 
         calibration_process, "_run", lambda command, _: shutil.copy(profile, command[command.index("-o") + 1]) and 0
     )
     flags = ["--kv-pool", "ragged", "--ragged-profile", "auto", "--ragged-slab-dtype", "auto", "--dtype", "bfloat16"]
+    flags += ["--ragged-kernel", "auto"]
     flags += ["--kv-bytes", "32MiB", "--max-running-requests", "4", "--ragged-ratio", "0.3"]
     resolved(MODEL, *flags)
     env = {VARIABLE: str(tmp_path / "cache")}
     with servers.serve(MODEL, *flags, log=tmp_path / "server.log", env=env) as server:
         settings = server_settings(server)
     assert (settings["scorer"], settings["fitted"], settings["slab_dtype"]) == ("gate", True, "k6v6")
+    assert settings["kernel"] == "numba"
     assert Path(settings["profile"]).parent == tmp_path / "cache"
+    assert list(Path(tmp_path / "cache" / "numba").rglob("*.nbc")), "compiled code is kept beside profiles"
     assert settings["profile_source"].startswith(f"budgets from profile {settings['profile']}")
 
     capsys.readouterr()

@@ -86,15 +86,23 @@ def hits_and_misses(server: Server) -> tuple[list[Answer], list[Answer]]:
 
 
 @pytest.mark.parametrize(
-    "form", ["k6v4", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("k8v4", "int8", "k4v4"))]
+    ("form", "kernel"),
+    [
+        ("k6v4", "numba"),
+        *(
+            pytest.param(*one, marks=pytest.mark.thorough)
+            for one in (("k6v4", "torch"), ("k8v4", "torch"), ("int8", "numba"), ("k4v4", "torch"))
+        ),
+    ],
 )
-def test_hits_equal_misses_and_both_what_the_codes_say(servers, tmp_path, form):
+def test_hits_equal_misses_and_both_what_the_codes_say(servers, tmp_path, form, kernel):
     profile = make_profile(MODEL, tmp_path / "profile.safetensors", segment=SEGMENT)
     given = flags(form, "--ragged-profile", str(tmp_path / "profile.safetensors"), "--enable-metrics")
+    given += ["--ragged-kernel", kernel]
     with servers.serve(MODEL, *given, log=tmp_path / "server.log") as server:
         info, full = server_settings(server), 2 * DIM * ITEMSIZE
         row, header = (count(DIM, ITEMSIZE) for count in (FORMATS[form].row_bytes, FORMATS[form].header_bytes))
-        assert info["slab_dtype"] == form
+        assert (info["slab_dtype"], info["kernel"]) == (form, kernel)
         assert info["kept_bytes_ratio"] == pytest.approx(RATIO, abs=0.005)
         assert info["kept_ratio"] == pytest.approx((info["kept_bytes_ratio"] * full - header / SEGMENT) / row, abs=1e-4)
         # The metric is the share of the bytes, which with codes is less than that of the tokens.

@@ -11,14 +11,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
+from sgl_ragged.attention.kernel_choice import PREFILL_IN_TORCH
 from sgl_ragged.attention.sinks import with_sinks
 from sgl_ragged.mem_pool.kv_dtype import KvScales, is_fp8, to_fp8
 from sgl_ragged.serve.sglang_pools import KVWriteLoc
 
 
 def window_backend(model_runner: Any, kernel: str) -> AttentionBackend:
-    """Return the backend of sliding-window layers: SGLang's Triton backend, or torch with torch operations."""
-    if kernel == "torch":
+    """Return the backend of sliding-window layers: SGLang's Triton backend, or torch where prefill is in torch."""
+    if kernel in PREFILL_IN_TORCH:
         return TorchWindowBackend(model_runner)
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 
