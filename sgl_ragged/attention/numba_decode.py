@@ -1,7 +1,8 @@
 """Decode attention over slabs and open segments on CPUs, compiled by numba: one pass per request and head.
 
 A pass goes over the kept rows of sealed segments, then over the open segment, with an online softmax. Queries are
-turned once per segment in place of its keys, and outputs once.
+turned once per segment in place of its keys, and outputs once. G is the number of queries per head; other capitals are
+those of `numba_rows`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class DecodeShape:
 
 @inlined
 def _multiply(queries, rows, count, logits, first, D, G):
-    """Write products of all queries with rows."""
+    """Write products of queries [G, D] with `count` rows to logits [G, S], from column `first` on."""
     for b in range(count):
         for g in range(G):
             product = _F(0)
@@ -68,7 +69,7 @@ def _multiply(queries, rows, count, logits, first, D, G):
 
 @inlined
 def _accumulate(sums, rows, count, weights, first, D, G):
-    """Add rows times weights, four rows at a time."""
+    """Add `count` rows times weights [G, S], from column `first` on, to sums [G, D], four rows at a time."""
     fours = count // _U(4) * _U(4)
     for g in range(G):
         for b in range(_U(0), fours, _U(4)):

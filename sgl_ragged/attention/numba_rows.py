@@ -2,6 +2,9 @@
 
 Written for LLVM's vectoriser. Indices are unsigned, since signed ones may wrap around. Rows are read by offset from
 flat arrays, since views of rows count references. NaN and infinity are not assumed away.
+
+Arguments in capitals are constants of a kernel: D, the head dimension; B, dimensions in a block of rotations. `rows` is
+float32 [n, D], of which row b is written; `source` is all slabs.
 """
 
 from __future__ import annotations
@@ -45,7 +48,11 @@ def from_half(bits):
 
 @inlined
 def load_numbers(source, at, rows, b, bits, table, D, KIND):
-    """Read a key or value of the cache's dtype to row b; `bits` are the bits of `rows`."""
+    """Read a key or value of the cache's dtype from element `at` on.
+
+    Args:
+        bits: uint32 [n, D], the memory of `rows`. table: float32 [256], the numbers of FP8. KIND: place in NUMBERS.
+    """
     for j in range(D):
         if KIND == 0:
             bits[b, j] = source[at + j]
@@ -80,10 +87,11 @@ def _load_plane(source, at, rows, b, D, B, WIDTH, UNIT, MIDDLE, ADD):
 
 @inlined
 def load_codes(source, first, second, rows, b, D, B, FIRST, SECOND, MIDDLE):
-    """Read a row of codes plus 1/2 to row b.
+    """Read a row of codes plus 1/2.
 
-    `first` and `second` are where the row begins in planes of FIRST and SECOND bits; none of 0, those of 8 are signed.
-    MIDDLE: 2^(bits - 1) - 1/2.
+    Args:
+        first, second: first bytes of the row in both planes, of FIRST and SECOND bits; SECOND is 0 where there is one.
+        MIDDLE: 2^(bits - 1) - 1/2; codes of 8 bits are signed.
     """
     if FIRST == 8:
         for j in range(D):
@@ -96,7 +104,11 @@ def load_codes(source, first, second, rows, b, D, B, FIRST, SECOND, MIDDLE):
 
 @called
 def rotate(x, g, mixed, D, B, NORM):
-    """Multiply row g by the matrix of `quantise.rotated`, by as many equal steps as a block's dimensions have bits."""
+    """Multiply row g of x, float32 [G, D], by the matrix of `quantise.rotated`: one step per bit of B, all alike.
+
+    Args:
+        mixed: float32 [D], scratch. NORM: B^(-1/2).
+    """
     for block in range(D // B):
         first, half = block * B, B // _TWO
         width = _ONE
