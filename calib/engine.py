@@ -164,8 +164,13 @@ def _begin(arguments: dict[str, Any]) -> Any:
     import sglang
 
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    fixed = dict(kv_pool="ragged", skip_tokenizer_init=True, disable_radix_cache=True, max_running_requests=1)
-    return sglang.Engine(log_level="error", **fixed, **arguments)
+    fixed: dict[str, Any] = dict(
+        log_level="error", kv_pool="ragged", skip_tokenizer_init=True, disable_radix_cache=True, max_running_requests=1
+    )
+    if not torch.cuda.is_available():
+        # Next to nothing is decoded: compiling for it would take longer.
+        fixed["ragged_kernel"] = "torch"
+    return sglang.Engine(**fixed | arguments)
 
 
 def _end(engine: Any) -> None:
