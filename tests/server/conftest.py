@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,18 +13,27 @@ from benchmarks.harness.launch import Server
 from benchmarks.harness.server_pool import ServerPool
 from tests.character_model import make_character_model
 
-DEFAULTS = {"--ragged-profile": "uniform", "--ragged-slab-dtype": "wide", "--ragged-kernel": "torch"}
-"""Calibration takes minutes, wide slabs are compared to 1e-4, and numba compiles for seconds."""
+DEFAULTS = {"--ragged-profile": "uniform", "--ragged-slab-dtype": "wide"}
+"""Calibration takes minutes, and wide slabs are compared to 1e-4."""
 
 
 class QuietServerPool(ServerPool):
-    """Its servers leave the cores to others while nobody asks, and have DEFAULTS unless a test says otherwise."""
+    """Its servers leave the cores to others while nobody asks, and have DEFAULTS unless a test says otherwise.
+
+    They decode in torch, since numba compiles for seconds.
+    """
 
     def serve(self, model: str | Path, *args: str, **more: object) -> contextlib.AbstractContextManager[Server]:
-        if "ragged" in args:
-            for flag, value in DEFAULTS.items():
-                args = args if flag in args else (*args, flag, value)
-        return super().serve(model, *args, "--sleep-on-idle", **more)
+        return super().serve(model, *_completed(args, DEFAULTS), "--sleep-on-idle", **more)
+
+    def start(self, model: str | Path, *args: str, **more: object) -> contextlib.AbstractContextManager[Server]:
+        return super().start(model, *_completed(args, {"--ragged-kernel": "torch"}), **more)
+
+
+def _completed(args: tuple[str, ...], defaults: dict[str, str]) -> list[str]:
+    """Return a server's flags with those of the ragged pool that are not given."""
+    missing = {flag: value for flag, value in defaults.items() if "ragged" in args and flag not in args}
+    return [*args, *itertools.chain(*missing.items())]
 
 
 @pytest.fixture(scope="session")
