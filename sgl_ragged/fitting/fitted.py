@@ -28,7 +28,7 @@ from sgl_ragged.profiles.codebook import CODEBOOK, QUERIES
 
 @dataclass(frozen=True)
 class HeadFit:
-    """Fitted heads of one layer or of several consecutive layers: those that keep at most MOST_KEPT of their segments.
+    """Fitted heads (`is_fitted`) of one layer or of several consecutive layers.
 
     Args:
         heads: int64 [fitted heads], numbers of the heads, counted through the layers.

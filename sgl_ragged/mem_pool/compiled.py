@@ -1,6 +1,6 @@
 """Loops over numbers that torch would take many passes for on CPUs, compiled by numba when they are first needed.
 
-They run on one thread. Sums are in the order of the loops, so all processors get the same bits.
+They run on one thread, and add in the order of the loops.
 """
 
 from __future__ import annotations

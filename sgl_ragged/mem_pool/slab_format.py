@@ -134,8 +134,8 @@ ASKED = (AUTO, *FORMATS)
 """Values of --ragged-slab-dtype."""
 
 BY_BITS = ((7.5, "int8"), (4.0, "k6v6"), (2.8, "k5v4"), (1.4, "k4v4"), (1.0, "k4v3"), (0.0, "k3v3"))
-"""What `auto` chooses: least bits that the ratio gives to each number of an uncompressed cache, and the format. Widest
-first; each lost least at the ratios around it (docs/slab-formats.md)."""
+"""Formats that `auto` chooses from, widest first, each with the least bits per number of an uncompressed cache that it
+is chosen for. docs/slab-formats.md has the ratios, docs/evaluation.md what was measured at some of them."""
 
 CODED_RATIO, WIDE_RATIO = 0.3, 0.5
 """Defaults of --ragged-ratio by format, since codes lose less of three tenths of the bytes than wide

@@ -79,7 +79,7 @@ def test_pages_of_few_tokens(form):
     ],
 )
 def test_outputs_and_log_sum_exps_are_those_of_torch(form, dtype, per_head, dim):
-    """Of the same slabs, and what is appended reads the same afterwards."""
+    """Both read the same slabs. A later prefill reads what each appended."""
     sequences = [Sequence(n + 3, *KEPT.shape, per_head, dim, "keydiff", seed) for seed, n in enumerate(EDGES)]
     more = dict(form=FORMATS[form], dtype=dtype, gives_lse=True)
     of_torch, of_numba = (
@@ -120,7 +120,7 @@ def test_views_may_leave_segments_out(bound):
 
 @pytest.mark.parametrize("form", ["wide", "k6v5"])
 def test_nan_stays_with_its_request(form):
-    """It shows in that request's answer, and in nobody else's."""
+    """The answers of other requests stay as they are."""
     sequences = [Sequence(n + 1, *KEPT.shape, 2, 16, "keydiff", seed) for seed, n in enumerate(EDGES)]
     for tensor in (sequences[-1].k, sequences[-1].v):
         tensor[70:80] = torch.nan

@@ -124,7 +124,7 @@ def test_what_is_stored_is_nearer_than_what_was_chosen(form):
 @pytest.mark.parametrize(("layer", "head", "kept"), [(0, 1, 48), (1, 0, SEGMENT), (1, 1, 32)])
 @pytest.mark.parametrize("form", ["k8v4", "k5v4", "k4v4"])
 def test_slabs_have_the_codes_of_the_fit(form, layer, head, kept):
-    """What the definition makes of what was chosen, in codes, also beside a head that keeps more or all."""
+    """Slabs have the codes that the definition gives. Another head of the layer keeps more, or all."""
     (keys, values), coded = segments(len(NUMBERS), layer), FORMATS[form]
     scores = get_scorer("keydiff").score(SegmentData(keys, values, segment_indices=NUMBERS))
     own = torch.tensor([head])

@@ -1,4 +1,4 @@
-"""Whether a start checks its answers, and how strictly."""
+"""Which starts check their answers, and what ends a start."""
 
 from types import SimpleNamespace
 

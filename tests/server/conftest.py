@@ -18,7 +18,7 @@ DEFAULTS = {"--ragged-profile": "uniform", "--ragged-slab-dtype": "wide"}
 
 
 class QuietServerPool(ServerPool):
-    """Its servers leave the cores to others while nobody asks, and have DEFAULTS unless a test says otherwise.
+    """A pool of servers that sleep while nobody asks. DEFAULTS hold unless a test gives other flags.
 
     They decode in torch, since numba compiles for seconds.
     """

@@ -239,7 +239,7 @@ def _level(code, dtype: tl.constexpr, BITS: tl.constexpr):
     if half_numbers(dtype) is None:
         return code.to(dtype) - (2**BITS - 1) / 2
     else:
-        # A code is the last bits of a number between 64 and 128: that takes half as long as a conversion.
+        # A code is the last bits of a number between 64 and 128, which needs no conversion.
         WHOLE: tl.constexpr = 2 * half_numbers(dtype)[1]
         numbers = code.to(tl.uint16) * WHOLE | (half_numbers(dtype)[0] | half_numbers(dtype)[1])
         return numbers.to(dtype, bitcast=True) - (64.0 + 2 ** (BITS - 1))
