@@ -7,8 +7,10 @@ import functools
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from sgl_ragged.attention.kernels import seal
+from sgl_ragged.attention.kernels import codes, seal
 from sgl_ragged.mem_pool.layout import SlabLayout
 from sgl_ragged.mem_pool.quantise import stored_rows
 from sgl_ragged.mem_pool.slab_format import FORMATS, INT8
@@ -128,3 +130,25 @@ def test_sinks_and_divided_heads_of_codes():
     expected = sequence.expected(MIXED, sinks=sinks, form="k8v4")
     compare(harness.extend([sequence], [0], lengths), [expected[: lengths[0]]])
     compare([harness.decode([sequence], lengths, padding=1)], [expected[lengths[0] :]])
+
+
+@triton.jit
+def _levels_of(codes_ptr, found_ptr, BITS: tl.constexpr, HALVES: tl.constexpr):
+    at = tl.arange(0, 64)
+    dtype: tl.constexpr = tl.float16 if HALVES else tl.float32
+    tl.store(found_ptr + at, codes._level(tl.load(codes_ptr + at), dtype, BITS).to(tl.float32))
+
+
+@pytest.mark.parametrize("bits", [3, 4, 5, 6])
+def test_codes_are_exact_numbers_in_every_dtype(bits):
+    """The interpreter has no numbers in bf16: their bits are checked in torch."""
+    every = torch.arange(64, dtype=torch.uint8) % 2**bits
+    wanted = every.float() + 0.5 - 2 ** (bits - 1)
+    for halves in (False, True):
+        found = torch.zeros(64)
+        _levels_of[(1,)](every, found, BITS=bits, HALVES=halves)
+        assert torch.equal(found, wanted)
+    for of_triton, of_torch in ((tl.bfloat16, torch.bfloat16), (tl.float16, torch.float16)):
+        whole, half = codes.half_numbers(of_triton)
+        numbers = (every.to(torch.int16) * 2 * half | whole | half).view(of_torch)
+        assert torch.equal(numbers.float() - (64 + 2 ** (bits - 1)), wanted)
